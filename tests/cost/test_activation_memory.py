@@ -227,6 +227,9 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
         {"model": {"zero_experts": 4, "top_k": 3}},
         {"model": LLAMA4},
+        {"model": {"norm": "layernorm", "head_bias": True, "mtp_layers": 1}, "train": {"recompute": ("norms",)}},
+        {"model": {"norm": "layernorm", "head_bias": True, "vocab_size": 4096}, "train": {"loss_chunk": 32}},
+        {"model": {"router_softmax": "sparsemixer", "num_experts": 4, "top_k": 4}, "moe": {"choice": "topk"}},
     ],
     ids=[
         "mla",
@@ -255,6 +258,9 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "dense",
         "zero experts",
         "llama 4",
+        "LayerNorm, recomputed",
+        "LayerNorm, chunks with a bias",
+        "sparsemixer",
     ],
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):

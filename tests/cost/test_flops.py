@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
-from moefold.cost.flops import count_parameters, train_flops_per_token
+from moefold.config.schema import Config, TrainConfig
+from moefold.cost.flops import count_parameters, step_flops_per_token, train_flops_per_token
+from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model
+from moefold.ops.rope import NO_ROPE
 
 MIXTRAL_8X7B = ModelConfig(
     num_layers=32,
@@ -185,6 +188,24 @@ def test_matches_the_flop_counter_of_torch() -> None:
     count = train_flops_per_token(SMALL, seq_len)
     assert forward.get_total_flops() == seq_len * batch * count.forward
     assert backward.get_total_flops() == seq_len * batch * 2 * count.forward
+
+
+def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
+    """Count what torch computes for a dense layer and its adapters, without the core attention, which it recomputes."""
+    model = replace(SMALL, layer_pattern="D", num_layers=1, qk_norm=False)
+    cfg = Config(model=model, lora=LoraConfig(rank=2))
+    layer = build_model(cfg).layers["0"].double()
+    freeze_all_but_adapters(layer)
+    x = torch.randn(4, 2, model.hidden_size, dtype=torch.float64, requires_grad=True)
+    layer.attention.core_attention = lambda q, k, v, *_: q + 0 * (k.sum() + v.sum())
+    with FlopCounterMode(display=False) as counted:
+        layer(x, NO_ROPE).sum().backward()
+    count = train_flops_per_token(model, 4)
+    # The head is no part of the layer: a product in each pass.
+    layer_flops = step_flops_per_token(replace(cfg, train=TrainConfig(seq_len=4))) - 3 * count.attention_core
+    # To torch, the sums of the two norms are products: of the squares, and of their gradient.
+    norms = 2 * 2 * model.hidden_size
+    assert counted.get_total_flops() == 4 * 2 * (layer_flops - 2 * count.head + norms)
 
 
 def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:

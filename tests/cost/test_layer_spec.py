@@ -34,10 +34,16 @@ MODELS = {
     "output gate, two norms": replace(WITH_EVERYTHING, attention_gate=True, norm_placement="both"),
     "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
     "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
-    "latent": replace(LATENT, mtp_layers=1),
+    "LayerNorm, bias of the head": replace(
+        WITH_EVERYTHING, norm="layernorm", head_bias=True, norm_placement="both", tie_embeddings=True
+    ),
+    "latent": replace(LATENT, mtp_layers=1, norm="layernorm", head_bias=True),
     "gated latent": replace(LATENT, attention_gate=True, mtp_layers=1),
     "gla": replace(MODEL, attention_pattern="LF", linear_attention="gla", linear_gate_rank=3, linear_value_head_dim=5),
     "short convolution": replace(MODEL, attention_pattern="FL", linear_attention="short_convolution", mtp_layers=1),
+    "short convolution, biases": replace(
+        MODEL, attention_pattern="FL", linear_attention="short_convolution", linear_conv_bias=True, qkv_bias=True
+    ),
     "kda, full rank": replace(
         MODEL,
         attention_pattern="LF",

@@ -12,7 +12,7 @@ from moefold.config.model import (
     ModelConfig,
     expand_layer_pattern,
 )
-from moefold.convert.config_fields import Json, Renamed, is_int, num_layers_of
+from moefold.convert.config_fields import Json, Positive, Renamed, is_int, num_layers_of
 from moefold.errors import ConfigError
 
 
@@ -183,6 +183,23 @@ class SlidingWindowLayers:
         """Write the type of every layer."""
         kinds = ["sliding_attention" if window else "full_attention" for window in model.layer_windows]
         return {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+
+
+@dataclass(frozen=True)
+class UniformWindow:
+    """`sliding_window` of all layers, null for none; one as long as `max_position_embeddings` limits nothing."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the attention pattern and the window."""
+        window = hf_config.get("sliding_window")
+        longest = hf_config.get("max_position_embeddings")
+        if window is None or (is_int(window) and is_int(longest) and window >= longest):
+            return {"attention_pattern": "F", "sliding_window": 0}
+        return {"attention_pattern": "W", **Positive("sliding_window", "sliding_window").read(hf_config)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the window; layers of several kinds read back as another model."""
+        return {"sliding_window": model.sliding_window or None}
 
 
 @dataclass(frozen=True)

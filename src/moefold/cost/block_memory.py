@@ -150,6 +150,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
         sizes.high_precision_bytes + INT_BYTES
     )
     saved["router"] += sizes.tokens * routing_bytes
+    if model.router_softmax == "sparsemixer":
+        # For each choice a softmax and two masks.
+        saved["router"] += sizes.tokens * model.top_k * model.num_router_choices * (sizes.high_precision_bytes + 2)
     if sizes.cfg.moe.input_jitter:
         # The noise and the product with it, in the type of the logits.
         saved["router"] += 2 * sizes.tokens * model.hidden_size * sizes.high_precision_bytes

@@ -59,6 +59,13 @@ class BlockSizes:
             + self.high_precision_bytes
         )
 
+    def hidden_norm(self) -> int:
+        """Return the bytes that a norm of the residual stream saves besides its input and output.
+
+        LayerNorm saves two numbers per token.
+        """
+        return self.norm(self.tokens, self.cfg.model.hidden_size) * (2 if self.cfg.model.norm == "layernorm" else 1)
+
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
         """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
 
@@ -68,9 +75,9 @@ class BlockSizes:
         hidden = self.cfg.model.hidden_size
         placement = self.cfg.model.norm_placement
         if placement != "pre":
-            saved["norms"] += self.norm(self.tokens, hidden) + self.hidden_bytes
+            saved["norms"] += self.hidden_norm() + self.hidden_bytes
         if "norms" not in self.recompute and placement != "post":
-            saved["norms"] += self.norm(self.tokens, hidden)
+            saved["norms"] += self.hidden_norm()
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:
             saved[part] += self.gathered_bytes(hidden)

@@ -149,7 +149,7 @@ def mtp_layer_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     return (
         ParamSpec("projection", (hidden, 2 * hidden), "mtp"),
         *layer_weights(model, model.mtp_block_kind),
-        *(_norm(name, hidden) for name in ("embedding_norm", "hidden_norm", "output_norm")),
+        *(weight for name in ("embedding_norm", "hidden_norm", "output_norm") for weight in _hidden_norm(model, name)),
     )
 
 
@@ -159,9 +159,10 @@ def embedding_weight(model: ModelConfig) -> ParamSpec:
 
 
 def head_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
-    """Return the last norm, and the output head unless embeddings are tied."""
-    norm = _norm("norm", model.hidden_size)
-    return (norm,) if model.tie_embeddings else (replace(embedding_weight(model), part="head"), norm)
+    """Return the last norm, the output head unless embeddings are tied, and its bias."""
+    weight = () if model.tie_embeddings else (replace(embedding_weight(model), part="head"),)
+    bias = (ParamSpec("bias", (model.vocab_size,), "head", tp_dim=0),) if model.head_bias else ()
+    return (*weight, *bias, *_hidden_norm(model, "norm"))
 
 
 @lru_cache(maxsize=16)
@@ -200,7 +201,13 @@ def _norm(name: str, width: int) -> ParamSpec:
 
 def _residual_norms(model: ModelConfig, name: str, placement: str) -> tuple[ParamSpec, ...]:
     """Return a norm of the residual stream's width, if the model has norms there."""
-    return (_norm(name, model.hidden_size),) if model.norm_placement in (placement, "both") else ()
+    return _hidden_norm(model, name) if model.norm_placement in (placement, "both") else ()
+
+
+def _hidden_norm(model: ModelConfig, name: str) -> tuple[ParamSpec, ...]:
+    """Return the parameters of a norm of the residual stream's width."""
+    weight = _norm(name, model.hidden_size)
+    return (weight, replace(weight, name=f"{name}.bias")) if model.norm == "layernorm" else (weight,)
 
 
 def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -358,6 +365,10 @@ def short_convolution_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
     yield ParamSpec("conv", (hidden, model.linear_conv_kernel), "attention", tp_dim=0, always_adamw=True)
     yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+    if model.linear_conv_bias:
+        for name in ("bb", "bc", "bv", "conv_bias"):
+            yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
+        yield ParamSpec("bo", (hidden,), "attention")
 
 
 def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:

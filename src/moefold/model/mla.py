@@ -10,7 +10,7 @@ from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
-from moefold.model.linear import UnquantizedLinear, linear
+from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
@@ -102,9 +102,9 @@ class LatentAttention(SelfAttention):
         if self.wg is not None:
             attended = gate_heads(attended, self._gate(x, gathered[0], self.wg))
         wo = local_param(self.wo, x.dtype)
-        return self.sequence_parallel.linear_reduce_scatter(
-            attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
-        )
+        heads = attended.flatten(2)
+        out = self.sequence_parallel.linear_reduce_scatter(heads, wo, self.wgrad_store, self.kernels.linear_backend)
+        return out if self.lora is None else self.lora.add_row(out, heads, "wo", self.sequence_parallel)
 
     def _attend(
         self,
@@ -136,6 +136,10 @@ class LatentAttention(SelfAttention):
         return self._expand_values(attended)
 
     @property
+    def _query_name(self) -> str:
+        return "wq" if self.wq_up is None else "wq_up"
+
+    @property
     def _query_weight(self) -> Tensor:
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
@@ -143,14 +147,13 @@ class LatentAttention(SelfAttention):
 
     def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
         """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
-        backend = self.kernels.linear_backend
-        if self.gates_whole_heads and not isinstance(backend, UnquantizedLinear):
-            backend = None
         if self.wq_down is None:
-            return linear(source, local_param(weight, source.dtype), None, self.wgrad_store, backend)
+            return self._project(source, weight, "wg")
         columns = [(local_param(weight, x.dtype), None)]
-        (gate,) = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
-        return gate
+        gates = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self._backend("wg"))
+        if self.lora is not None:
+            gates = self.lora.add_columns(gates, x, ("wg",), self.sequence_parallel)
+        return gates[0]
 
     def _expanded_attention(
         self,
@@ -165,19 +168,27 @@ class LatentAttention(SelfAttention):
         pads_heads = self._pads_heads(latents[0].device, documents)
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            query = linear(
-                source, weights[0], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
-            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
-            key_value = linear(
-                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
-            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+            backend = self.kernels.linear_backend
+            query = linear(source, weights[0], wgrad_store=wgrad_store, linear_backend=backend)
+            key_value = linear(latent, weights[1], wgrad_store=wgrad_store, linear_backend=backend)
+            if self.lora is not None:
+                adapters = iter(weights[2:])
+                query, key_value = (
+                    self.lora.add_pair(y, x, next(adapters), next(adapters)) if name in self.lora else y
+                    for y, x, name in ((query, source, self._query_name), (key_value, latent, "wkv_up"))
+                )
+            query = query.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
+            key_value = key_value.unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             query, key, value = self._expand_heads(query, key_value, shared_key, rope)
             if pads_heads:
                 return self._pad_heads(query, key, value)
             # A copy of the values, so that backward does not save the non-rotated keys too.
             return query, key, value.contiguous()
 
-        weights = query_weight, local_param(self.wkv_up, query_weight.dtype)
+        weights = [query_weight, local_param(self.wkv_up, query_weight.dtype)]
+        if self.lora is not None:
+            adapted = [name for name in (self._query_name, "wkv_up") if name in self.lora]
+            weights += [part for name in adapted for part in self.lora.pair(name, query_weight.dtype)]
         with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
             attended = self.core_attention(query, key, value, documents, None, None if pads_heads else self._scale)
         return attended[..., : self.v_head_dim] if pads_heads else attended
@@ -225,7 +236,7 @@ class LatentAttention(SelfAttention):
         Returns:
             [S, B, A, latent + rope].
         """
-        query = self._project(source, self._query_weight).unflatten(
+        query = self._project(source, self._query_weight, self._query_name).unflatten(
             -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)
         )
         nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
@@ -238,7 +249,10 @@ class LatentAttention(SelfAttention):
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the up projections of the keys [A, nope, latent] and of the values [A, v, latent]."""
-        up_AOR = local_param(self.wkv_up, dtype).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        up = local_param(self.wkv_up, dtype)
+        if self.lora is not None and "wkv_up" in self.lora:
+            up = up + self.lora.product("wkv_up", dtype)
+        up_AOR = up.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         key_up, value_up = up_AOR.split((self.qk_nope_head_dim, self.v_head_dim), 1)
         return key_up, value_up
 
@@ -249,8 +263,10 @@ class LatentAttention(SelfAttention):
         """
         source = x
         if self.wq_down is not None and self.query_norm is not None:
-            source = self.query_norm(self._project(x, self.wq_down))
-        latent, shared_key = self._project(x, self.wkv_down).split((self.wkv_up.shape[1], self.qk_rope_head_dim), -1)
+            source = self.query_norm(self._project(x, self.wq_down, "wq_down"))
+        latent, shared_key = self._project(x, self.wkv_down, "wkv_down").split(
+            (self.wkv_up.shape[1], self.qk_rope_head_dim), -1
+        )
         latent = self.key_value_norm(latent)
         if self._query_latent_scale != 1.0:
             source = source * self._query_latent_scale
@@ -265,10 +281,16 @@ class LatentAttention(SelfAttention):
         )
         return source, latent, shared_key
 
-    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(
-            x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.kernels.linear_backend
-        )
+    def _project(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Apply a matrix, and its adapter if it has one, to the same tokens; local."""
+        y = linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self._backend(name))
+        return y if self.lora is None else self.lora.add(y, x, name)
+
+    def _backend(self, name: str) -> LinearBackend | None:
+        """Return the GEMMs of a matrix; gates of whole heads have too few rows to be quantised."""
+        backend = self.kernels.linear_backend
+        is_exact = name == "wg" and self.gates_whole_heads
+        return None if is_exact and not isinstance(backend, UnquantizedLinear) else backend
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
         """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""

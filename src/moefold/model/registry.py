@@ -32,7 +32,7 @@ def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
         cfg.moe,
         loss_scale=1.0 / num_micro_batches,
         micro_batches_per_rank=cfg.num_micro_batches,
-        jitter_seed=seed_for(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
+        noise_seed=seed_for(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
         shared=shared,
     )
 

@@ -18,11 +18,12 @@ from moefold.model.indexer import LightningIndexer, Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
+from moefold.model.lora import attach_adapters
 from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import LayerNorm, RMSNorm, build_norm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
@@ -47,16 +48,16 @@ class Block(nn.Module):
         model = cfg.model
         has_input_norms = model.norm_placement != "post"
         has_output_norms = model.norm_placement != "pre"
-        self.attention_norm = _norm(model, has_input_norms)
+        self.attention_norm = build_norm(model) if has_input_norms else None
         name = attention_name(model, model.all_block_kinds[number])
         self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
         if chunk_size := model.all_layer_chunks[number]:
             assert isinstance(self.attention, SelfAttention)
             self.attention.limit_to_chunks(chunk_size)
-        self.attention_output_norm = _norm(model, has_output_norms)
-        self.ffn_norm = _norm(model, has_input_norms)
+        self.attention_output_norm = build_norm(model) if has_output_norms else None
+        self.ffn_norm = build_norm(model) if has_input_norms else None
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
-        self.ffn_output_norm = _norm(model, has_output_norms)
+        self.ffn_output_norm = build_norm(model) if has_output_norms else None
         self.has_rope = model.rope_layers[number]
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
@@ -117,23 +118,17 @@ class Block(nn.Module):
             y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
             return self._add(x, y, self.attention_output_norm)
 
-    def _normalized(self, norm: RMSNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
+    def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
         """Return a context with the input of attention or of the feed-forward network."""
-        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, norm.local_weight(x))
+        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, *norm.local_parameters(x))
 
-    def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Add an output to the residual stream."""
         return x + self._scale(y if norm is None else norm(y))
 
     def _scale(self, y: Tensor) -> Tensor:
         """Multiply an output by the factor with which it is added to the residual stream."""
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
-
-
-def _norm(model: ModelConfig, is_present: bool) -> RMSNorm | None:
-    if not is_present:
-        return None
-    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
 
 
 class MTPBlock(Block):
@@ -146,14 +141,12 @@ class MTPBlock(Block):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
-        eps = cfg.model.norm_eps
-        zero_centered = cfg.model.zero_centered_norms
-        self.embedding_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
-        self.hidden_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.embedding_norm = build_norm(cfg.model)
+        self.hidden_norm = build_norm(cfg.model)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.output_norm = build_norm(cfg.model)
 
     def forward(
         self,
@@ -274,6 +267,7 @@ class Transformer(nn.Module):
             self.head = Head(model)
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
+        attach_adapters(self, cfg)
         num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
         for number, indexer in self.indexers().items():
             # The mean over the layers that attend to its selection.
@@ -293,7 +287,7 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model).to(positions.device)
+            self._rope_frequencies = rope_frequencies(self.cfg.model, self.cfg.train.seq_len).to(positions.device)
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
@@ -347,9 +341,9 @@ class Transformer(nn.Module):
         return self._with_mtp_term(terms, mtp_losses)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; where only the indexers learn, the vectors have a gradient, which reaches every layer."""
+        """Embed tokens; where the embedding is frozen, the vectors have a gradient, which reaches every layer."""
         x: Tensor = self.embedding(tokens)
-        return x.requires_grad_() if self.cfg.trains_indexers_only and torch.is_grad_enabled() else x
+        return x.requires_grad_() if self.cfg.freezes_weights and torch.is_grad_enabled() else x
 
     def _blocks(self) -> list[Block]:
         """Return the layers of this stage, without those of multi-token prediction."""
@@ -430,7 +424,8 @@ class Transformer(nn.Module):
         return self._build_rope(positions_SB)
 
     def _build_rope(self, positions: Tensor) -> Rope:
-        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies)
+        seq_len = self.cfg.train.seq_len
+        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""

@@ -10,6 +10,7 @@ from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
+from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
@@ -116,6 +117,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
     # change too often to be compiled.
     if not for_training:
+        assert not cfg.lora.rank, "weights of inference have the adapters merged"
         run = replace(cfg.run, compile="none")
         train = replace(cfg.train, precision="dtype")
         moe = replace(cfg.moe, dispatch_precision="dtype")
@@ -142,9 +144,11 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_cuda_graphs(stage, kernels.weight_cache, recorders, has_router=has_router)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
+        # FSDP reads which parameters are frozen.
         if for_training and cfg.trains_indexers_only:
-            # FSDP reads which parameters are frozen.
             freeze_all_but_indexers(stage)
+        if for_training and cfg.trains_adapters_only:
+            freeze_all_but_adapters(stage)
         if layout.world_size > 1 and for_training:
             shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)

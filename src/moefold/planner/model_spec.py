@@ -18,6 +18,7 @@ from moefold.convert.hf_config import read_model_config
 from moefold.cost.flops import TRAIN_TO_FORWARD, keys_per_token
 from moefold.cost.layer_spec import attention_spec
 from moefold.errors import ConfigError
+from moefold.hub import CONFIG_PATTERNS, is_hub_url, snapshot
 from moefold.recipe import load_config
 
 BF16_BYTES = 2
@@ -509,6 +510,8 @@ def load_model_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: it is none of these.
     """
+    if is_hub_url(name):
+        return model_spec_from_config(read_model_config(snapshot(name, "model", patterns=CONFIG_PATTERNS)))
     path = Path(name)
     if path.suffix == ".toml":
         return model_spec_from_config(load_config(path).model)

@@ -28,6 +28,7 @@ from moefold.verify.oracle_attention import (
 )
 from moefold.verify.oracle_indexer import OracleIndexer
 from moefold.verify.oracle_linear import linear_attention
+from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -103,10 +104,8 @@ class Oracle:
     ) -> None:
         self.cfg = cfg
         self._objective = objective
-        self.weights = {
-            name: w.detach().double().requires_grad_(not cfg.trains_indexers_only or ".indexer." in name)
-            for name, w in weights.items()
-        }
+        leaves = {name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()}
+        self.weights: Weights = AdaptedWeights(leaves, cfg.lora)
         self._index_losses: list[Tensor] = []
         self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
@@ -128,7 +127,7 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            if not self.cfg.trains_indexers_only:
+            if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
@@ -194,7 +193,7 @@ class Oracle:
         self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
-        return self._norm("head.norm", x)
+        return self._hidden_norm("head.norm", x)
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -221,10 +220,10 @@ class Oracle:
         return x + factor * self._output_norm(f"{name}.ffn", output)
 
     def _input_norm(self, name: str, x: Tensor) -> Tensor:
-        return x if self.cfg.model.norm_placement == "post" else self._norm(f"{name}_norm", x)
+        return x if self.cfg.model.norm_placement == "post" else self._hidden_norm(f"{name}_norm", x)
 
     def _output_norm(self, name: str, x: Tensor) -> Tensor:
-        return x if self.cfg.model.norm_placement == "pre" else self._norm(f"{name}_output_norm", x)
+        return x if self.cfg.model.norm_placement == "pre" else self._hidden_norm(f"{name}_output_norm", x)
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
@@ -235,7 +234,10 @@ class Oracle:
     def _target_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities [B, n] of targets [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        logits = hidden @ self.weights[head].T / self.cfg.model.logits_divisor / temperature
+        logits = hidden @ self.weights[head].T
+        if self.cfg.model.head_bias:
+            logits = logits + self.weights["head.bias"]
+        logits = logits / self.cfg.model.logits_divisor / temperature
         return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
     def _mtp_loss(
@@ -256,14 +258,22 @@ class Oracle:
             # The input at position i is token i + depth, or token 0 past the end.
             tokens = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
             vectors = self.weights["embedding.weight"][tokens] * model.embedding_multiplier
-            embedded = self._norm(f"{name}.embedding_norm", vectors)
-            joined = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
+            embedded = self._hidden_norm(f"{name}.embedding_norm", vectors)
+            joined = torch.cat((embedded, self._hidden_norm(f"{name}.hidden_norm", hidden)), -1)
             projected = joined @ self.weights[f"{name}.projection"].T
             hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
-            hidden = self._norm(f"{name}.output_norm", hidden)
+            hidden = self._hidden_norm(f"{name}.output_norm", hidden)
             log_probs = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
             total = total - (log_probs * target_weights[depth]).sum()
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
+
+    def _hidden_norm(self, name: str, x: Tensor) -> Tensor:
+        """Return a norm of the residual stream."""
+        if self.cfg.model.norm == "rmsnorm":
+            return self._norm(name, x)
+        centered = x - x.mean(-1, keepdim=True)
+        deviation = (centered.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
+        return centered / deviation * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
@@ -398,6 +408,13 @@ class Oracle:
         if model.shared_expert_gate:
             shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
         return shared
+
+
+def _is_trained(cfg: Config, name: str) -> bool:
+    """Return whether a parameter has a gradient."""
+    if cfg.lora.rank:
+        return ".lora." in name
+    return not cfg.trains_indexers_only or ".indexer." in name
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -27,10 +27,14 @@ MAX_WINDOW = 5
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
 MAX_INDEX_TOPK = MAX_WINDOW - 1
 """Limit of the selected keys: below the sliding window, so that a selection in a window leaves keys out."""
+MIN_MIXER_JITTER = 0.6
+"""Least sparsemixer_jitter: random logits differ by more than those of a trained router, and few would be close."""
 MAX_CONV_KERNEL = 3
 """Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
+MAX_LORA_RANK = 2
+"""Limit of the rank of adapters, which is below every side of a small matrix."""
 MAX_LAYERS_PER_STAGE = 2
 MAX_MTP_LAYERS = 2
 """Limit of the MTP layers of a small recipe."""
@@ -152,10 +156,12 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
         align=AlignConfig(),
+        lora=replace(cfg.lora, rank=min(cfg.lora.rank, MAX_LORA_RANK), init_from=""),
         rl=RLConfig(),
         rollout=RolloutConfig(),
         reward=RewardConfig(),
     )
+    small = replace(small, model=_keep_rope_factors(cfg, small))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
@@ -166,6 +172,16 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _keep_rope_factors(cfg: Config, small: Config) -> ModelConfig:
+    """Return the model with an original context of LongRoPE that selects the same of its factors."""
+    model = small.model
+    if model.rope_scaling != "longrope":
+        return model
+    seq_len = small.train.seq_len
+    is_long = cfg.train.seq_len > model.rope_original_seq_len
+    return replace(model, rope_original_seq_len=min(model.rope_original_seq_len, seq_len - 1) if is_long else seq_len)
 
 
 def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
@@ -202,8 +218,14 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)
+    rotary_dim = HEAD_SIZE // 2 if model.attention == "mla" else round(HEAD_SIZE * model.rope_fraction)
     return replace(
         model,
+        rope_short_factors=_spread(model.rope_short_factors, rotary_dim // 2),
+        rope_long_factors=_spread(model.rope_long_factors, rotary_dim // 2),
+        sparsemixer_jitter=max(model.sparsemixer_jitter, MIN_MIXER_JITTER)
+        if model.router_softmax == "sparsemixer"
+        else model.sparsemixer_jitter,
         preset="",
         num_layers=num_layers,
         layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
@@ -241,6 +263,11 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )
+
+
+def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """Return `count` of the values at even distances; none of none."""
+    return tuple(values[i * len(values) // count] for i in range(count)) if values else ()
 
 
 def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
