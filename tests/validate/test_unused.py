@@ -26,6 +26,15 @@ LONGROPE = [
     "model.rope_long_factors=[2.0]",
 ]
 CASES = [
+    ("sites.number=1", [], ["sites.count=2", "sites.meet=host:1"]),
+    ("sites.meet=host:1", [], ["sites.count=2", "sites.number=1"]),
+    ("sites.secret=file", [], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
+    ("sites.secret=file", ["sites.count=2"], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
+    ("sites.quorum=1", [], ["sites.count=2"]),
+    ("sites.timeout_s=5", [], ["sites.count=2"]),
+    ("sites.every=5", [], ["sites.count=2"]),
+    ("sites.first=5", [], ["sites.method=diloco"]),
+    ("sites.nesterov=false", ["sites.count=2"], ["sites.count=2", "sites.method=diloco"]),
     ("model.num_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.top_k=1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),

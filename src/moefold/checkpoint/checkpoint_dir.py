@@ -95,6 +95,8 @@ class TrainState:
     empty if the checkpoint has all weights."""
     rl: Any = None
     """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
+    sites: Any = None
+    """State of the outer optimizer: `OuterOptimizer.state`; None in a run of one site without an outer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,8 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
+    # Site n of several reads every count-th sample.
+    order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
     order |= {f"align.{key}": value for key, value in asdict(align).items()}
     if cfg.align.method != "condition":
         del order[WANT_KEY]
@@ -351,6 +355,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
+    if meta.sites is not None and not (
+        isinstance(meta.sites, dict) and all(type(value) is int for value in meta.sites.values())
+    ):
+        raise TypeError(f"sites is {meta.sites!r}")
     Plateau.from_json(meta.rl)
     table_headers(meta.rl)
     check_adapter_settings(meta.lora)

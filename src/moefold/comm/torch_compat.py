@@ -274,6 +274,22 @@ def _forget_process_groups() -> None:
 # FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.
 
 
+def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    """Connect a gloo process group on a store, apart from the default group; blocks until all members are connected.
+
+    Args:
+        store: store that the members share.
+        rank: member of the group that this process is.
+        size: number of members.
+        host: address of this machine that the other members can reach.
+        timeout: limit of the connection and of each collective.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs before or after the forward pass of a module."""
     return bool(module._forward_pre_hooks or module._forward_hooks)

@@ -10,6 +10,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sites import SitesConfig
 
 
 def has_moe_layers(model: ModelConfig) -> bool:
@@ -512,6 +513,7 @@ class Config:
     rl: RLConfig = field(default_factory=RLConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
 
     @property
     def is_rl(self) -> bool:

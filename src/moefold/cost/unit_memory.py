@@ -39,7 +39,7 @@ class StateBytes:
     gradient_sums: int = 0
     """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
     optimizer: int = 0
-    """Moments, and AdamW's step count of each parameter."""
+    """Moments, AdamW's step count of each parameter, and the state of the outer optimizer of sites."""
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
@@ -85,6 +85,8 @@ class ShardSpec:
     trained_names: str = ""
     """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
     all are trained."""
+    outer_bytes: int = 0
+    """Bytes of the outer weights and momentum per weight; 0 without sites."""
 
     def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
@@ -97,6 +99,7 @@ class ShardSpec:
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
             moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
+            moments += shards.numel(dp_ranks[weight.is_expert]) * self.outer_bytes
             moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
@@ -112,7 +115,7 @@ class ShardSpec:
         total = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
-            item = max(self.master_bytes, self.compute_bytes) if weight.part == "router" else self.compute_bytes
+            item = max(self.master_bytes, self.compute_bytes) if weight.is_full_precision else self.compute_bytes
             total += shards.padded_numel * shards.degree * item
         return total
 
@@ -135,6 +138,7 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
         trained_names=_trained_names(cfg),
+        outer_bytes=master * cfg.sites.num_states,
     )
 
 
@@ -186,7 +190,7 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
     if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
         return 0
     read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
-    weights = [weight for name in read for weight in unit_weights(cfg, name) if weight.part != "router"]
+    weights = [weight for name in read for weight in unit_weights(cfg, name) if not weight.is_full_precision]
     return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
 
 

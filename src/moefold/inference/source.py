@@ -86,7 +86,7 @@ def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")
-    data = {key: value for key, value in meta.order.items() if key not in others and not key.startswith("align.")}
+    data = {key: value for key, value in meta.order.items() if key not in others and "." not in key}
     cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
     run = find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")

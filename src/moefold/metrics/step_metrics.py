@@ -257,6 +257,9 @@ class StepMetrics:
     rl: dict[str, Any] | None = None
     """Metrics of the rollouts of a step ([rl.md](rl.md)); None without reinforcement learning."""
 
+    sites: dict[str, Any] | None = None
+    """Metrics of the round after this step ([sites.md](sites.md)); None except on steps with a round."""
+
     @property
     def worst_expert_load(self) -> float | None:
         """Largest value of expert_load (NaN if one is NaN); None for a model without MoE layers."""

@@ -59,11 +59,11 @@ def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str
     grads_by_replicas: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
         if name not in skip and parameter.grad is not None:
-            grads_by_replicas.setdefault(_num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
+            grads_by_replicas.setdefault(num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
-    for num_replicas, grads in grads_by_replicas.items():
+    for replicas, grads in grads_by_replicas.items():
         norms = torch.stack(foreach_norm(grads)).double()
-        total += norms.square().sum() / num_replicas
+        total += norms.square().sum() / replicas
     return total
 
 
@@ -95,16 +95,16 @@ def _is_replicated(grad: Tensor, axis: str) -> bool:
     return names[-1] == axis and grad.placements[-1].is_replicate()
 
 
-def _num_replicas(grad: Tensor) -> int:
-    """Return the number of ranks in the gradient's mesh that hold the same values."""
-    if not isinstance(grad, DTensor):
+def num_replicas(tensor: Tensor) -> int:
+    """Return the number of ranks in the mesh of a reduced gradient or a weight that hold the same values."""
+    if not isinstance(tensor, DTensor):
         return 1
-    num_replicas = 1
-    for axis, placement in enumerate(grad.placements):
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
         assert not placement.is_partial(), "the gradient is not reduced yet"
         if placement.is_replicate():
-            num_replicas *= grad.device_mesh.size(axis)
-    return num_replicas
+            count *= tensor.device_mesh.size(axis)
+    return count
 
 
 class Accumulation:

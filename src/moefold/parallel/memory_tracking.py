@@ -1,6 +1,6 @@
 """Memory attribution by part: wrap the methods of modules so that the memory tracker tags allocations by part."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -59,7 +59,10 @@ DISPATCH_METHODS = (
 
 @contextmanager
 def track_memory(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Iterable[Tensor],
+    outer_states: Sequence[Tensor] = (),
 ) -> Iterator[MemoryTracker]:
     """Track the memory of the forward and backward passes of a step inside this context.
 
@@ -67,10 +70,12 @@ def track_memory(
         model: the model to track.
         optimizer: the optimizer that holds the moments.
         batch: tensors allocated before the step.
+        outer_states: states of an outer optimizer that are on the device.
     """
     stages = model.stages
     tracker = MemoryTracker()
     tag_states(tracker, stages, optimizer, batch)
+    tracker.tag("optimizer", outer_states)
     tracker.tag(GATHERED_WEIGHTS, model.cast_copies.tensors())
     with tracker, _label_parts(model, tracker):
         yield tracker

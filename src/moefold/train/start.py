@@ -17,6 +17,8 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.launch.fitting import check_training, choose_checked_device
+from moefold.launch.meet_client import is_loopback_host, parse_address
+from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, is_remote, to_path
 from moefold.terminal import print_escaped
@@ -184,6 +186,23 @@ def probe_folder(key: str, path: str) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(existing)!r}; choose another") from None
 
 
+def check_meeting_point(cfg: Config) -> None:
+    """Check the address of the meeting point of the sites, and that there is a secret unless it is this machine.
+
+    Raises:
+        ConfigError: the address has another form, or the secret is missing or too short.
+    """
+    sites = cfg.sites
+    if not sites.meet:
+        return
+    host, _ = parse_address(sites.meet, "sites.meet")
+    if not read_secret(sites.secret, "sites.secret") and not is_loopback_host(host):
+        raise ConfigError(
+            f"sites.meet={sites.meet!r} is another machine, and there is no shared secret; name its file with "
+            f"sites.secret, or set {SECRET_VARIABLE}"
+        )
+
+
 MACHINE_RULES = (
     check_writable,
     check_schedule_file,
@@ -192,6 +211,7 @@ MACHINE_RULES = (
     check_packages,
     check_replay,
     check_data_source,
+    check_meeting_point,
 )
 
 

@@ -28,6 +28,7 @@ from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
+from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
@@ -189,6 +190,13 @@ RANGES = (
     RangeRule("must begin with http:// or https://", lambda url: url.startswith(HTTP), "rollout", "url"),
     RangeRule(*POSITIVE, "reward", "timeout_s"),
     RangeRule(*_at_least(1), "reward", "workers"),
+    RangeRule("must lie between 1 and 1024", lambda count: 1 <= count <= 1024, "sites", "count"),
+    RangeRule("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1, "sites", "number"),
+    RangeRule(*_at_least(1), "sites", "every"),
+    RangeRule(*_at_least(0), "sites", "first"),
+    RangeRule("must be at least 0 (0: more than half of sites.count)", lambda n: n >= 0, "sites", "quorum"),
+    RangeRule(*POSITIVE, "sites", "lr timeout_s"),
+    RangeRule(*FRACTION, "sites", "momentum"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 
@@ -248,6 +256,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *ALIGN_RULES,
         *RL_RULES,
         *ROLLOUT_RULES,
+        *SITES_RULES,
     )
     training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))

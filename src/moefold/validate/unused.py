@@ -17,6 +17,7 @@ from moefold.validate.lora import UNUSED_LORA_KEYS
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
+from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
@@ -31,6 +32,7 @@ UNUSED_KEY_RULES = (
     *ROPE_RULES,
     *UNUSED_SPARSE_KEYS,
     *UNUSED_LORA_KEYS,
+    *UNUSED_SITES_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "

@@ -83,6 +83,8 @@ class FinishedStep:
     """Signals that stop the run after this step."""
     eval_loss: float | None = None
     """Validation loss after this step; None without an evaluation."""
+    sites: dict[str, Any] | None = None
+    """Metrics of the round of the sites after this step; None without a round."""
     is_evaluated: bool = True
     """False if an evaluation was due and a signal prevented it."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from moefold.checkpoint.checkpoint_dir import TrainState, read_meta
-from moefold.checkpoint.save_load import Resume, checkpoint_state, load_checkpoint, resolve_resume
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
+from moefold.checkpoint.save_load import Resume, checkpoint_state, load_checkpoint, load_entries, resolve_resume
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
@@ -16,6 +16,7 @@ from moefold.convert.init_from import load_initial_weights
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
+from moefold.optim.outer import OuterOptimizer
 from moefold.train.adapter_weights import AdapterWeights
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
@@ -70,6 +71,8 @@ class Checkpointing(Callback):
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
                     "to start with trained ones"
                 )
+            if run.training.outer is not None:
+                run.training.outer.start()
             run.data.start()
         return resume
 
@@ -126,6 +129,8 @@ class Checkpointing(Callback):
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
         state = checkpoint_state(*self._stored(run), training.optimizer) | run.data.entries()
+        if training.outer is not None:
+            state |= training.outer.entries()
         position = TrainState(
             step=run.position.step,
             samples=run.position.samples,
@@ -135,6 +140,7 @@ class Checkpointing(Callback):
             checked_step=run.position.checked_step,
             moment_updates=training.moment_updates,
             lora={} if self._adapters is None else self._adapters.settings,
+            sites=None if training.outer is None else training.outer.state(),
             **run.data.data_state(),
         )
         waited_s = self.saver.save(state, position)
@@ -156,6 +162,8 @@ class Checkpointing(Callback):
         """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = run.training
         meta = load_checkpoint(path, *self._stored(run), training.optimizer)
+        if training.outer is not None:
+            self._load_outer(training.outer, path, meta)
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
@@ -172,6 +180,14 @@ class Checkpointing(Callback):
         training.restore_moment_updates(updates)
         self.checkpoint_dp = meta.dp
         run.position.checked_step = meta.checked_step
+
+    def _load_outer(self, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
+        """Restore the outer optimizer, or start it from the loaded weights; collective."""
+        if meta.sites is None:
+            outer.start()
+            return
+        load_entries(path, outer.entries(with_momentum=bool(meta.sites.get("momentum"))))
+        outer.restore(meta.sites)
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:

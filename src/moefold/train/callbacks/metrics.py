@@ -65,6 +65,7 @@ class MetricsLogging(Callback):
             attention_moved_rows=None if attention is None else attention.moved_rows,
             attention_bytes=None if attention is None else attention.sent_bytes,
             rl=step.rl and step.rl | result.loss_metrics,
+            sites=step.sites,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
 
