@@ -190,7 +190,7 @@ def _layer_scales(tensors: Weights) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Yardstick:
-    """Scale and tolerance for the deviation of a tensor that has no magnitude of its own."""
+    """Rounding and scale by which the deviation of a tensor without a magnitude of its own is judged."""
 
     rounding: float
     """Deviation that rounding explains."""
