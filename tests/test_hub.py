@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.suggestions import download_advice
 from moefold.convert.preflight import weights_path
 from moefold.errors import ConfigError
 from moefold.hub import check_repo_name, files_to_push, parse_hub_url, push_folder, repo_of_snapshot, snapshot
@@ -124,8 +123,6 @@ def test_names_are_parsed():
     for wrong in ("model", "a/b/c", "/me/model", "me/../x"):
         with pytest.raises(ConfigError, match="must have the form ORG/NAME"):
             check_repo_name(wrong)
-    assert download_advice("me/model").endswith("'hf://me/model' downloads it")
-    assert "'hf://datasets/me/chats' downloads it" in download_advice("me/chats", "dataset")
 
 
 @pytest.fixture

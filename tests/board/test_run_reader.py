@@ -73,8 +73,7 @@ def test_a_running_job_is_followed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"locked\n"
-        running = open_run(run_dir)
-        assert running.summary()["state"] == "running"
+        assert reader.summary()["state"] == "running"
         job.communicate()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(step_metrics(5).to_json() + "\n")

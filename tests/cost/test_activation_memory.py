@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
@@ -597,19 +596,3 @@ def test_frozen_weights_have_neither_gradients_nor_moments(train):
     assert 0 < rank.after["gradients"] < rank.after["weights"] / 10
     # Weight gradients are not computed: the formulas of training are an upper bound.
     assert rank.activations < _formulas(cfg)[0].activations.total
-
-
-@pytest.mark.parametrize(
-    ("model", "lora", "train"),
-    [
-        ({}, {"rank": 4}, {}),
-        (LATENT, {"rank": 8, "targets": ("attention", "experts.w_up")}, {"optimizer": "muon", "recompute": ("moe",)}),
-    ],
-)
-def test_adapters_alone_have_gradients_and_moments(model, lora, train):
-    cfg = replace(_config(model=model, train=train), lora=LoraConfig(**lora))
-    check_config(cfg)
-    rank = _on_one_rank(cfg)
-    _assert_states(cfg, [rank])
-    assert 0 < rank.after["gradients"] < rank.after["weights"] / 4
-    _assert_close(cfg, [rank])

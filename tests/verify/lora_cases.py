@@ -46,6 +46,10 @@ MAPPED = [
     lora({"world_size": 4, "pp": 2, "tp": 2, "schedule": "zero-bubble"}),
     lora({"world_size": 2, "pp": 2, "schedule": "dualpipev", "virtual_stages": 2}, {"num_layers": 4}),
     lora({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}),
+    lora({"world_size": 2, "tp": 2, "overlap_tp": True}),
+    lora({"world_size": 2, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"num_layers": 4}),
+    lora({"world_size": 2, "tp": 2}, LATENT | {"index_topk": 4, "index_head_dim": 8}),
+    lora({"world_size": 2, "tp": 2, "ep": 2}, {"attention_pattern": "LF", "linear_attention": "gla"}),
     lora({"world_size": 2, "ep": 2, "dispatcher": "allgather"}, moe={"capacity_factor": 0.75}),
 ]
 TARGETS = [

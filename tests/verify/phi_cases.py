@@ -32,7 +32,12 @@ MAPPED = [
     for mapping, model, train, more in (
         ({"world_size": 4, "tp": 2, "pp": 2, "ep": 2}, {}, {"loss_chunk": 5}, {}),
         ({"world_size": 1}, SHORT, {}, {"data": {"document_end": 2}}),
-        ({"world_size": 2, "tp": 2}, {"tie_embeddings": True}, {}, {"moe": {"input_jitter": 0.1}}),
+        (
+            {"world_size": 2, "tp": 2},
+            {"tie_embeddings": True, "rope_pattern": "RN"},
+            {},
+            {"moe": {"input_jitter": 0.1}},
+        ),
         ({"world_size": 2, "cp": 2}, {}, {}, {"data": {"document_end": 2}}),
         ({"world_size": 2, "pp": 2}, {"mtp_layers": 1}, {"recompute": ("norms", "moe")}, {}),
         ({"world_size": 4, "ep": 4}, {"top_k": 3}, {}, {"moe": {"capacity_factor": 1.0}}),

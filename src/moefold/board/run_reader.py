@@ -4,7 +4,6 @@
 """
 
 import base64
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -25,7 +24,7 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.metrics.expert_balance import Array, finite_number
 from moefold.metrics.step_metrics import MAX_STEP, METRICS_FILE
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
-from moefold.train.run_folder import LOCK_FILE, SETTINGS_FILE, is_in_use
+from moefold.train.run_folder import SETTINGS_FILE, is_in_use
 
 MAX_LAYERS = 4096
 MAX_LAYER_RANGES = 256
@@ -38,8 +37,6 @@ RECENT_STEPS = 100
 """Steps whose slowest ranks are counted."""
 MAX_LOG2_SHARE = 2.0
 """Shares beyond 1/4 and 4 times the mean have the end colours."""
-LOCK_CHECK_S = 5.0
-"""Least time between two looks at the lock of a run folder."""
 
 
 class RunReader:
@@ -61,8 +58,6 @@ class RunReader:
         self._settings: dict[str, Any] = {}
         self._settings_stamp: tuple[int, int] | None = None
         self._settings_problem = ""
-        self._is_running = False
-        self._lock_checked_s = -LOCK_CHECK_S
         self._metrics_generation = 0
         self._faults_generation = 0
         self._clear_faults()
@@ -234,18 +229,11 @@ class RunReader:
         return problems
 
     def _state(self) -> str:
-        """Return "running", "finished", "stopped", or "unknown" if the lock of the folder cannot be opened."""
-        now_s = time.monotonic()
-        path = self.run.path / LOCK_FILE
-        if now_s - self._lock_checked_s >= LOCK_CHECK_S:
-            self._lock_checked_s = now_s
-            self._is_running = is_in_use(self.run.path)
-        if self._is_running:
+        """Return "running" if a job holds the lock of the folder, else "finished" or "stopped"."""
+        if is_in_use(self.run.path):
             return "running"
         steps = self._settings.get("run.steps")
-        if type(steps) is int and self._step() >= steps:
-            return "finished"
-        return "unknown" if path.exists() and not os.access(path, os.W_OK) else "stopped"
+        return "finished" if type(steps) is int and self._step() >= steps else "stopped"
 
     def _read_settings(self) -> None:
         path = self.run.path / SETTINGS_FILE

@@ -308,7 +308,7 @@ def _delta_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
     for name, width in (("conv_q", key), ("conv_k", key), ("conv_v", value)):
         yield ParamSpec(name, (width, taps), "attention", tp_dim=0, always_adamw=True)
-    yield ParamSpec("a_log", (heads,), "attention", tp_dim=0)
+    yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)
 
 
 def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -318,7 +318,7 @@ def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield from _delta_weights(model)
     yield ParamSpec("wg", (heads * model.linear_value_head_dim, hidden), "attention", tp_dim=0)
     yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
-    yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0)
+    yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0, in_exponent=True)
     yield _norm("norm", model.linear_value_head_dim)
 
 
@@ -337,7 +337,7 @@ def kda_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
         yield ParamSpec("wg_down", (rank, hidden), "attention")
         yield ParamSpec("wg_up", (value, rank), "attention", tp_dim=0)
-    yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0)
+    yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0, in_exponent=True)
     yield _norm("norm", rank)
 
 

@@ -115,7 +115,7 @@ class ShardSpec:
         total = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
-            item = max(self.master_bytes, self.compute_bytes) if weight.part == "router" else self.compute_bytes
+            item = max(self.master_bytes, self.compute_bytes) if weight.is_full_precision else self.compute_bytes
             total += shards.padded_numel * shards.degree * item
         return total
 
@@ -190,7 +190,7 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
     if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
         return 0
     read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
-    weights = [weight for name in read for weight in unit_weights(cfg, name) if weight.part != "router"]
+    weights = [weight for name in read for weight in unit_weights(cfg, name) if not weight.is_full_precision]
     return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
 
 

@@ -360,8 +360,8 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
     if not shape.layers or num_counts > _MAX_TRACED_COUNTS:
         raise ConfigError(
             f"the trace of {str(run_dir)!r} has {len(trace.steps)} steps, {len(shape.layers)} layers and "
-            f"{shape.num_routed_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} counts can be "
-            "shown"
+            f"{shape.num_routed_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} "
+            "counts can be shown"
         )
     counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_routed_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):

@@ -33,6 +33,8 @@ MAX_CONV_KERNEL = 3
 """Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
+MAX_LORA_RANK = 2
+"""Limit of the rank of adapters, which is below every side of a small matrix."""
 MAX_LAYERS_PER_STAGE = 2
 MAX_MTP_LAYERS = 2
 """Limit of the MTP layers of a small recipe."""
@@ -154,6 +156,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
         align=AlignConfig(),
+        lora=replace(cfg.lora, rank=min(cfg.lora.rank, MAX_LORA_RANK), init_from=""),
         rl=RLConfig(),
         rollout=RolloutConfig(),
         reward=RewardConfig(),

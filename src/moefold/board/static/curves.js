@@ -140,6 +140,7 @@
   const options = (metric, title, width, chart, series) => ({
     width,
     height: HEIGHT,
+    padding: [10, 14, 0, 0],
     series: [{ label: settings.axis === "time_s" ? "time" : settings.axis, 
       value: (u, x, series, index) => axisLabel(index === null ? u.data[0].at(-1) : x) }, ...series],
     scales: {

@@ -24,13 +24,18 @@
 
   const happened = (fault) => (Number.isFinite(fault.time_s) ? new Date(fault.time_s * 1000).toLocaleString() : "");
 
-  const words = (fault) =>
-    fault.what || (fault.kind === "straggler" ? `rank ${fault.rank} on ${fault.host}` : "") || fault.reason || "";
+  // The description of a fault, or its first fields.
+  const words = (fault) => {
+    if (fault.what) return String(fault.what);
+    if (fault.kind === "straggler") return `rank ${fault.rank} on ${fault.host}`;
+    const others = Object.entries(fault).filter(([key]) => !["time_s", "step", "kind", "action"].includes(key));
+    return others.slice(0, 3).map(([key, value]) => `${key}: ${JSON.stringify(value).slice(0, 120)}`).join(", ") || "details";
+  };
 
   const row = (run, fault, index) => {
     const key = `${run.key}:${index}`;
     const details = element("details", { ontoggle: () => (details.open ? opened.add(key) : opened.delete(key)) },
-      element("summary", {}, String(words(fault)) || "details"),
+      element("summary", {}, words(fault)),
       element("pre", {}, JSON.stringify(fault, null, 2)));
     details.open = opened.has(key);
     return element("tr", {},
