@@ -33,7 +33,6 @@ from moefold.comm.torch_compat import (
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
-from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.param_spec import expert_dp_dim
@@ -67,13 +66,13 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
 
 def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
     """Convert the meta parameters that are read in the type of the master weights to it."""
-    for module, leaf in _full_precision_parameters(stage, stage.cfg.model):
+    for module, leaf in _full_precision_parameters(stage):
         module.register_parameter(leaf, nn.Parameter(getattr(module, leaf).to(dtype)))
 
 
-def _full_precision_parameters(stage: Transformer, model: ModelConfig) -> Iterator[tuple[nn.Module, str]]:
+def _full_precision_parameters(stage: Transformer) -> Iterator[tuple[nn.Module, str]]:
     """Yield the parameters outside of routers that are read in the type of the master weights: module and name."""
-    weights = model_weights(model)
+    weights = training_weights(stage.cfg.model, stage.cfg.lora)
     for module_name, module in stage.named_modules():
         for leaf, _ in list(module.named_parameters(recurse=False)):
             if weights[f"{module_name}.{leaf}"].in_exponent:
@@ -97,7 +96,7 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
     )
     full_precision = MixedPrecisionPolicy(reduce_dtype=master, cast_forward_inputs=False)
     exempt_names: dict[nn.Module, list[str]] = {}
-    for module, leaf in _full_precision_parameters(stage, cfg.model):
+    for module, leaf in _full_precision_parameters(stage):
         exempt_names.setdefault(module, []).append(leaf)
     for block in stage.layers.values():
         assert isinstance(block, Block)
