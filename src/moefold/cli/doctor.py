@@ -35,8 +35,8 @@ OPTIONAL_PACKAGES = (
 )
 """Package, module, and the feature that needs it."""
 
-EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. What is missing stands with the
-command that installs it.
+EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. What is missing stands with
+the command that installs it.
 """
 
 
