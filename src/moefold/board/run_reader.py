@@ -87,9 +87,10 @@ class RunReader:
             self._rollouts.read()
 
     def peek(self) -> None:
-        """Read the settings and the last line of the metrics, for the list of runs; no more than that is kept."""
+        """Read the settings, the faults and the last line of the metrics, for the list of runs."""
         with self._lock:
             self._read_settings()
+            self._read_faults()
             path = self.run.path / METRICS_FILE
             modified_s = _modified_s(path)
             if modified_s != self._peeked_s:
