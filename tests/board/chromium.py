@@ -90,6 +90,21 @@ class Page:
             extra = {"text": text} if kind == "keyDown" and text else {}
             self._call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=codes[name], **extra)
 
+    def drag(self, element: str, start: float, end: float) -> None:
+        """Drag the mouse over an element (a JavaScript expression) from one fraction of its width to another."""
+        box = f"{element}.getBoundingClientRect()"
+        left, top, width, height = (self.evaluate(f"{box}.{side}") for side in ("x", "y", "width", "height"))
+        y = top + height / 2
+        self._mouse("mouseMoved", left + start * width, y, 0)
+        self._mouse("mousePressed", left + start * width, y, 1)
+        self._mouse("mouseMoved", left + (start + end) / 2 * width, y, 1)
+        self._mouse("mouseMoved", left + end * width, y, 1)
+        self._mouse("mouseReleased", left + end * width, y, 0)
+
+    def _mouse(self, kind: str, x: float, y: float, buttons: int) -> None:
+        button = "left" if kind != "mouseMoved" or buttons else "none"
+        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=1)
+
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a picture of the window, or of the whole page, as PNG."""
         data = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))

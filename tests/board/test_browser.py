@@ -114,6 +114,15 @@ def test_zoom_axes_and_smoothing(page, folder):
         assert any("first=10&last=20" in address for address in page.requests)
         page.evaluate("document.querySelector('.reset').click()")
         page.wait("document.querySelector('.reset').disabled")
+        # The middle half of steps 1 to 40, in one round of requests.
+        page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step40')")
+        page.requests.clear()
+        page.drag(f"{LOSS}.querySelector('.u-over')", 0.25, 0.75)
+        page.wait("!document.querySelector('.reset').disabled")
+        page.wait("Math.abs(document.querySelector('.toolbar input').value - 11) <= 1")
+        assert len([one for one in page.requests if "first=" in one]) == 2
+        page.evaluate("document.querySelector('.reset').click()")
+        page.wait("document.querySelector('.reset').disabled")
         for index, value in ((0, "tokens"), (0, "time_s"), (1, "0.9")):
             set_value(page, "select", index, value)
         page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('time20 s')")
