@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 FLOORS = (
-    ("__init__", "terminal", "console", "bounded_read", "errors", "progress", "cache_dir"),
+    (
+        "__init__",
+        "terminal",
+        "console",
+        "bounded_read",
+        "errors",
+        "progress",
+        "cache_dir",
+        "remote_path",
+        "remote_copy",
+        "hub",
+    ),
     ("host",),
     ("config",),
     ("topology",),

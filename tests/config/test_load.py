@@ -127,7 +127,7 @@ def test_unknown_names_come_with_the_nearest_known_one(word, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr = 3", "lr stands outside any section; did you mean train.lr?"),
+        ("lr = 3", "lr stands outside any section; did you mean train.lr or sites.lr?"),
         ("[modle]\nnum_layers = 2", "unknown section [modle]; did you mean [model]?"),
         ("run = 3", "run=3 must be a section: write [run] and its keys below"),
         ("[[run]]\nsteps = 3", "must be a section: write [run]"),

@@ -9,6 +9,7 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.sites import SitesConfig
 from moefold.cost.layer_spec import layer_weights
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.state_memory import StateMemory, rank_state_bytes
@@ -54,6 +55,7 @@ def random_config(seed: int) -> Config:
                 muon_groups=("attention", "experts") if muon else TrainConfig().muon_groups,
                 moment_dtype=pick.choice(("float32", "bfloat16")),
             ),
+            sites=SitesConfig(count=1 + seed % 2, momentum=seed % 4 / 4),
         )  # fmt: skip
         try:
             check_config(cfg)

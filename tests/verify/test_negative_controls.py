@@ -44,7 +44,7 @@ def _run_with_norm_counted_twice(cfg: Config) -> DistributedRecord:
     """As if replicated gradients counted on every rank that holds them."""
     from moefold.parallel import gradients
 
-    gradients._num_replicas = lambda grad: 1
+    gradients.num_replicas = lambda grad: 1
     return run_distributed(cfg, 1)
 
 

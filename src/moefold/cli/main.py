@@ -20,7 +20,8 @@ from moefold.terminal import escape_log_lines, print_escaped
 COMMANDS = {
     "init": "write a recipe that comes with moefold, to train from and to change",
     "train": "train a model from a recipe; starts the ranks itself on one machine",
-    "template": "print a job file for SLURM, Kubernetes or SkyPilot",
+    "meet": "serve the meeting point of the sites of a run",
+    "template": "print a job file for SLURM, Kubernetes, SkyPilot or Ray",
     "plan": "rank all legal mappings of a model on some GPUs by predicted step time",
     "layout": "show how attention and experts fold over the same ranks",
     "simulate": "simulate one step of a recipe: numbers, a trace, a picture",
@@ -39,9 +40,11 @@ COMMANDS = {
     "lm-eval": "run the tasks of lm-eval on a model",
     "import": "convert a Hugging Face folder to a checkpoint",
     "export": "convert a checkpoint to a Hugging Face folder",
+    "push": "upload a model to the Hugging Face hub",
     "upcycle": "turn a dense model into a model with experts",
     "merge": "average the weights of checkpoints",
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
+    "completion": "print a script that completes commands and recipe keys in a shell",
     "probe": "measure this machine and write a device file for the planner",
     "bench": "measure the training step against a plain implementation",
 }

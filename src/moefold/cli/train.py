@@ -5,12 +5,14 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.recipe import load_recipe
 from moefold.terminal import MULTILINE_CHARS, print_escaped, printable
 from moefold.train.log_lines import next_commands
 from moefold.train.start import RunSetup, choose_training_device, prepare_data, set_up_run
+from moefold.validate.config import check_config
 
 
 def run(argv: list[str]) -> int:
@@ -25,12 +27,32 @@ def run(argv: list[str]) -> int:
         raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
-        setup = set_up_run(load_recipe(Path(args.recipe), args.overrides), rank_env)
+        recipe = load_recipe(Path(args.recipe), args.overrides)
+        if recipe.cfg.sites.starts_all:
+            return _start_sites(recipe.cfg, argv, rank_env)
+        setup = set_up_run(recipe, rank_env)
     if setup.is_finished:
         if rank_env is None or rank_env.rank == 0:
             _report_finished(setup)
         return 0
     return _start_training(setup, rank_env)
+
+
+def _start_sites(cfg: Config, argv: list[str], rank_env: RankEnv | None) -> int:
+    """Start all sites of a run on this machine, each as `moefold train` with a number and a run folder of its own."""
+    from moefold.cli.main import main
+    from moefold.launch.local_sites import HOST, run_local_sites, site_environments
+
+    check_config(cfg)
+    sites = cfg.sites
+    environments = site_environments(sites.count, cfg.num_job_ranks, cfg.run.device, rank_env)
+
+    def run_site(number: int, port: int) -> int:
+        folders = [f"run.dir={cfg.run.dir}/site-{number}"]
+        folders += [f"checkpoint.dir={cfg.checkpoint.dir}/site-{number}"] if cfg.checkpoint.dir else []
+        return main(["train", *argv, f"sites.number={number}", f"sites.meet={HOST}:{port}", *folders])
+
+    return run_local_sites(run_site, sites.count, sites.min_members, environments)
 
 
 def _report_finished(setup: RunSetup) -> None:

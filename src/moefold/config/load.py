@@ -18,6 +18,7 @@ from moefold.bounded_read import parse_toml
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
+from moefold.config.sites import METHODS
 from moefold.config.suggestions import (
     closest_match,
     describe_type,
@@ -156,7 +157,7 @@ def _has_exact_type(value: Any, hint: Any) -> bool:
 
 
 def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
-    """Return the known sections and keys of the tree, with missing [model] keys filled from the preset."""
+    """Return the known sections and keys of the tree, with missing keys filled from model.preset and sites.method."""
     known = {
         section: {key: value for key, value in keys.items() if key in key_types(section)}
         for section, keys in tree.items()
@@ -172,6 +173,9 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
             known["model"] = {**load_preset(preset), **known["model"]}
         except ConfigError as error:
             problems["model.preset"] = str(error)
+    method = known.get("sites", {}).get("method")
+    if isinstance(method, str) and method in METHODS:
+        known["sites"] = {**METHODS[method], **known["sites"]}
     return known
 
 

@@ -58,6 +58,7 @@ PATH_KEYS = (
     ("model", "upcycle_from"),
     ("moe", "replay"),
     ("rl", "reference"),
+    ("sites", "secret"),
 )
 """Recipe keys that name a file or folder to read."""
 

@@ -193,9 +193,15 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[ParamSpec], 
         min_kib: minimum KiB of one moment to be offloaded.
     """
     for weight in weights:
-        moment_bytes = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0) * shard_spec.moment_bytes
-        if moment_bytes >= max(min_kib * 2**10, 1):
-            yield moment_bytes * shard_spec.num_moments(weight)
+        numel = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0)
+        min_bytes = max(min_kib * 2**10, 1)
+        offloaded = 0
+        if numel * shard_spec.moment_bytes >= min_bytes:
+            offloaded += numel * shard_spec.moment_bytes * shard_spec.num_moments(weight)
+        if numel * shard_spec.master_bytes >= min_bytes:
+            offloaded += numel * shard_spec.outer_bytes
+        if offloaded:
+            yield offloaded
 
 
 def moments_in_transit(sizes: Mapping[int, Sequence[int]], counts: Counts) -> Counts:

@@ -356,18 +356,19 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
         return None
     trace = RoutingTrace(run_dir, "run")
     shape = trace.shape
-    num_counts = len(trace.steps) * len(shape.layers) * shape.num_experts
+    num_counts = len(trace.steps) * len(shape.layers) * shape.num_routed_experts
     if not shape.layers or num_counts > _MAX_TRACED_COUNTS:
         raise ConfigError(
             f"the trace of {str(run_dir)!r} has {len(trace.steps)} steps, {len(shape.layers)} layers and "
-            f"{shape.num_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} counts can be shown"
+            f"{shape.num_routed_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} "
+            "counts can be shown"
         )
-    counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_experts), dtype=np.uint32)
+    counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_routed_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
-            counts[i, j] = np.bincount(
-                shape.check_expert_indices(choices, step, "the trace").ravel(), minlength=shape.num_experts
-            )
+            indices = shape.check_expert_indices(choices, step, "the trace").ravel()
+            # Zero-computation experts, the last ones, compute nothing that could be balanced.
+            counts[i, j] = np.bincount(indices, minlength=shape.num_experts)[: shape.num_routed_experts]
     return ExpertCounts(layers=shape.layers, steps=np.array(trace.steps, dtype=np.int64), counts=counts)
 
 

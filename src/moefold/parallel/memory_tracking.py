@@ -1,6 +1,6 @@
 """Memory attribution by part: wrap the methods of modules so that the memory tracker tags allocations by part."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from moefold.model.module_wrapper import CallContext, Function, Wrapper, wrap_ca
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
-from moefold.model.norm import FullWidthQKNorm, RMSNorm
+from moefold.model.norm import FullWidthQKNorm, LayerNorm, RMSNorm
 from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
 from moefold.parallel.layer_parts import forward_method
@@ -29,6 +29,7 @@ from moefold.topology.schedules import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),
+    (LayerNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
     (TokenMixer, "forward", "attention"),
     (LinearAttention, "mix", "core attention"),
@@ -58,7 +59,10 @@ DISPATCH_METHODS = (
 
 @contextmanager
 def track_memory(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Iterable[Tensor],
+    outer_states: Sequence[Tensor] = (),
 ) -> Iterator[MemoryTracker]:
     """Track the memory of the forward and backward passes of a step inside this context.
 
@@ -66,10 +70,12 @@ def track_memory(
         model: the model to track.
         optimizer: the optimizer that holds the moments.
         batch: tensors allocated before the step.
+        outer_states: states of an outer optimizer that are on the device.
     """
     stages = model.stages
     tracker = MemoryTracker()
     tag_states(tracker, stages, optimizer, batch)
+    tracker.tag("optimizer", outer_states)
     tracker.tag(GATHERED_WEIGHTS, model.cast_copies.tensors())
     with tracker, _label_parts(model, tracker):
         yield tracker

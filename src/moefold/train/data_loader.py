@@ -21,6 +21,7 @@ from moefold.data.preference import ReferenceLogProbs
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
+from moefold.data.strided import StridedSampler
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.batch import Batch
@@ -152,10 +153,11 @@ class DataLoader:
             token_file_set=self._shards,
             align=cfg.align,
         )
-        self.train_sampler = data.train
+        sites = cfg.sites
+        self.train_sampler = StridedSampler(data.train, sites.count, sites.number) if sites.count > 1 else data.train
         self.validation_sampler = data.validation
         self.reference = data.reference if isinstance(data, Dataset) else None
-        self.train_sharder = BatchSharder(data.train, cfg, self._groups, self._positions)
+        self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
         self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
         if meta is not None and resumed_meta is None:

@@ -19,7 +19,9 @@ from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
+from moefold.optim.outer import OuterOptimizer
 from moefold.optim.registry import make_optimizer
+from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
 from moefold.parallel.expert_parallel import row_exchange_sizes
 from moefold.parallel.memory_tracking import track_memory
@@ -93,7 +95,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     """Run the forward and backward passes of step 1 under a memory tracker; collective."""
-    with track_memory(training.model, training.optimizer, batch.tensors()) as tracker:
+    with track_memory(training.model, training.optimizer, batch.tensors(), training.outer_states) as tracker:
         training.begin_step(1, batch)
         training.model.forward_backward(batch)
     return tracker
@@ -142,6 +144,10 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             for state in optimizer.state.values()
             for name, x in state.items()
         )
+        if cfg.sites.is_active:
+            outer = OuterOptimizer(trained, {}, cfg.sites, StateStore(), {})
+            shards = [local_tensor(tensor) for tensor in outer.entries().values()]
+            moments += sum(_tensor_bytes(shard) for shard in shards if not _is_offloaded(cfg.train, shard))
         # `init_weights` keeps the type of integer buffers and makes all others float32.
         buffers += sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
         ropes = [stage.rope for stage in stages if stage.rope is not None]

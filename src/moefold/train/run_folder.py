@@ -41,6 +41,7 @@ from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
 from moefold.metrics.step_metrics import METRICS_FILE
+from moefold.remote_path import to_path
 
 SETTINGS_FILE = "config.json"
 Settings = dict[str, Any]
@@ -160,7 +161,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         return "checkpoint.resume='never'"
     checkpoints = named_checkpoints(checkpoint_folder(cfg))
     if resume != "auto":
-        given = Path(resume)
+        given = to_path(resume)
         # Checkpoints of later steps are rejected by name at the start.
         is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
@@ -217,7 +218,7 @@ def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
 def _is_free_to_change(key: str) -> bool:
     """Return whether a run stays the same run if a key changes: folder, length, mapping, logging and saving."""
     section = key.partition(".")[0]
-    if key in ("run.dir", "run.steps"):
+    if key in ("run.dir", "run.steps", "sites.meet", "sites.secret", "sites.timeout_s"):
         return True
     return section in ("parallel", "metrics", "faults") or (section == "checkpoint" and key != "checkpoint.init_from")
 

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
@@ -17,10 +17,12 @@ from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.lr_schedule import learning_rate
+from moefold.optim.outer import OuterOptimizer
 from moefold.optim.registry import make_optimizer
+from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
-from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
+from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip, num_replicas
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
@@ -135,7 +137,8 @@ class ReducedMetrics:
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
-    `parameters` and `buffers` are the model state for checkpoints; `router_replay` records and replays the routing if
+    `parameters` and `buffers` are the model state for checkpoints; `outer` is the outer optimizer of a run with sites,
+    else None; `router_replay` records and replays the routing if
     the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero.
     """
 
@@ -143,7 +146,9 @@ class TrainingStep:
         self.model = model
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
-        self.optimizer = _make_optimizer(model, cfg)
+        state_store = open_state_store(cfg.train, model.groups.device)
+        self.optimizer = _make_optimizer(model, cfg, state_store)
+        self.outer = _make_outer_optimizer(model, cfg, state_store or StateStore()) if cfg.sites.is_active else None
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
@@ -161,7 +166,7 @@ class TrainingStep:
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
-        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers()]
+        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
@@ -169,6 +174,11 @@ class TrainingStep:
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
+
+    @property
+    def outer_states(self) -> list[Tensor]:
+        """The states of the outer optimizer that are on the device; empty without one."""
+        return [] if self.outer is None else self.outer.states_on_device()
 
     def start_clock(self) -> None:
         """Start timing the next step now rather than at the call of `run`."""
@@ -220,7 +230,7 @@ class TrainingStep:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.moment_updates += 1
-            if not self._cfg.trains_indexers_only:
+            if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
@@ -276,7 +286,7 @@ class TrainingStep:
         every = self._cfg.metrics.memory_every
         if not every or step % every:
             return self.model.forward_backward(batch), None
-        with track_memory(self.model, self.optimizer, batch.tensors()) as memory_tracker:
+        with track_memory(self.model, self.optimizer, batch.tensors(), self.outer_states) as memory_tracker:
             return self.model.forward_backward(batch), memory_tracker
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
@@ -508,10 +518,21 @@ class TrainingStep:
         )
 
 
-def _make_optimizer(model: ParallelModel, cfg: Config) -> torch.optim.Optimizer:
-    state_store = open_state_store(cfg.train, model.groups.device)
-    trained = {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
-    return make_optimizer(trained, cfg, model.groups.attn.stage, state_store)
+def _make_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore | None) -> torch.optim.Optimizer:
+    return make_optimizer(_trained_parameters(model), cfg, model.groups.attn.stage, state_store)
+
+
+def _make_outer_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore) -> OuterOptimizer:
+    parameters = _trained_parameters(model)
+    replicas = {
+        name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
+        for name, parameter in parameters.items()
+    }
+    return OuterOptimizer(parameters, model.named_buffers, cfg.sites, state_store, replicas)
+
+
+def _trained_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
 from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 from moefold.train.callbacks.run_log import RunLog
+from moefold.train.callbacks.sites import SiteRounds
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
@@ -74,6 +75,7 @@ class Trainer:
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups)
         self._callbacks: tuple[Callback, ...] = (
+            *((SiteRounds(cfg),) if cfg.sites.is_active else ()),
             ReferencePass(),
             RewardEvaluation() if cfg.is_rl else PeriodicEvaluation(),
             RoutingTraceSaving(),

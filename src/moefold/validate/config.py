@@ -19,6 +19,7 @@ from moefold.topology.layout import Layout, fold
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
+from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
@@ -27,7 +28,8 @@ from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
-from moefold.validate.sparse import SPARSE_TRAINING_RULES
+from moefold.validate.sites import SITES_RULES
+from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -81,12 +83,13 @@ RANGES = (
     RangeRule("must be at most 0 (0: none)", lambda bound: bound <= 0, "model", "linear_decay_bound"),
     RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
+    RangeRule(*POSITIVE, "model", "sparsemixer_jitter"),
     RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
     RangeRule(
         "must be at least 0 (0: not given)",
         lambda factor: factor >= 0,
         "model",
-        "rope_attention_factor rope_mscale rope_mscale_all_dim",
+        "rope_attention_factor rope_mscale rope_mscale_all_dim rope_short_mscale rope_long_mscale",
     ),
     RangeRule("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
@@ -142,6 +145,8 @@ RANGES = (
     RangeRule(*_at_least(0), "align", "gamma"),
     RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
     RangeRule("must be a finite number", math.isfinite, "align", "want"),
+    RangeRule("must be at least 0 (0: no adapters)", lambda rank: rank >= 0, "lora", "rank"),
+    RangeRule(*POSITIVE, "lora", "alpha"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -185,6 +190,13 @@ RANGES = (
     RangeRule("must begin with http:// or https://", lambda url: url.startswith(HTTP), "rollout", "url"),
     RangeRule(*POSITIVE, "reward", "timeout_s"),
     RangeRule(*_at_least(1), "reward", "workers"),
+    RangeRule("must lie between 1 and 1024", lambda count: 1 <= count <= 1024, "sites", "count"),
+    RangeRule("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1, "sites", "number"),
+    RangeRule(*_at_least(1), "sites", "every"),
+    RangeRule(*_at_least(0), "sites", "first"),
+    RangeRule("must be at least 0 (0: more than half of sites.count)", lambda n: n >= 0, "sites", "quorum"),
+    RangeRule(*POSITIVE, "sites", "lr timeout_s"),
+    RangeRule(*FRACTION, "sites", "momentum"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )
 
@@ -202,6 +214,7 @@ RULES = (
     *MODEL_RULES,
     *ROUTING_RULES,
     *SHORTCUT_RULES,
+    *SELECTION_STAGE_RULES,
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,
@@ -236,7 +249,15 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
     )
     # A model is used with the data section of its training, which names its tokenizer.
-    training_only = (*TRAINING_ONLY_RULES, *SPARSE_TRAINING_RULES, *ALIGN_RULES, *RL_RULES, *ROLLOUT_RULES)
+    training_only = (
+        *TRAINING_ONLY_RULES,
+        *SPARSE_TRAINING_RULES,
+        *LORA_RULES,
+        *ALIGN_RULES,
+        *RL_RULES,
+        *ROLLOUT_RULES,
+        *SITES_RULES,
+    )
     training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))
     raise_all(validate_collective_order(cfg))

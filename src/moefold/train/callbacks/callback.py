@@ -6,6 +6,7 @@ from typing import Any
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.metrics.step_metrics import StepMetrics
 from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
@@ -41,6 +42,8 @@ class TrainingContext:
     stop: StopSignals
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
+    metrics: StepMetrics | None = None
+    """Metrics of the last step, on every rank; None before the first."""
     is_resumed: bool = False
     """A checkpoint was loaded."""
     status: int = 0
@@ -80,6 +83,8 @@ class FinishedStep:
     """Signals that stop the run after this step."""
     eval_loss: float | None = None
     """Validation loss after this step; None without an evaluation."""
+    sites: dict[str, Any] | None = None
+    """Metrics of the round of the sites after this step; None without a round."""
     is_evaluated: bool = True
     """False if an evaluation was due and a signal prevented it."""
 

@@ -101,6 +101,11 @@ class RunLog:
         log_fault(self._dir, {"step": step} | dropped.to_record())
         self._progress.message(f"step {step}: {dropped.describe()}, as {dropped.setting} says")
 
+    def log_skipped_round(self, step: int, why: str) -> None:
+        """Log a round of the sites that was not applied."""
+        log_fault(self._dir, {"step": step, "kind": "sites", "action": "round skipped", "what": why})
+        self._progress.message(f"step {step}: the round of the sites is skipped: {why}")
+
     def message(self, text: str) -> None:
         """Show a line of text."""
         self._progress.message(text)

@@ -1,0 +1,68 @@
+"""`moefold meet`: serve the meeting point of the sites of a run."""
+
+import argparse
+import asyncio
+import signal
+import socket
+
+from moefold.cli.command_parser import CommandParser
+from moefold.errors import ConfigError
+from moefold.launch.meet_client import is_loopback_host
+from moefold.launch.meet_server import MeetServer, listen
+from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
+from moefold.terminal import print_escaped
+
+DEFAULT_PORT = 29600
+EPILOG = f"""The sites of a run (recipe section [sites]) agree here on who takes part in a round, and find each other;
+weights go from site to site. Messages are signed with the shared secret of --secret or {SECRET_VARIABLE}, and not
+encrypted: use a VPN between the sites. Ctrl-C ends it; started again, it learns everything from the sites.
+
+examples:
+  openssl rand -hex 32 > secret.txt
+  moefold meet --host 10.0.0.1 --secret secret.txt
+  moefold train recipe.toml sites.count=2 sites.number=0 sites.meet=10.0.0.1:{DEFAULT_PORT} sites.secret=secret.txt
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Serve until a signal and return the exit status."""
+    args = _parser().parse_args(argv)
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port {args.port} must be 0 (a free port) to 65535")
+    secret = read_secret(args.secret, "--secret")
+    if not secret and not is_loopback_host(args.host):
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines, and there is no shared secret; name a file with "
+            f"--secret, or set {SECRET_VARIABLE}"
+        )
+    try:
+        listener = listen(args.host, args.port)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {args.host} --port {args.port} cannot be used: {error.strerror or error}; choose another port, or "
+            "an address of this machine"
+        ) from None
+    asyncio.run(_serve(listener, args.host, secret))
+    return 0
+
+
+async def _serve(listener: socket.socket, host: str, secret: bytes) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with MeetServer(listener, secret, lambda line: print_escaped(line, flush=True)):
+        print_escaped(f"meeting point at {host}:{listener.getsockname()[1]}; Ctrl-C ends it", flush=True)
+        await stopped.wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold meet",
+        description="Serve the meeting point of the sites of a run.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port; default {DEFAULT_PORT}, 0: a free one")
+    parser.add_argument("--secret", default="", metavar="FILE", help="file with the shared secret")
+    return parser

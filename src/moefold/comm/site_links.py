@@ -1,0 +1,137 @@
+"""Exchange between the equal ranks of several sites, each of which is a job with process groups of its own.
+
+Rank r of a site has one gloo process group with rank r of the other sites of a round, built directly on a key-value
+store apart from those of the jobs. A thread exchanges and sums a vector in parts of bounded size, while training may go
+on. Every member adds the parts in the order of the members, so all of them get the same bits.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.comm.torch_compat import gloo_group
+
+PART_ELEMENTS = 2**22
+"""Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
+
+
+class KeyValueStore(Protocol):
+    """A store that all sites can reach."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+        ...
+
+    def wait(self, keys: Sequence[str]) -> None:
+        """Wait until all keys are written."""
+        ...
+
+
+class _TorchStore(dist.Store):
+    """Store of torch on a `KeyValueStore`; it has what gloo calls to connect the members of a group."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._store.set(key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Result of an exchange on this rank."""
+
+    mean: Tensor
+    """Weighted sum of the members' vectors, on the host."""
+    sent_bytes: int
+    seconds: float
+
+
+class SiteLinks:
+    """Process groups of this rank with its equals on the other sites.
+
+    Args:
+        store: store of the meeting point.
+        host: address of this machine that the other sites can reach.
+        number: this site.
+        rank: this rank in its site.
+        timeout_s: longest wait for another site.
+    """
+
+    def __init__(self, store: KeyValueStore, host: str, number: int, rank: int, timeout_s: float) -> None:
+        # torch calls a store of Python only as long as Python holds it.
+        self._store = _TorchStore(store)
+        self._host = host
+        self._number = number
+        self._rank = rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self._epoch = ""
+        self._group: Any = None
+        self._members: tuple[int, ...] = ()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
+
+    def begin(self, epoch: str, members: Sequence[int], weights: Sequence[float], own: Tensor) -> "Future[Exchanged]":
+        """Start to exchange a vector with the members of a round, in the thread.
+
+        Errors of the connection are raised by the result of the future.
+
+        Args:
+            epoch: name of the set of members; for another one the members connect again.
+            members: the sites of the round, ascending, this one among them.
+            weights: weight of each member; a member of weight 0 takes part, and its values are not read.
+            own: the vector of this site, on the host, of the same size and type on all members; it must not change
+                before the exchange is done.
+        """
+        return self._thread.submit(self._exchange, epoch, tuple(members), tuple(weights), own)
+
+    def drop(self) -> None:
+        """Drop the connections after a failed round; the next one has a new epoch."""
+        self._group = None
+        self._epoch = ""
+
+    def close(self) -> None:
+        """End the thread and close the connections."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.drop()
+
+    def _exchange(self, epoch: str, members: tuple[int, ...], weights: tuple[float, ...], own: Tensor) -> Exchanged:
+        started_s = time.perf_counter()
+        if epoch != self._epoch:
+            self._connect(epoch, members)
+        mean = torch.empty_like(own)
+        sent_bytes = 0
+        for first in range(0, len(own), PART_ELEMENTS):
+            part = slice(first, min(first + PART_ELEMENTS, len(own)))
+            received = [torch.empty_like(own[part]) for _ in members]
+            self._group.allgather([received], [own[part]]).wait()
+            sent_bytes += own[part].nbytes * (len(members) - 1)
+            total = mean[part].zero_()
+            for weight, values in zip(weights, received, strict=True):
+                if weight:
+                    total.add_(values, alpha=weight)
+        return Exchanged(mean, sent_bytes, time.perf_counter() - started_s)
+
+    def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
+        """Connect to this rank's equals; returns once all are connected."""
+        self._group = None
+        store = dist.PrefixStore(f"{epoch}/{self._rank}", self._store)
+        self._group = gloo_group(store, members.index(self._number), len(members), self._host, self._timeout)
+        self._epoch = epoch

@@ -1,0 +1,203 @@
+"""All sites of a run on this machine: a meeting point in this process, and one child process for each site.
+
+The children are forked before torch starts threads; their output is passed on, line by line, with the number of the
+site in front.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from moefold.errors import ConfigError
+from moefold.host.processes import signal_on_parent_death
+from moefold.host.rank_env import RankEnv
+from moefold.launch.accelerator import has_no_gpu
+from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS, hard_exit
+from moefold.launch.meet_server import MeetServer, listen
+from moefold.launch.signed_lines import SECRET_VARIABLE
+from moefold.terminal import print_escaped
+
+HOST = "127.0.0.1"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+SiteMain = Callable[[int, int], int]
+"""Main function of a site: called with its number and the port of the meeting point, returns the exit status."""
+
+
+def run_local_sites(main: SiteMain, count: int, min_members: int, environments: Sequence[dict[str, str]]) -> int:
+    """Run all sites, wait for them, and return the exit status: the largest one, or that of a signal.
+
+    Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the others are ended too
+    if they are too few for a round.
+
+    Args:
+        main: main function of a site.
+        count: number of sites.
+        min_members: fewest sites of a round.
+        environments: environment variables of each site.
+    """
+    listener = listen(HOST, 0)
+    secret = secrets.token_hex(32)
+    port = int(listener.getsockname()[1])
+    sites = [
+        _fork(main, number, port, listener, environments[number] | {SECRET_VARIABLE: secret}) for number in range(count)
+    ]
+    return asyncio.run(_Sites(sites, min_members).run(listener, secret.encode()))
+
+
+def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv | None) -> list[dict[str, str]]:
+    """Return the environment variables by which the sites share the cores or GPUs of this machine.
+
+    Args:
+        count: number of sites.
+        num_ranks: ranks of a site.
+        device: run.device.
+        rank_env: environment of this process, if a launcher started it.
+
+    Raises:
+        ConfigError: a launcher started this process, or there are too few GPUs.
+    """
+    if rank_env is not None:
+        raise ConfigError(
+            "sites.number=-1 starts all sites on this machine, and a launcher started this process as a rank of one "
+            "job; set sites.number and sites.meet for each job"
+        )
+    gpus: list[str] = []
+    if device != "cpu" and not has_no_gpu():
+        # Lazy import: without a GPU driver, torch is imported by the sites alone.
+        import torch
+
+        numbers = [str(number) for number in range(torch.cuda.device_count())]
+        gpus = os.environ.get(GPUS_VARIABLE, ",".join(numbers)).split(",")[: len(numbers)]
+    if not gpus and device != "cuda":
+        threads = max(1, len(os.sched_getaffinity(0)) // (count * num_ranks))
+        return [{THREADS_VARIABLE: os.environ.get(THREADS_VARIABLE, str(threads))}] * count
+    if len(gpus) < count * num_ranks:
+        raise ConfigError(
+            f"sites.count={count} sites of {num_ranks} ranks need {count * num_ranks} GPUs on this machine, which has "
+            f"{len(gpus)}; set run.device=cpu, or sites.number and sites.meet to start each site on another machine"
+        )
+    return [{GPUS_VARIABLE: ",".join(gpus[number * num_ranks : (number + 1) * num_ranks])} for number in range(count)]
+
+
+class _Site:
+    """A child process and the read ends of its output."""
+
+    def __init__(self, number: int, pid: int, out: int, err: int) -> None:
+        self.number = number
+        self.pid = pid
+        self.outputs = ((out, sys.stdout), (err, sys.stderr))
+        self.status: int | None = None
+
+
+def _fork(main: SiteMain, number: int, port: int, listener: socket.socket, environment: dict[str, str]) -> _Site:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(out_write)
+        os.close(err_write)
+        return _Site(number, pid, out_read, err_read)
+    status = EXIT_FAILED
+    try:
+        listener.close()
+        os.dup2(out_write, 1)
+        os.dup2(err_write, 2)
+        for descriptor in (out_read, err_read, out_write, err_write):
+            os.close(descriptor)
+        signal_on_parent_death(signal.SIGTERM, parent)
+        os.environ.update(environment)
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(line_buffering=True)
+        if threads := environment.get(THREADS_VARIABLE):
+            _limit_threads(int(threads))
+        status = main(number, port)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # The callers of this function belong to the parent.
+        hard_exit(status)
+
+
+def _limit_threads(threads: int) -> None:
+    """Set the threads of torch where the parent had imported it, and therefore read the variable already."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+
+
+class _Sites:
+    """Waits for the sites of this machine.
+
+    Args:
+        sites: the child processes.
+        min_members: fewest sites of a round.
+    """
+
+    def __init__(self, sites: Sequence[_Site], min_members: int) -> None:
+        self._sites = sites
+        self._min_members = min_members
+        self._received: list[int] = []
+
+    async def run(self, listener: socket.socket, secret: bytes) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._forward, number)
+        async with MeetServer(listener, secret, lambda line: print_escaped(f"meeting point: {line}", flush=True)):
+            await asyncio.gather(*(self._wait(site) for site in self._sites))
+        status = max(site.status or 0 for site in self._sites)
+        if self._received and status in (0, *(SIGNAL_STATUS + number for number in self._received)):
+            if self._received[0] == signal.SIGINT:
+                raise KeyboardInterrupt
+            return SIGNAL_STATUS + self._received[0]
+        return status
+
+    def _forward(self, number: int) -> None:
+        self._received.append(number)
+        is_repeated = self._received.count(signal.SIGINT) > 2
+        self._send(signal.SIGKILL if is_repeated else signal.Signals(number))
+
+    def _send(self, number: signal.Signals) -> None:
+        for site in self._sites:
+            if site.status is None:
+                os.kill(site.pid, number)
+
+    async def _wait(self, site: _Site) -> None:
+        """Pass the output of a site on until it closes, and wait for its end."""
+        await asyncio.gather(*(_pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
+        _, status = await asyncio.to_thread(os.waitpid, site.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        site.status = code if code >= 0 else SIGNAL_STATUS - code
+        if site.status and not self._received:
+            others = [other for other in self._sites if other.status is None]
+            is_enough = len(others) >= self._min_members
+            then = "the others go on" if is_enough else "the others are too few for a round, and end"
+            print_escaped(
+                f"moefold: site {site.number} ended with status {site.status}" + (f"; {then}" if others else ""),
+                file=sys.stderr,
+                flush=True,
+            )
+            if not is_enough:
+                self._send(signal.SIGTERM)
+
+
+async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**20)
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    try:
+        async for line in reader:
+            print_escaped(prefix + line.decode(errors="replace").rstrip("\n"), file=to, flush=True)
+    finally:
+        transport.close()

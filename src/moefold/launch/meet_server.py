@@ -1,0 +1,148 @@
+"""Server of `moefold meet`: signed JSON lines over TCP. Torch-free.
+
+A connection begins with one line of each side that holds a random number; all further lines are signed, see
+`signed_lines`. The other side asks, the server answers.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from moefold.launch.meeting import BadRequestError, Meeting
+from moefold.launch.signed_lines import (
+    MAX_LINE_BYTES,
+    BadLineError,
+    Message,
+    SignedLines,
+    is_nonce,
+    new_nonce,
+    parse_object,
+)
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Longest wait for the first signed line of a connection."""
+MAX_CONNECTIONS = 2**14
+TICK_S = 0.5
+"""Interval in which timeouts are looked at."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address; port 0: a free one.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+class MeetServer:
+    """Async context manager: serves a meeting point on a port.
+
+    Args:
+        listener: socket that is bound to the address.
+        secret: the shared secret.
+        log: called with each line of the log.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, log: Callable[[str], None]) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._log = log
+        self._meeting = Meeting(log)
+        self._changed = asyncio.Condition()
+        self._num_opened = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "MeetServer":
+        self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_LINE_BYTES, backlog=1024)
+        self._ticker = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        self._ticker.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(self._ticker, *self._tasks, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._meeting.drop_silent()
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._num_opened += 1
+        connection = self._num_opened
+        address = str(writer.get_extra_info("peername")[0])
+        try:
+            if len(self._tasks) <= MAX_CONNECTIONS:
+                await self._serve(reader, writer, connection, address)
+        except BadLineError as error:
+            self._log(f"a connection from {address} is closed: {error}")
+        except (OSError, ValueError, TimeoutError):
+            # The other side has closed the connection, or sends no lines.
+            pass
+        finally:
+            self._tasks.discard(task)
+            self._meeting.close_connection(connection)
+            writer.close()
+            await self._notify()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int, address: str
+    ) -> None:
+        server_nonce = new_nonce()
+        writer.write(b'{"nonce": "%s"}\n' % server_nonce.encode())
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            client_nonce = parse_object(await reader.readline()).get("nonce")
+            if not is_nonce(client_nonce):
+                raise BadLineError("it sends no random number")
+            line = await reader.readline()
+        lines = SignedLines(self._secret, server_nonce, str(client_nonce), is_server=True)
+        while line:
+            message = lines.open(line)
+            following = asyncio.create_task(reader.readline())
+            answering = asyncio.create_task(self._respond(message, connection, address))
+            try:
+                await asyncio.wait({following, answering}, return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done():
+                    # The connection is lost: every other line waits for the answer.
+                    return
+                writer.write(lines.seal(answering.result()))
+                await writer.drain()
+                line = await following
+            finally:
+                for task in (following, answering):
+                    task.cancel()
+                    with suppress(asyncio.CancelledError, Exception):
+                        await task
+
+    async def _respond(self, message: Message, connection: int, address: str) -> Message:
+        """Enter a request and wait for its answer."""
+        started_s = time.monotonic()
+        try:
+            self._meeting.enter(message, connection, address)
+            if message["do"] not in ("beat", "get"):
+                await self._notify()
+            async with self._changed:
+                while True:
+                    answer = self._meeting.answer(message, connection, time.monotonic() - started_s)
+                    if answer is not None:
+                        break
+                    await self._changed.wait()
+        except BadRequestError as error:
+            return {"refused": str(error)}
+        # The answer to one site may be what another one waits for.
+        await self._notify()
+        return answer

@@ -1,0 +1,134 @@
+"""Signed JSON lines between the sites and their meeting point. Torch-free.
+
+A line is the HMAC-SHA256 of its direction, its number in the connection and its content, in hexadecimal, a space, and
+one JSON object. The key of a connection is derived from the shared secret and a random number of either side, so that a
+line of another connection, direction or position is refused. An empty secret is one that everyone knows: it is for
+meeting points that only this machine can reach.
+"""
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import read_text
+from moefold.errors import ConfigError
+
+MAX_LINE_BYTES = 64 * 2**10
+"""Longest line, with its signature and line feed."""
+SECRET_VARIABLE = "MOEFOLD_SITES_SECRET"
+"""Environment variable with the shared secret."""
+MIN_SECRET_CHARS = 16
+NONCE_BYTES = 16
+_SIGNATURE_CHARS = 64
+
+Message = dict[str, Any]
+
+
+class BadLineError(Exception):
+    """A line that is too long, not signed with the shared secret, or no JSON object."""
+
+
+class SignedLines:
+    """Signatures of one connection, seen from one of its sides.
+
+    Args:
+        secret: the shared secret.
+        server_nonce: random number of the meeting point, in hexadecimal.
+        client_nonce: random number of the site, in hexadecimal.
+        is_server: whether this side is the meeting point.
+    """
+
+    def __init__(self, secret: bytes, server_nonce: str, client_nonce: str, *, is_server: bool) -> None:
+        self._key = _sign(secret, f"{server_nonce} {client_nonce}".encode())
+        self._out = b"server" if is_server else b"client"
+        self._in = b"client" if is_server else b"server"
+        self._num_out = 0
+        self._num_in = 0
+
+    def seal(self, message: Mapping[str, Any]) -> bytes:
+        """Return the next line to send.
+
+        Raises:
+            BadLineError: the line would be too long.
+        """
+        content = json.dumps(message, allow_nan=False).encode()
+        self._num_out += 1
+        line = b"%s %s\n" % (self._signature(self._out, self._num_out, content), content)
+        if len(line) > MAX_LINE_BYTES:
+            raise BadLineError(f"a message of {len(line)} bytes is longer than {MAX_LINE_BYTES}")
+        return line
+
+    def open(self, line: bytes) -> Message:
+        """Return the message of the next received line.
+
+        Raises:
+            BadLineError: the signature is wrong, or the content is no JSON object.
+        """
+        signature, _, content = line.rstrip(b"\n").partition(b" ")
+        self._num_in += 1
+        if not hmac.compare_digest(signature, self._signature(self._in, self._num_in, content)):
+            raise BadLineError("the signature is not that of the shared secret")
+        return parse_object(content)
+
+    def _signature(self, direction: bytes, number: int, content: bytes) -> bytes:
+        return _sign(self._key, b"%s %d %s" % (direction, number, content)).hex().encode()
+
+
+def _sign(key: bytes, content: bytes) -> bytes:
+    # An empty key is legal.
+    return hmac.new(key, content, "sha256").digest()
+
+
+def parse_object(content: bytes) -> Message:
+    """Parse one JSON object.
+
+    Raises:
+        BadLineError: it is something else.
+    """
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise BadLineError("the content is no JSON") from None
+    if not isinstance(found, dict):
+        raise BadLineError("the content is no JSON object")
+    return found
+
+
+def new_nonce() -> str:
+    """Return a random number in hexadecimal."""
+    return secrets.token_hex(NONCE_BYTES)
+
+
+def is_nonce(value: Any) -> bool:
+    """Return whether a value has the form of `new_nonce`."""
+    return isinstance(value, str) and len(value) == 2 * NONCE_BYTES and set(value) <= set("0123456789abcdef")
+
+
+def read_secret(file: str, key: str, environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the shared secret of a file, else of the environment variable; empty if there is none.
+
+    Args:
+        file: the file; empty: none.
+        key: name of the setting that names the file, for messages.
+        environment: environment variables.
+
+    Raises:
+        ConfigError: the file cannot be read, or the secret is too short.
+    """
+    name = f"{key}={file!r}" if file else SECRET_VARIABLE
+    try:
+        text = read_text(Path(file), MAX_LINE_BYTES) if file else environment.get(SECRET_VARIABLE, "")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{name} cannot be read: {reason}; name a file with the shared secret") from None
+    secret = text.strip()
+    if (file or secret) and len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"{name} holds a secret of {len(secret)} characters, and needs at least {MIN_SECRET_CHARS}; "
+            "`openssl rand -hex 32` makes one"
+        )
+    return secret.encode()

@@ -1,0 +1,116 @@
+"""Rules on sites: jobs that exchange weights every few steps."""
+
+from collections.abc import Iterator
+
+from moefold.config.align import REFERENCE_METHODS
+from moefold.config.schema import Config
+from moefold.validate.unused_rule import UnusedKeyRule
+
+
+def validate_site_number(cfg: Config) -> Iterator[str]:
+    """Check that the site is one of the run, and that a site of its own names the meeting point."""
+    sites = cfg.sites
+    if sites.number >= sites.count > 1:
+        yield (
+            f"sites.number={sites.number} must be below sites.count={sites.count}; sites are numbered from 0 "
+            f"(choose 0 to {sites.count - 1}, or -1 to start all of them on this machine)"
+        )
+    if sites.count > 1 and sites.number >= 0 and not sites.meet:
+        yield (
+            f"sites.number={sites.number} needs sites.meet, the HOST:PORT of `moefold meet`; set it, or "
+            "sites.number=-1 to start all sites on this machine"
+        )
+    if sites.count > 1 and sites.number < 0 and sites.meet:
+        yield (
+            f"sites.meet={sites.meet!r} needs sites.number, the number of this site from 0; set it, or leave "
+            "sites.meet out to start all sites on this machine"
+        )
+
+
+def validate_rounds(cfg: Config) -> Iterator[str]:
+    """Check quorum, first round and timeout."""
+    sites = cfg.sites
+    if not sites.is_active:
+        return
+    if sites.quorum > sites.count:
+        yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
+    if sites.first > cfg.run.steps:
+        yield (
+            f"sites.first={sites.first} must be at most run.steps={cfg.run.steps}; run.steps means one round, after "
+            "the last step"
+        )
+    if sites.every > cfg.run.steps and sites.first < cfg.run.steps:
+        yield (
+            f"sites.every={sites.every} is above run.steps={cfg.run.steps}, so that only the round after the last "
+            f"step is left; set sites.first={cfg.run.steps} if that is meant, or a lower sites.every"
+        )
+    if sites.count > 1 and sites.timeout_s > cfg.faults.timeout_s / 2:
+        yield (
+            f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={cfg.faults.timeout_s:g}, "
+            "or a wait for another site would count as a hang; lower it, or raise faults.timeout_s"
+        )
+
+
+def validate_site_training(cfg: Config) -> Iterator[str]:
+    """Check settings that sites cannot take."""
+    sites = cfg.sites
+    if not sites.is_active:
+        return
+    p = cfg.parallel
+    if p.zero == 0 and p.world_size > 1:
+        yield (
+            "parallel.zero=0 holds all weights on every data-parallel rank, and each would send them to the other "
+            "sites; choose parallel.zero=1"
+        )
+    if sites.count == 1:
+        return
+    if p.elastic:
+        yield (
+            "parallel.elastic=true changes the shards of a site, which must be those of the other sites; set "
+            "parallel.elastic=false"
+        )
+    if cfg.is_rl:
+        yield (
+            f"rl.group_size={cfg.rl.group_size} samples prompts by the state of one job, and sites.count="
+            f"{sites.count} divides samples between jobs; set sites.count=1"
+        )
+    if cfg.align.method in REFERENCE_METHODS:
+        yield (
+            f"align.method={cfg.align.method!r} stores the log-probabilities of the reference by the order of one "
+            f"job's samples, and sites.count={sites.count} divides them; set sites.count=1"
+        )
+    if cfg.moe.trace_every or cfg.moe.replay:
+        yield (
+            "moe.trace_every and moe.replay store the routing of one job's samples; set sites.count=1, or leave them "
+            "out"
+        )
+
+
+SITES_RULES = (validate_site_number, validate_rounds, validate_site_training)
+
+UNUSED_SITES_KEYS = (
+    UnusedKeyRule(
+        "sites.number sites.meet sites.secret sites.quorum sites.timeout_s",
+        lambda cfg: cfg.sites.count == 1,
+        "sites.count=1 exchanges nothing",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.every sites.first",
+        lambda cfg: not cfg.sites.is_active,
+        "sites.count=1 without an outer step has no rounds",
+        "set sites.count, or sites.method='diloco'",
+    ),
+    UnusedKeyRule(
+        "sites.nesterov",
+        lambda cfg: cfg.sites.momentum == 0,
+        "sites.momentum=0 is no momentum",
+        "set sites.momentum, or sites.method='diloco'",
+    ),
+    UnusedKeyRule(
+        "sites.secret",
+        lambda cfg: cfg.sites.starts_all,
+        "sites.number=-1 makes a secret of its own",
+        "set sites.number and sites.meet",
+    ),
+)

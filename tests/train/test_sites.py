@@ -1,0 +1,225 @@
+"""Training across sites on forked ranks: the oracle of sites, data parallelism, resumes, lost sites."""
+
+import json
+import signal
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.safe_metadata import SafeReader, read_metadata
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.sites import SitesConfig
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.signals import StopSignals
+from moefold.train.trainer import Trainer
+from moefold.validate.config import check_config
+from moefold.verify.oracle_sites import OracleSites
+from tests.slow import slow
+from tests.train.site_jobs import Server, of_site, run_sites
+from tests.verify.recipes import tiny, without_mapping
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-9
+MEAN = {"count": 2, "every": 2}
+DILOCO = {"count": 2, "every": 2, "lr": 0.7, "momentum": 0.9}
+
+
+def recipe(run_dir: Path, steps: int, sites: dict[str, Any], *, every: int = 0, **parallel: Any) -> Config:
+    cfg = tiny(
+        model={"expert_bias": True, "router_score": "sigmoid", "tie_embeddings": True},
+        moe={"aux_loss": 0.0, "bias_update_rate": 0.01},
+        train={"lr_schedule": "constant", "global_batch_size": 4},
+        **parallel,
+    )
+    return replace(
+        cfg,
+        run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype="float64"),
+        checkpoint=CheckpointConfig(every=every, at_end=True, keep=0),
+        sites=SitesConfig(**sites),
+    )
+
+
+def train(cfg: Config) -> int:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    return Trainer(cfg, groups).run(StopSignals())
+
+
+def train_until(cfg: Config, last: int) -> int:
+    """Train as a job that gets SIGTERM before the end of step `last`."""
+    stop = StopSignals()
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    return Trainer(cfg, groups, callbacks=[Stopper(stop, last)]).run(stop)
+
+
+class Stopper(Callback):
+    def __init__(self, stop: StopSignals, last: int) -> None:
+        self._stop = stop
+        self._last = last
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        if step.number == self._last - 1:
+            self._stop.request(signal.SIGTERM)
+
+
+def train_sites(pool, cfg: Config, **sites: Any) -> list[str]:
+    """Train all sites of a recipe, and return the log of the meeting point."""
+    with Server().running() as server:
+        run_sites(pool, [of_site(cfg, n, server.port, **sites) for n in range(cfg.sites.count)], train)
+    return server.log
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def tensors(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names begin with a prefix, without it."""
+    stored = read_metadata(path).state_dict_metadata
+    state = {
+        name: torch.empty(info.size, dtype=info.properties.dtype)
+        for name, info in stored.items()
+        if name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(
+        float((actual[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-30))
+        for name, tensor in expected.items()
+        if tensor.numel()
+    )
+
+
+ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank, mean": (MEAN, {}),
+    "tp ep zero 2, diloco": (DILOCO, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
+    "pp, diloco": (DILOCO, {"world_size": 2, "pp": 2}),
+    "zero 1, diloco": (DILOCO, {"world_size": 2, "zero": 1}),
+    "zero 2, mean": (MEAN, {"world_size": 2, "zero": 2}),
+    "zero 3, diloco": (DILOCO, {"world_size": 2, "zero": 3}),
+    "ep, four sites, mean": (MEAN | {"count": 4}, {"world_size": 2, "ep": 2}),
+    "all axes, diloco": (DILOCO, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["one rank, mean", "tp ep zero 2, diloco", *slow([(name,) for name in list(ORACLE_CASES)[2:]])]
+)
+def test_sites_equal_their_oracle(pool, tmp_path, case):
+    """Weights between and after rounds, outer weights, momentum and losses, under each mapping."""
+    sites, mapping = ORACLE_CASES[case]
+    cfg = recipe(tmp_path, 5, sites, every=1, **mapping)
+    log = train_sites(pool, cfg)
+    count = cfg.sites.count
+    assert not [line for line in log if "round" in line and "after" not in line], log
+    expected = OracleSites(without_mapping(cfg)).run(5)
+    for number in range(count):
+        run_dir = tmp_path / f"site-{number}"
+        for step in (2, 3, 5):
+            path = checkpoint(run_dir, step)
+            state = expected[step - 1]
+            assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
+            assert largest_error(tensors(path, "outer.weights."), state.outer) <= TOLERANCE
+            if cfg.sites.momentum:
+                assert largest_error(tensors(path, "outer.momentum."), state.momentum) <= TOLERANCE
+        losses = [record["loss"] for record in records(run_dir)]
+        assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
+        assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
+        rounds = [record["sites"]["members"] if record["sites"] else 0 for record in records(run_dir)]
+        assert rounds == [0, count, 0, count, count]
+
+
+def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path):
+    """AdamW with betas 0 and a huge eps is SGD of rate lr / eps: sites then equal one job on the joined batch."""
+    linear = {"beta1": 0.0, "beta2": 0.0, "eps": 1e9, "lr": 1e8, "weight_decay": 0.0, "clip_grad": 0.0}
+    cfg = recipe(tmp_path, 4, {"count": 2, "every": 1}, world_size=1)
+    cfg = replace(cfg, train=replace(cfg.train, **linear), model=replace(cfg.model, expert_bias=False))
+    train_sites(pool, cfg)
+    joined = replace(
+        cfg,
+        sites=SitesConfig(),
+        train=replace(cfg.train, global_batch_size=8),
+        run=replace(cfg.run, dir=str(tmp_path / "joined")),
+    )
+    pool.run(1, train, joined)
+    sites, one = (tensors(checkpoint(tmp_path / name, 4), "model.") for name in ("site-1", "joined"))
+    assert largest_error(sites, one) <= 1e-10
+
+
+def test_sites_resume_bit_by_bit(pool, tmp_path):
+    """Stopped between two rounds and resumed, momentum included, the sites end with the same bits."""
+    whole = recipe(tmp_path / "whole", 6, DILOCO | {"every": 4}, every=3)
+    train_sites(pool, whole)
+    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
+    first = replace(parts, checkpoint=replace(parts.checkpoint, every=5, at_end=False))
+    with Server().running() as server:
+        jobs = [of_site(first, n, server.port) for n in (0, 1)]
+        # A job that has all its steps in the schedule, and is stopped after 5 of them.
+        run_sites(pool, jobs, train_until, 5)
+        assert read_meta(checkpoint(Path(jobs[0].run.dir), 5)).sites == {"rounds": 1, "tokens": 256, "momentum": 1}
+        run_sites(pool, [replace(job, checkpoint=whole.checkpoint) for job in jobs], train)
+    for number in (0, 1):
+        paths = [checkpoint(tmp_path / run / f"site-{number}", 6) for run in ("whole", "parts")]
+        resumed = tensors(paths[1], "")
+        assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]
+
+
+def train_and_fail(cfg: Config, at: int) -> str:
+    """Train; site 2 raises after step `at`, as a bug or a lost machine would end it."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    failing = [Failing(at)] if cfg.sites.number == 2 else []
+    try:
+        Trainer(cfg, groups, callbacks=failing).run(StopSignals())
+    except ArithmeticError:
+        return "lost"
+    return "done"
+
+
+class Failing(Callback):
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        if step.number == self._at:
+            raise ArithmeticError
+
+
+def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quorum(pool, tmp_path):
+    cfg = recipe(tmp_path / "enough", 6, {"count": 3, "every": 2})
+    few = recipe(tmp_path / "few", 6, {"count": 3, "every": 2, "quorum": 3})
+    for one in (cfg, few):
+        with Server().running() as server:
+            ends = run_sites(pool, [of_site(one, n, server.port) for n in range(3)], train_and_fail, 3)
+        assert ends == [["done"], ["done"], ["lost"]]
+        assert any(line.startswith("site 2 on ") and line.endswith("closed its connection") for line in server.log)
+    paths = [checkpoint(tmp_path / "enough" / f"site-{n}", 6) for n in (0, 1)]
+    assert differing_tensors(*paths, "model.") == []
+    rounds = [record["sites"] for record in records(tmp_path / "enough" / "site-0") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [3, 2, 2]
+    rounds = [record["sites"] for record in records(tmp_path / "few" / "site-1") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [3, 0, 0]
+    assert rounds[-1]["skipped"] == "only sites 0, 1, and sites.quorum needs 3"
+    faults = (tmp_path / "few" / "site-1" / "faults.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in faults] == [4, 6]
+    paths = [checkpoint(tmp_path / "few" / f"site-{n}", 6) for n in (0, 1)]
+    assert differing_tensors(*paths, "outer.weights.") == []
+    assert differing_tensors(*paths, "model.") != []

@@ -1,0 +1,46 @@
+import pytest
+
+from moefold.config.load import config_from_dict
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
+
+TWO = ("sites.count=2", "run.steps=100")
+
+REFUSED = [
+    ((*TWO, "sites.number=2", "sites.meet=h:1"), "sites.number=2 must be below sites.count=2"),
+    ((*TWO, "sites.number=1"), "sites.number=1 needs sites.meet, the HOST:PORT of `moefold meet`"),
+    ((*TWO, "sites.meet=h:1"), "sites.meet='h:1' needs sites.number"),
+    ((*TWO, "sites.quorum=3"), "sites.quorum=3 must be at most sites.count=2"),
+    ((*TWO, "sites.first=101"), "sites.first=101 must be at most run.steps=100"),
+    ((*TWO, "sites.every=101"), "sites.every=101 is above run.steps=100"),
+    ((*TWO, "faults.timeout_s=100"), "sites.timeout_s=60 must be at most half of faults.timeout_s=100"),
+    ((*TWO, "parallel.zero=0", "parallel.world_size=2"), "parallel.zero=0 holds all weights"),
+    ((*TWO, "parallel.elastic=true"), "parallel.elastic=true changes the shards of a site"),
+    ((*TWO, "data.kind=task", "rl.group_size=8"), "set sites.count=1"),
+    ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
+    ((*TWO, "moe.trace_every=5"), "moe.trace_every and moe.replay store the routing of one job"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_settings_that_cannot_work_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        check_config(load_config(None, list(overrides)))
+    assert message in str(refused.value)
+
+
+def test_method_fills_the_keys_that_are_left_out():
+    sites = config_from_dict({"sites": {"count": 2, "method": "diloco"}}).sites
+    assert (sites.lr, sites.momentum) == (0.7, 0.9)
+    sites = config_from_dict({"sites": {"count": 2, "method": "diloco", "momentum": 0.5}}).sites
+    assert (sites.lr, sites.momentum) == (0.7, 0.5)
+    assert not config_from_dict({}).sites.is_active
+    assert config_from_dict({"sites": {"method": "diloco"}}).sites.is_active
+
+
+def test_rounds_are_due_every_so_many_steps_and_at_the_end():
+    sites = load_config(None, [*TWO, "sites.every=30", "sites.first=40"]).sites
+    assert [step for step in range(1, 101) if sites.is_due(step, 100)] == [60, 90, 100]
+    alone = load_config(None, [*TWO, "sites.first=100"]).sites
+    assert [step for step in range(1, 101) if alone.is_due(step, 100)] == [100]
