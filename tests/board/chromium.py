@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,26 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FLAGS = (
-    "--headless",
-    "--hide-scrollbars",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-extensions",
-    "--no-first-run",
-    "--remote-debugging-pipe",
-)
+from tests.docs.browser import FLAGS, chromium
+
 TIMEOUT_S = 60.0
-
-
-def find_chromium() -> str | None:
-    """Return the path of an installed Chromium."""
-    return next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
 
 
 class Page:
@@ -154,14 +136,14 @@ class Page:
 @contextmanager
 def open_page(profile: Path) -> Iterator[Page]:
     """Start a browser with an empty profile, and end it after the block."""
-    chromium = find_chromium()
-    assert chromium is not None
+    program = chromium()
+    assert program is not None
     read_end, to_browser = os.pipe()
     from_browser, write_end = os.pipe()
     # Chromium reads from descriptor 3 and writes to 4.
     command = f'exec "$@" 3<&{read_end} 4>&{write_end}'
     process = subprocess.Popen(
-        ["bash", "-c", command, "bash", chromium, *FLAGS, f"--user-data-dir={profile}"],
+        ["bash", "-c", command, "bash", program, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
         pass_fds=(read_end, write_end),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

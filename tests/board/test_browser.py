@@ -13,12 +13,13 @@ pytest.importorskip("starlette", reason="starlette comes with the extra `board`:
 
 from moefold.board.export import export_board
 from moefold.board.run_list import RunList
-from tests.board.chromium import Page, find_chromium, open_page
+from tests.board.chromium import Page, open_page
 from tests.board.run_files import step_metrics, write_faults, write_rollouts, write_run
+from tests.docs.browser import chromium
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="needs a browser: apt-get install chromium"),
+    pytest.mark.skipif(chromium() is None, reason="needs a browser: apt-get install chromium"),
 ]
 VIEWS = ("curves", "experts", "memory", "ranks", "faults", "rollouts", "recipes")
 LOSS = "[...document.querySelectorAll('.card')].find((card) => card.querySelector('h3').title === 'loss')"
