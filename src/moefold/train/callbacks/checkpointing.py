@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
@@ -13,6 +14,7 @@ from moefold.convert.init_from import load_initial_weights
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
 from moefold.optim.outer import OuterOptimizer
+from moefold.topology.fragments import fragments_due
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
@@ -109,11 +111,13 @@ class Checkpointing(Callback):
     def save(self, run: TrainingContext) -> None:
         """Save a checkpoint; collective."""
         run.data.prepare_save()
+        for prepare in run.before_save:
+            prepare()
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer) | run.data.entries()
         if training.outer is not None:
-            state |= training.outer.entries()
+            state |= training.outer.checkpoint_entries()
         position = TrainState(
             step=run.position.step,
             samples=run.position.samples,
@@ -135,7 +139,7 @@ class Checkpointing(Callback):
         training = run.training
         meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
         if training.outer is not None:
-            self._load_outer(training.outer, path, meta)
+            self._load_outer(run.cfg, training.outer, path, meta)
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
@@ -153,13 +157,12 @@ class Checkpointing(Callback):
         self.checkpoint_dp = meta.dp
         run.position.checked_step = meta.checked_step
 
-    def _load_outer(self, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
+    def _load_outer(self, cfg: Config, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
         """Restore the outer optimizer, or start it from the loaded weights; collective."""
         if meta.sites is None:
             outer.start()
             return
-        load_entries(path, outer.entries(with_momentum=bool(meta.sites.get("momentum"))))
-        outer.restore(meta.sites)
+        outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, cfg))
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:
