@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu \
-	bench-gpu-sweep clean
+	bench-gpu-sweep docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -95,6 +95,19 @@ bench-gpu: $(READY) ## compare two large shapes with other implementations on on
 bench-gpu-sweep: $(READY) ## compare every large shape on one GPU, 10 minutes a call
 	$(HAS_PY)
 	$(HALF_HOUR) sweep $(ARGS)
+
+# The site needs the packages of the extra `docs`; building it needs no network.
+# The variable silences the advice of mkdocs-material to try its successor.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+HAS_MKDOCS = @$(BIN)/python -c 'import material, mkdocstrings' 2> /dev/null \
+	|| { echo "the site needs more packages: $(BIN)/python -m pip install -e '.[docs]'" >&2; exit 2; }
+docs: $(STAMP) ## build the documentation site into build/docs
+	$(HAS_MKDOCS)
+	$(MKDOCS) build --strict --clean
+
+docs-serve: $(STAMP) ## show the site at http://127.0.0.1:8000, rebuilt when a page changes (ARGS="-a ADDRESS:PORT")
+	$(HAS_MKDOCS)
+	$(MKDOCS) serve $(ARGS)
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,6 +37,7 @@ _MODULES = {
             "load_recipe",
             "plan",
             "result_as_dict",
+            "train_in_process",
             "train_model",
         ),
         "api",

@@ -17,6 +17,7 @@ from moefold.api import load_config as load_config
 from moefold.api import load_recipe as load_recipe
 from moefold.api import plan as plan
 from moefold.api import result_as_dict as result_as_dict
+from moefold.api import train_in_process as train_in_process
 from moefold.api import train_model as train_model
 from moefold.data.dataset import ProgramData as ProgramData
 from moefold.data.sample import Sample as Sample

@@ -63,6 +63,7 @@ __all__ = [
     "load_recipe",
     "plan",
     "result_as_dict",
+    "train_in_process",
     "train_model",
 ]
 
@@ -175,24 +176,23 @@ def train_model(
             picklable for GPU ranks; `if __name__ == "__main__"` must then guard the call.
 
     Returns:
-        The exit status and the run folder. The status is not 0 if a signal has stopped the run.
+        Exit status, run folder, metrics of the last step, and newest checkpoint. The status is not 0 if a signal has
+        stopped the run.
 
     Raises:
         ConfigError: the recipe cannot be trained here.
         RunError: the run failed, or a rank that was started did; the rank's message is on stderr.
     """
     loaded = _loaded(recipe, overrides)
-    if loss is not None and loaded.cfg.is_rl:
-        raise ConfigError(
-            f"rl.group_size={loaded.cfg.rl.group_size} has the loss that rl.objective names, and loss= would replace "
-            "it; leave one of them out"
-        )
+    _check_loss(loaded.cfg, loss)
     rank_env = read_rank_env()
     setup = set_up_run(loaded, rank_env, data)
     if setup.is_finished:
-        from moefold.train.worker import TrainOutcome
+        from moefold.train.worker import finished_outcome
 
-        return TrainOutcome(0, Path(setup.folder.cfg.run.dir))
+        finished = finished_outcome(setup)
+        assert finished is not None, "no step is left"
+        return finished
     device_type = choose_training_device(setup, rank_env)
     prepare_data(setup, rank_env)
 
@@ -202,6 +202,48 @@ def train_model(
     program = ProgramParts(loss, data, tuple(callbacks))
     main = partial(train_on_rank, setup.cfg, setup.messages, program)
     return collect_from_ranks(main, setup.folder.cfg.num_job_ranks, device_type, rank_env)
+
+
+def train_in_process(
+    recipe: str | Path | LoadedRecipe | Config,
+    overrides: Sequence[str] = (),
+    *,
+    loss: "LossFunction | None" = None,
+    data: "ProgramData | None" = None,
+    callbacks: "Sequence[Callback]" = (),
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+) -> "TrainOutcome":
+    """Train with the processes of this program as ranks, and return to it: in Ray Train, accelerate or a notebook.
+
+    Starts no process. The ranks are the members of the default process group; without one, those of the launcher whose
+    variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with equal arguments.
+    The run has process groups of its own and destroys them; those of the program must not be used meanwhile, and are
+    unchanged afterwards. It can be called again, also with another mapping, and from any thread.
+
+    Args:
+        recipe: see `train_model`; `parallel.world_size` must be the number of ranks.
+        overrides: words of the form `section.key=value`, for a file.
+        loss: see `train_model`, like `data` and `callbacks`. Nothing is pickled.
+        data: the samples of a recipe with `data.kind="program"`.
+        callbacks: hooks of the training loop.
+        on_step: called on each rank after each step, when it is saved and evaluated, with the record of metrics.jsonl.
+
+    Returns:
+        Exit status, run folder, metrics of the last step, and newest checkpoint. The status is not 0 if a signal has
+        stopped the run, which in the main thread Ctrl-C and SIGTERM do after the step, as in `moefold train`.
+
+    Raises:
+        ConfigError: the recipe cannot be trained by these ranks; raised on all of them.
+        RunError: the run failed. An exception of a callback is raised as it is; the other ranks then raise RunError,
+            or, if a rank hangs for `faults.timeout_s` or its process is gone, print the diagnosis and end.
+    """
+    loaded = _loaded(recipe, overrides)
+    _check_loss(loaded.cfg, loss)
+
+    from moefold.train.in_process import train_in_program
+    from moefold.train.worker import ProgramParts
+
+    return train_in_program(loaded, ProgramParts(loss, data, tuple(callbacks), on_step))
 
 
 def evaluate(
@@ -297,6 +339,14 @@ def generate(
 
         main = partial(generate_on_rank, job)
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
+
+
+def _check_loss(cfg: Config, loss: "LossFunction | None") -> None:
+    if loss is not None and cfg.is_rl:
+        raise ConfigError(
+            f"rl.group_size={cfg.rl.group_size} has the loss that rl.objective names, and loss= would replace it; "
+            "leave one of them out"
+        )
 
 
 def _loaded(recipe: str | Path | LoadedRecipe | Config, overrides: Sequence[str]) -> LoadedRecipe:

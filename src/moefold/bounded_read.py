@@ -17,6 +17,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from moefold.remote_path import RemotePath
+
 KIB = 1 << 10
 MIB = 1 << 20
 
@@ -83,6 +85,9 @@ def open_regular(path: Path) -> BufferedReader:
         OSError: it is a pipe, a device or a socket, or cannot be opened.
     """
     check_regular_file(path)
+    if isinstance(path, RemotePath):
+        opened: BufferedReader = path.open("rb")
+        return opened
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         # The file may have been replaced since the check.
@@ -112,6 +117,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
+    if isinstance(path, RemotePath):
+        check_regular_file(path)
+        _reject_oversized(path, path.stat().st_size, limit)
+        return path.read_bytes()
     with open_regular(path) as file:
         _reject_oversized(path, os.fstat(file.fileno()).st_size, limit)
         content = file.read(limit + 1)
@@ -154,7 +163,9 @@ def parse_json(text: str | bytes) -> Any:
         document = json.loads(decoded)
     except RecursionError:
         raise _depth_error() from None
-    _reject_too_deep(document)
+    # A document has at most as many levels as opening brackets: most lines of JSON need no walk.
+    if decoded.count("[") + decoded.count("{") > MAX_JSON_DEPTH:
+        _reject_too_deep(document)
     return document
 
 
@@ -207,7 +218,7 @@ def have_same_content(one: Path, other: Path) -> bool:
         OSError: one cannot be read or is no regular file.
     """
     with open_regular(one) as one_file, open_regular(other) as other_file:
-        if os.fstat(one_file.fileno()).st_size != os.fstat(other_file.fileno()).st_size:
+        if one.stat().st_size != other.stat().st_size:
             return False
         while True:
             block = one_file.read(_BLOCK_BYTES)

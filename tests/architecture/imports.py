@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 FLOORS = (
-    ("__init__", "terminal", "console", "bounded_read", "errors", "progress", "cache_dir"),
+    (
+        "__init__",
+        "terminal",
+        "console",
+        "bounded_read",
+        "errors",
+        "progress",
+        "cache_dir",
+        "remote_path",
+        "remote_copy",
+        "hub",
+    ),
     ("host",),
     ("config",),
     ("topology",),
@@ -29,6 +40,7 @@ FLOORS = (
     ("inference",),
     ("planner",),
     ("train",),
+    ("board",),
     ("verify",),
     ("testing",),
     ("bench",),
@@ -37,7 +49,7 @@ FLOORS = (
     ("cli", "__main__"),
 )
 """Folders and top-level modules, lowest first. A module imports from its own floor and from lower ones."""
-TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "rl", "planner")
+TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "rl", "planner", "board")
 """Folders that can be imported where torch is not installed."""
 
 

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-OTHER_LIBRARIES = frozenset({"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames"})
-"""Private-looking names of the standard library."""
+OTHER_LIBRARIES = frozenset({"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames", "_actions"})
+"""Private-looking names of the standard library; argparse lists the arguments of a parser nowhere else."""
 
 
 def private_torch_names(paths: Iterable[Path]) -> Iterator[str]:

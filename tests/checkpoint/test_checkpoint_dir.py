@@ -10,19 +10,18 @@ from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     CheckpointMeta,
     checkpoint_folder,
-    commit,
     complete_checkpoints,
     data_order_change,
     find_resume,
     model_sizes,
     quick_validate,
     read_meta,
-    remove_older,
     sample_order,
     step_path,
     tmp_checkpoint_path,
     write_meta,
 )
+from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RLConfig

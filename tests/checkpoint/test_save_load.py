@@ -26,13 +26,13 @@ from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     CheckpointMeta,
     TrainState,
-    commit,
     model_sizes,
     sample_order,
     step_path,
     tmp_checkpoint_path,
     write_meta,
 )
+from moefold.checkpoint.commit import commit
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.save_load import (
     checkpoint_state,

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from moefold.cli.main import COMMANDS
-from moefold.config.load import apply_overrides
+from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.suggestions import key_types, sections
 from moefold.recipe import load_config
 
@@ -33,6 +33,9 @@ def check_command(line: str) -> None:
     module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
     if name == "bench" and words and not words[0].startswith("-"):
         module = importlib.import_module(f"moefold.cli.bench_{words.pop(0)}")
+        if not words:
+            # The list of subcommands.
+            return
     if hasattr(module, "_parser"):
         parse(module._parser(), words, line)
     overrides = [word for word in words if OVERRIDE.fullmatch(word)]
@@ -41,10 +44,14 @@ def check_command(line: str) -> None:
     for section, keys in tree.items():
         assert section in sections(), line
         assert set(keys) <= set(key_types(section)), line
+    config_from_dict(tree)
     for word in words:
+        # Where a recipe was written by `moefold init`, it is that of the repository.
+        recipe = ROOT / word if word.startswith("recipes/") else ROOT / "recipes" / word
         if word.startswith("recipes/"):
-            assert (ROOT / word).is_file(), line
-            load_config(ROOT / word, overrides)
+            assert recipe.is_file(), line
+        if word.endswith(".toml") and recipe.is_file():
+            load_config(recipe, overrides)
 
 
 def parse(parser: argparse.ArgumentParser, words: list[str], line: str) -> None:

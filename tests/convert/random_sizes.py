@@ -6,7 +6,7 @@ What an axis cuts is even where a model has to run under mappings; everything el
 import random
 from typing import Any
 
-from tests.convert.hf_models import EVEN, LATENT, LLAMA3, QWEN_EXPERTS, YARN
+from tests.convert.hf_models import EVEN, LATENT, LLAMA3, LONGROPE, QWEN_EXPERTS, YARN
 
 Sizes = dict[str, Any]
 _ONE_CHOICE = {"norm_topk_prob": False, "num_experts_per_tok": 1}
@@ -59,6 +59,10 @@ def _dense(rng: random.Random, is_cut: bool) -> Sizes:
     return {"intermediate_size": _width(rng, is_cut), **stretches}
 
 
+def _dense_biased(rng: random.Random, is_cut: bool) -> Sizes:
+    return _dense(rng, is_cut) | {"attention_bias": rng.random() < 0.5}
+
+
 def _experts(rng: random.Random, is_cut: bool) -> tuple[int, int, int]:
     """Experts, how many a token chooses, and the width of one."""
     count = rng.choice([4, 6, 8]) if is_cut else rng.randint(3, 9)
@@ -75,12 +79,20 @@ def _mixtral(rng: random.Random, is_cut: bool) -> Sizes:
     return {"num_local_experts": count, "num_experts_per_tok": top_k, "intermediate_size": width}
 
 
+def _mixtral_window(rng: random.Random, is_cut: bool) -> Sizes:
+    return _mixtral(rng, is_cut) | {"sliding_window": rng.choice([None, 3, 7])}
+
+
 def _qwen(rng: random.Random, is_cut: bool) -> Sizes:
     count, top_k, width = _experts(rng, is_cut)
     dense = rng.choice([{}, {"mlp_only_layers": [0]} if is_cut else {"decoder_sparse_step": 2}])
     sizes = {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": width}
     sizes |= {"intermediate_size": _width(rng, is_cut)}
     return QWEN_EXPERTS | sizes | dense | _weights(rng)
+
+
+def _qwen3_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    return _qwen(rng, is_cut) | {"attention_bias": rng.random() < 0.5}
 
 
 def _qwen2_moe(rng: random.Random, is_cut: bool) -> Sizes:
@@ -95,6 +107,7 @@ def _olmoe(rng: random.Random, is_cut: bool) -> Sizes:
     # The norms of all heads are as wide as the model.
     sizes = {"num_attention_heads": groups * share, "num_key_value_heads": groups, "head_dim": head_dim}
     sizes |= {"hidden_size": groups * share * head_dim, "num_experts": count, "intermediate_size": width}
+    sizes |= {"attention_bias": rng.random() < 0.9}
     return sizes | {"num_experts_per_tok": top_k} | _weights(rng)
 
 
@@ -349,6 +362,10 @@ def _deepseek_v32(rng: random.Random, is_cut: bool) -> Sizes:
     return _glm4_moe_lite(rng, is_cut) | own | {"q_lora_rank": rng.choice([5, 7]), "rope_interleave": True}
 
 
+def _glm_moe_dsa(rng: random.Random, is_cut: bool) -> Sizes:
+    return _deepseek_v32(rng, is_cut) | {"index_topk_freq": 1 if is_cut else rng.choice([1, 2, 3])}
+
+
 def _kinds(rng: random.Random, layers: int, linear: str) -> list[str]:
     """Types of the layers, of which the first or the last is linear."""
     kinds = [linear, "full_attention"][:: rng.choice([1, -1])]
@@ -401,6 +418,7 @@ def _lfm2_moe(rng: random.Random, is_cut: bool) -> Sizes:
         "moe_intermediate_size": width,
         "intermediate_size": _width(rng, is_cut),
         "conv_L_cache": rng.choice([2, 3, 5]),
+        "conv_bias": rng.random() < 0.5,
         "norm_topk_prob": rng.random() < 0.5,
         "use_expert_bias": rng.random() < 0.5,
         "routed_scaling_factor": rng.choice([1.0, 2.5]),
@@ -424,7 +442,24 @@ def _bailing_hybrid(rng: random.Random, is_cut: bool) -> Sizes:
     }
 
 
+def _phi_moe(rng: random.Random, is_cut: bool) -> Sizes:
+    count, _, width = _experts(rng, is_cut)
+    sizes: Sizes = {
+        "num_local_experts": count,
+        "intermediate_size": width,
+        "attention_bias": rng.random() < 0.5,
+        "lm_head_bias": rng.random() < 0.7,
+        "sliding_window": rng.choice([None, 5]),
+        "router_jitter_noise": rng.choice([0.01, 0.4]),
+        "max_position_embeddings": 64,
+    }
+    if rng.random() < 0.7:
+        return sizes | {"head_dim": 4, "rope_parameters": LONGROPE | {"rope_theta": rng.uniform(50.0, 900.0)}}
+    return sizes
+
+
 NEWER_FAMILIES = {
+    "phi-moe": _phi_moe,
     "qwen3-5-moe": _qwen3_5_moe,
     "lfm2-moe": _lfm2_moe,
     "bailing-hybrid": _bailing_hybrid,
@@ -444,16 +479,16 @@ NEWER_FAMILIES = {
     "exaone-moe": _exaone_moe,
     "afmoe": _afmoe,
     "deepseek-v32": _deepseek_v32,
-    "glm-moe-dsa": _deepseek_v32,
+    "glm-moe-dsa": _glm_moe_dsa,
 }
 """Likewise; their blocks are those of the families below, so that most of their tests are slow."""
 FAMILIES = {
-    "llama": _dense,
+    "llama": _dense_biased,
     "qwen2": _dense,
-    "qwen3": _dense,
-    "mixtral": _mixtral,
+    "qwen3": _dense_biased,
+    "mixtral": _mixtral_window,
     "qwen2-moe": _qwen2_moe,
-    "qwen3-moe": _qwen,
+    "qwen3-moe": _qwen3_moe,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,
     "deepseek-v2": _deepseek_v2,

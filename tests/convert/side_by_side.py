@@ -73,7 +73,8 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
         run=RunConfig(device="cpu", dtype="float32", steps=STEPS, seed=1),
         model=model,
         parallel=ParallelConfig(**parallel),
-        moe=MoEConfig(aux_loss=0.0, bias_update_rate=0.0),
+        # A SparseMixer samples with the noise of moefold.
+        moe=MoEConfig(aux_loss=0.0, bias_update_rate=0.0, sparsemixer_sampling=model.router_softmax != "sparsemixer"),
         train=TrainConfig(
             seq_len=SEQ_LEN,
             global_batch_size=4,
@@ -116,6 +117,9 @@ def train_theirs(model: Any, cfg: Config, folder: Path) -> Reference:
         weight_decay=train.weight_decay,
     )
     model.train()
+    for module in model.modules():
+        if type(module).__name__ == "PhimoeTopKRouter":
+            module.eval()
     losses: list[float] = []
     first, gradients = torch.empty(0), dict[str, Tensor]()
     for step in range(STEPS):

@@ -109,6 +109,8 @@ def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
         whole["layer_types"] = ["full_attention"] * 5
     if "mlp_layer_types" in whole:
         whole["mlp_layer_types"] = ["dense", *["sparse"] * 4]
+    if "indexer_types" in whole:
+        whole["indexer_types"] = ["full"] * 5
     assert isinstance(_outcome(whole), ModelConfig), _outcome(whole)
     understood = set()
     for key in whole.keys() - {"model_type", "architectures"}:
@@ -211,27 +213,44 @@ def test_deepseek_v4_is_refused_with_the_parts_that_are_missing():
 @pytest.mark.parametrize(
     ("keys", "refused"),
     [
-        ({"indexer_types": ["full", "shared", "full"]}, "shared"),
         ({"indexer_types": "full"}, "indexer_types='full'"),
-        ({"index_topk_pattern": "FFS"}, "shared"),
+        ({"indexer_types": ["full", "shared"]}, "2 layers, and num_hidden_layers=3"),
+        ({"indexer_types": ["shared", "full", "full"]}, "the first layer should be 'full'"),
         ({"index_topk_pattern": "FXF"}, "X"),
-        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "shared"),
         ({"index_topk_freq": "4"}, "index_topk_freq='4'"),
         ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "layer_types"),
-        ({"index_topk_pattern": "FFF"}, ""),
-        ({"index_topk_freq": 1}, ""),
-        ({"layer_types": ["indexed_attention"] * 3}, ""),
     ],
     ids=str,
 )
-def test_layers_that_share_a_selection_are_refused(keys, refused):
+def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
+    with pytest.raises(ConfigError, match=refused):
+        read_keys(_keys_of_glm(keys), Path("hf"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern"),
+    [
+        ({"indexer_types": ["full", "shared", "full"]}, "FS"),
+        ({"index_topk_pattern": "FFS"}, "F2S"),
+        ({"index_topk_pattern": "FFF"}, "F"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "FS2"),
+        ({"index_topk_freq": 1}, "F"),
+        ({"layer_types": ["indexed_attention"] * 3}, "F"),
+    ],
+    ids=str,
+)
+def test_layers_that_share_a_selection_are_read_and_written(keys, pattern):
+    model = read_keys(_keys_of_glm(keys), Path("hf"))
+    assert (model.index_topk, model.index_pattern) == (32, pattern)
+    expected = ["shared" if kind.endswith("S") else "full" for kind in model.block_kinds]
+    assert FAMILIES["glm_moe_dsa"].write(model)["indexer_types"] == expected
+    reason = family_unsupported_reason(FAMILIES["deepseek_v32"], replace(model, index_rope_interleaved=False))
+    assert ("shared_selections" in reason) == ("S" in pattern), reason
+
+
+def _keys_of_glm(keys: dict[str, object]) -> dict[str, object]:
     written = FAMILIES["glm_moe_dsa"].write(_model_for("glm_moe_dsa"))
-    written = {key: value for key, value in written.items() if key != "indexer_types"} | keys
-    if refused:
-        with pytest.raises(ConfigError, match=refused):
-            read_keys(written, Path("hf"))
-    else:
-        assert read_keys(written, Path("hf")).index_topk == 32
+    return {key: value for key, value in written.items() if key != "indexer_types"} | keys
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

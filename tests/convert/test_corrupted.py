@@ -138,10 +138,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "hidden_size='24', which should be a whole",
     ),
     "other activation": (lambda f: _edit_config(f, hidden_act="gelu"), "hidden_act='gelu', which moefold does not"),
-    "sliding window": (lambda f: _edit_config(f, sliding_window=8), "sliding_window=8, which moefold does not compute"),
+    "sliding window": (lambda f: _edit_config(f, sliding_window=0), "sliding_window=0, which should be 1 or more"),
     "other rope": (
-        lambda f: _edit_config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
-        "rope_type='longrope', which moefold does not compute",
+        lambda f: _edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1.0}),
+        "rope_type='dynamic', which moefold does not compute",
     ),
     "quantised": (
         lambda f: _edit_config(f, quantization_config={"quant_method": "fp8"}),

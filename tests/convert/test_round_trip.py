@@ -167,8 +167,15 @@ def _split(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (folder / "model.safetensors").unlink()
 
 
-REPORTED_ANYWAY = ("Unrecognized keys in `rope_parameters` for 'rope_type'='dynamic': {'alpha'}",)
-"""transformers reports this of the folders of Hunyuan that it writes itself."""
+REPORTED_ANYWAY = tuple(
+    f"Unrecognized keys in `rope_parameters` for 'rope_type'={keys}"
+    for keys in (
+        "'dynamic': {'alpha'}",
+        "'longrope': {'long_mscale', 'short_mscale'}",
+        "'longrope': {'short_mscale', 'long_mscale'}",
+    )
+)
+"""transformers reports this of the folders of Hunyuan and Phi-3.5-MoE that it writes itself."""
 
 
 def loaded_in_silence(folder: Path, monkeypatch, caplog, **how: object) -> Any:

@@ -15,8 +15,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.block_memory import LINEAR_CHUNK_SIZE, MAX_BLOCK_ELEMENTS
+from moefold.cost.block_memory import MAX_BLOCK_ELEMENTS
 from moefold.cost.expert_memory import ExpertMemory
+from moefold.cost.linear_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.metrics.memory_tracker import MemoryTracker
@@ -219,11 +220,16 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": SPARSE},
         {"model": LATENT | SPARSE},
         {"model": SPARSE, "train": {"recompute": ("layer",)}},
+        {"model": LATENT | SPARSE | {"index_pattern": "FS"}},
+        {"model": SPARSE | {"index_pattern": "FS"}, "train": {"recompute": ("layer",)}},
         {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
         {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
         {"model": {"layer_pattern": "D", "shared_expert_ffn_hidden_size": 0}, "moe": {"choice": "topk"}},
         {"model": {"zero_experts": 4, "top_k": 3}},
         {"model": LLAMA4},
+        {"model": {"norm": "layernorm", "head_bias": True, "mtp_layers": 1}, "train": {"recompute": ("norms",)}},
+        {"model": {"norm": "layernorm", "head_bias": True, "vocab_size": 4096}, "train": {"loss_chunk": 32}},
+        {"model": {"router_softmax": "sparsemixer", "num_experts": 4, "top_k": 4}, "moe": {"choice": "topk"}},
     ],
     ids=[
         "mla",
@@ -245,11 +251,16 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "sparse",
         "sparse latent",
         "sparse, recomputed",
+        "shared selection",
+        "shared selection, recomputed",
         "gate and latent experts",
         "norms of outputs",
         "dense",
         "zero experts",
         "llama 4",
+        "LayerNorm, recomputed",
+        "LayerNorm, chunks with a bias",
+        "sparsemixer",
     ],
 )
 def test_every_kind_of_layer_and_loss(settings, dtype):

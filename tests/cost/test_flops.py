@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
-from moefold.cost.flops import count_parameters, train_flops_per_token
+from moefold.config.schema import Config, TrainConfig
+from moefold.cost.flops import count_parameters, step_flops_per_token, train_flops_per_token
+from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model
+from moefold.ops.rope import NO_ROPE
 
 MIXTRAL_8X7B = ModelConfig(
     num_layers=32,
@@ -187,6 +190,24 @@ def test_matches_the_flop_counter_of_torch() -> None:
     assert backward.get_total_flops() == seq_len * batch * 2 * count.forward
 
 
+def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
+    """Count what torch computes for a dense layer and its adapters, without the core attention, which it recomputes."""
+    model = replace(SMALL, layer_pattern="D", num_layers=1, qk_norm=False)
+    cfg = Config(model=model, lora=LoraConfig(rank=2))
+    layer = build_model(cfg).layers["0"].double()
+    freeze_all_but_adapters(layer)
+    x = torch.randn(4, 2, model.hidden_size, dtype=torch.float64, requires_grad=True)
+    layer.attention.core_attention = lambda q, k, v, *_: q + 0 * (k.sum() + v.sum())
+    with FlopCounterMode(display=False) as counted:
+        layer(x, NO_ROPE).sum().backward()
+    count = train_flops_per_token(model, 4)
+    # The head is no part of the layer: a product in each pass.
+    layer_flops = step_flops_per_token(replace(cfg, train=TrainConfig(seq_len=4))) - 3 * count.attention_core
+    # To torch, the sums of the two norms are products: of the squares, and of their gradient.
+    norms = 2 * 2 * model.hidden_size
+    assert counted.get_total_flops() == 4 * 2 * (layer_flops - 2 * count.head + norms)
+
+
 def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
     """The matrix products of a transformer with the sizes of `model`, written out; no masks, norms or activations."""
     tokens, hidden, head_dim = seq_len * batch, model.hidden_size, model.head_size
@@ -258,6 +279,10 @@ def test_sparse_attention_by_hand() -> None:
     assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)
     rank, rope = latent.kv_lora_rank, latent.qk_rope_head_dim
     assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
+    # A layer that shares a selection has neither the scores nor the weights of an indexer.
+    shared = replace(latent, index_pattern="FS2")
+    assert train_flops_per_token(shared, 64).attention_core == 3 * 2 * 6 * 4 * (2 * rank + rope) + scores
+    assert count_parameters(latent).attention - count_parameters(shared).attention == 2 * (2 * 8 * 6 + (8 + 2) * 12)
     # With fewer keys than are selected, all are read.
     assert train_flops_per_token(latent, 4).attention_core == 3 * (2 * 4 * 4 * (2 * rank + rope) + scores // 16)
 

@@ -34,10 +34,16 @@ MODELS = {
     "output gate, two norms": replace(WITH_EVERYTHING, attention_gate=True, norm_placement="both"),
     "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
     "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
-    "latent": replace(LATENT, mtp_layers=1),
+    "LayerNorm, bias of the head": replace(
+        WITH_EVERYTHING, norm="layernorm", head_bias=True, norm_placement="both", tie_embeddings=True
+    ),
+    "latent": replace(LATENT, mtp_layers=1, norm="layernorm", head_bias=True),
     "gated latent": replace(LATENT, attention_gate=True, mtp_layers=1),
     "gla": replace(MODEL, attention_pattern="LF", linear_attention="gla", linear_gate_rank=3, linear_value_head_dim=5),
     "short convolution": replace(MODEL, attention_pattern="FL", linear_attention="short_convolution", mtp_layers=1),
+    "short convolution, biases": replace(
+        MODEL, attention_pattern="FL", linear_attention="short_convolution", linear_conv_bias=True, qkv_bias=True
+    ),
     "kda, full rank": replace(
         MODEL,
         attention_pattern="LF",
@@ -52,6 +58,9 @@ MODELS = {
     ),
     "sparse": replace(MODEL, index_topk=4, index_heads=3, index_head_dim=8, attention_pattern="FL", mtp_layers=1),
     "sparse latent": replace(LATENT, index_topk=4, index_heads=3, index_head_dim=8),
+    "shared selections": replace(
+        LATENT, num_layers=4, index_topk=4, index_heads=3, index_head_dim=8, index_pattern="FS", mtp_layers=1
+    ),
     "latent without query latent": replace(LATENT, q_lora_rank=0, expert_bias=True),
     **{name: load_config(None, [f"model.preset={name}"]).model for name in preset_names()},
 }
@@ -62,7 +71,8 @@ def test_names_of_blocks_agree() -> None:
     assert set(ATTENTIONS) == set(ATTENTION_MEMORY)
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_MEMORY)
     names = [name for key in ("attention", "linear_attention") for name in get_args(key_types("model")[key])]
-    names += [f"sparse_{name}" for name in get_args(key_types("model")["attention"])]
+    for form in ("sparse", "shared_sparse"):
+        names += [f"{form}_{name}" for name in get_args(key_types("model")["attention"])]
     assert set(ATTENTIONS) == set(ATTENTION_BUILDERS) == set(names)
     assert set(FEED_FORWARDS) == set(FEED_FORWARD_BUILDERS) == set(LAYER_KINDS)
 

@@ -1,13 +1,17 @@
-"""The SLURM job file runs on two nodes of a stand-in for SLURM, survives a killed rank, and resumes."""
+"""Job files that run: SLURM's on two nodes of a stand-in, Ray's on a local cluster; a killed rank, and a resume."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from moefold.cli.main import main
+from moefold.train.run_folder import LOCK_FILE
 from tests.e2e.command import ROOT, environment
 
 SRUN = f"""#!{sys.executable}
@@ -95,3 +99,39 @@ def test_a_killed_rank_is_started_again_and_resumes(tmp_path: Path, capsys):
     assert "attempt 1 of 3" not in output
     assert "resum" in output
     assert (run_dir / "checkpoints/step-000060").is_dir()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_ray_train_starts_the_workers_again_after_one_is_killed(tmp_path: Path, capsys):
+    pytest.importorskip("ray.train", reason="needs Ray Train: pip install -e '.[ray]'")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("world_size = 4", "world_size = 2"))
+    assert main(["template", "ray", str(recipe), "--nodes", "1", "--gpus-per-node", "2"]) == 0
+    program = capsys.readouterr().out
+    # A Ray cluster of this machine, without GPUs; the template refuses folders in /tmp, where those of tests are.
+    run_dir = tmp_path / "run"
+    recipe.write_text(recipe.read_text().replace("/shared/run", str(run_dir)))
+    program = program.replace("USE_GPU = True", "USE_GPU = False").replace('"/shared/ray"', f'"{tmp_path}/ray"')
+    (tmp_path / "job.py").write_text(program)
+    variables = environment() | {"PYTHONPATH": str(ROOT / "src"), "RAY_TRAIN_V2_ENABLED": "1"}
+    with (tmp_path / "output").open("w+") as output:
+        job = subprocess.Popen([sys.executable, "job.py"], cwd=tmp_path, env=variables, stdout=output, stderr=output)
+        try:
+            deadline = time.monotonic() + 200
+            while not (run_dir / "checkpoints/step-000010").is_dir() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            # The lock of the run folder has the process of rank 0.
+            os.kill(json.loads((run_dir / LOCK_FILE).read_text())["process"], signal.SIGKILL)
+            status = job.wait(timeout=250)
+        finally:
+            job.kill()
+        output.seek(0)
+        text = output.read()
+    assert status == 0, text
+    assert "resumed from" in text
+    assert "done: {" in text
+    assert "'step': 60" in text
+    assert (run_dir / "checkpoints/step-000060").is_dir()
+    (pointer,) = (tmp_path / "ray").rglob("checkpoint.json")
+    assert json.loads(pointer.read_text())["path"].endswith("step-000060")

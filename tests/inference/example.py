@@ -75,14 +75,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 10,
     },
 }
-KINDS["sparse_latent"] = KINDS["deepseek-v3"] | {"index_topk": 5, "index_heads": 3, "index_head_dim": 16}
+SPARSE = {"index_topk": 5, "index_heads": 3, "index_head_dim": 16}
+KINDS["sparse_latent"] = KINDS["deepseek-v3"] | SPARSE | {"num_layers": 4, "index_pattern": "FS"}
 """Kinds of attention that decoding must bear: latent, with sinks or windows, with states, and sparse."""
 SLOW_KINDS = {
     name: KINDS["linear"] | {"linear_attention": name, "attention_gate": True, "attention_gate_width": "head"}
     for name in ("gla", "short_convolution")
 }
 SLOW_KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
-SLOW_KINDS["sparse"] = {"index_topk": 5, "index_heads": 3, "index_head_dim": 16, "attention_sinks": True}
+SLOW_KINDS["sparse"] = SPARSE | {"attention_sinks": True}
 """Further kinds: linear attention without a convolution, without a recurrence, and in all layers; sparse with heads."""
 
 

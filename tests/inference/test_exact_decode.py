@@ -64,6 +64,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_groups": 1,
         "top_groups": 1,
     },
+    "phi": {
+        "norm": "layernorm",
+        "head_bias": True,
+        "qkv_bias": True,
+        "router_softmax": "sparsemixer",
+        "sparsemixer_jitter": 0.4,
+        "rope_scaling": "longrope",
+        "rope_scaling_factor": 2.0,
+        "rope_original_seq_len": 64,
+        "rope_short_factors": (1.0, 1.1, 1.2, 1.3),
+        "rope_long_factors": (1.5, 2.0, 4.0, 9.0),
+    },
     "options-of-families": {
         "attention_gate": True,
         "norm_placement": "both",
@@ -94,6 +106,7 @@ def recipe(model: str, dtype: str, **mapping: Any) -> Config:
         {
             "run": {"dtype": dtype, "seed": 5, "kernels": "c"},
             "model": SIZES | MODELS[model],
+            "moe": {"sparsemixer_sampling": model != "phi"},
             "train": {"seq_len": 100, "global_batch_size": len(REQUESTS), "micro_batch_size": 1},
             "parallel": mapping,
             "data": {"kind": "synthetic"},
@@ -186,7 +199,7 @@ SETTINGS = {
 
 
 SAMPLED = [(model, dtype, settings) for model in MODELS for dtype in ("float32", "bfloat16") for settings in SETTINGS]
-SLOW_MODELS = ("llama4", "longcat")
+SLOW_MODELS = ("llama4", "longcat", "phi")
 FAST_SAMPLED = [
     *[(model, "float32", "pieces") for model in MODELS if model not in SLOW_MODELS],
     ("gpt-oss", "bfloat16", "whole prompts"),

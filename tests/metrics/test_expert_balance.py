@@ -66,15 +66,17 @@ def test_an_expert_that_is_used_now_and_then_is_not_dead(tmp_path):
 
 
 def test_a_trace_adds_up_to_counts(tmp_path):
-    shape = TraceShape(layers=LAYERS, num_experts=E, top_k=2, global_batch_size=2, seq_len=3)
+    # One zero-computation expert, which is the last choice.
+    shape = TraceShape(layers=LAYERS, num_experts=E + 1, zero_experts=1, top_k=2, global_batch_size=2, seq_len=3)
     writer = RoutingTraceWriter(tmp_path, shape)
     choices = np.array([[0, 1], [0, 2], [0, 1], [1, 0], [2, 0], [0, 1]], np.uint8).reshape(2, 3, 2)
-    writer.write(4, iter([choices, (choices + 1).astype(np.uint8)]))
+    choices[0, 0, 1] = E
+    writer.write(4, iter([choices, np.where(choices == E, E, choices + 1).astype(np.uint8)]))
     balance = read_balance(tmp_path)
     assert (balance.source, balance.steps.tolist(), balance.layers) == ("routing/", [4], LAYERS)
     assert balance.counts is not None
-    assert balance.counts.tolist() == [[[6, 4, 2, 0], [0, 6, 4, 2]]]
-    assert balance.load.tolist() == [[2, 2]]
+    assert balance.counts.tolist() == [[[6, 3, 2, 0], [0, 6, 3, 2]]]
+    assert balance.load.tolist() == [[24 / 11, 24 / 11]]
     assert [s.dropped_fraction for s in balance.summaries()] == [None, None]
 
 

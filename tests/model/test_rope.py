@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
+from moefold.convert.families import FAMILIES
+from moefold.convert.hf_config import parse_model_config
 from moefold.model.rope import attention_factor, build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope
 
@@ -105,3 +108,21 @@ def test_the_two_kinds_of_pairs_differ():
     query = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(2))
     scores = [torch.einsum("sbhd,tbhd->st", *[build_rope(c, torch.arange(5), torch.float32)(query)] * 2) for c in cfg]
     assert float((scores[0] - scores[1]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("seq_len", [64, 65])
+@pytest.mark.parametrize("attention_factor_given", [None, 1.7])
+def test_longrope_equals_that_of_transformers(seq_len, attention_factor_given):
+    """Within the original context of 64 tokens, and beyond it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64}
+    theirs |= {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "factor": 4.0}
+    theirs |= {} if attention_factor_given is None else {"attention_factor": attention_factor_given}
+    config = transformers.LlamaConfig(head_dim=8, max_position_embeddings=256, rope_parameters=theirs)
+    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=seq_len)
+    cfg = parse_model_config({**config.to_dict(), "vocab_size": 64}, Path("folder"))
+    torch.testing.assert_close(rope_frequencies(cfg, seq_len), expected.double(), rtol=3e-5, atol=1e-10)
+    assert attention_factor(cfg, seq_len) == pytest.approx(factor, rel=1e-12)
+    # The keys that a family writes read back.
+    assert parse_model_config(FAMILIES["llama"].write(cfg), Path("folder")) == cfg

@@ -72,12 +72,12 @@ def test_an_indexer_without_a_loss_has_no_gradient(settings):
 def test_the_loss_is_counted_once_and_never_in_evaluation():
     model = _model(INDEXER | {"index_topk": 3})
     out = model(_tokens())
-    assert [float(indexer.loss_sum) for indexer in model.indexers()] == [0.0, 0.0]
+    assert [float(indexer.loss_sum) for indexer in model.indexers().values()] == [0.0, 0.0]
     out.sum().backward()
-    counted = [float(indexer.loss_sum) for indexer in model.indexers()]
+    counted = [float(indexer.loss_sum) for indexer in model.indexers().values()]
     assert min(counted) > 0
     model.eval()(_tokens()).sum().backward()
-    assert [float(indexer.loss_sum) for indexer in model.indexers()] == counted
+    assert [float(indexer.loss_sum) for indexer in model.indexers().values()] == counted
 
 
 @pytest.mark.parametrize("length", [S - 3, S + 5])

@@ -93,7 +93,12 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
             [4, 2],
             marks=pytest.mark.slow,
         ),
-        ({}, {"input_jitter": 0.3}, {"world_size": 2, "pp": 2}, [4, 2]),
+        (
+            {"router_softmax": "sparsemixer", "sparsemixer_jitter": 0.6},
+            {"input_jitter": 0.3},
+            {"world_size": 2, "pp": 2},
+            [4, 2],
+        ),
     ],
 )
 def test_training_with_replayed_routers_equals_eager_training(pool, model, moe, mapping, captures):

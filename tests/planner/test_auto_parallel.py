@@ -6,6 +6,9 @@ import pytest
 from moefold.errors import ConfigError
 from moefold.launch.hardware import DetectedMachine, planner_gpu_name, slowest_machine
 from moefold.planner.auto_parallel import plan_mapping
+from moefold.planner.query import PlanQuery, plan_request
+from moefold.planner.search.constraints import MappingConstraints, Restriction
+from moefold.planner.search.space import MappingSpace
 from moefold.recipe import load_recipe
 from moefold.validate.config import check_config
 
@@ -34,6 +37,15 @@ def test_the_chosen_mapping_is_legal_and_told(tmp_path):
     assert cfg.run.device == "cpu"
     assert words.startswith(f"parallel = auto: tp={cfg.parallel.tp} ")
     assert "bound by" in words
+
+
+def test_sparse_attention_is_searched_with_the_context_parallelism_that_it_allows(tmp_path):
+    words = ["model.index_topk=8", "model.index_head_dim=16", "parallel.cp=2"]
+    cfg, _ = planned(tmp_path, *words, "parallel.world_size=2")
+    assert (cfg.parallel.cp, cfg.parallel.context) == (2, "allgather")
+    query = PlanQuery(model="glm-5", gpu="h100", num_gpus=16, seq_len=4096, global_batch_size=64)
+    constraints = MappingConstraints(plan_request(query).base_config)
+    assert {fold.cp for fold, _ in MappingSpace(constraints, Restriction({"tp": 1, "pp": 1})).folds} == {1, 2, 4, 8, 16}
 
 
 def test_a_margin_of_memory_stays_free(tmp_path):

@@ -58,6 +58,13 @@ def test_sparse_attention_counts_as_in_the_runtime(preset):
     assert all_parameters(spec) == pytest.approx(count_parameters(model).total, rel=2e-3)
     counted = train_flops_per_token(model, 8192, causal=True).total
     assert train_flops(spec, 8192, causal=True) == pytest.approx(counted, rel=1e-4)
+    # Layers that share a selection have no indexer; the MTP layer has one.
+    shared = load_config(None, [*words, "model.index_pattern=FS"]).model
+    spec_shared = model_spec_from_config(shared)
+    assert all_parameters(spec_shared) == pytest.approx(count_parameters(shared).total, rel=2e-3)
+    counted = train_flops_per_token(shared, 8192, causal=True).total
+    assert train_flops(spec_shared, 8192, causal=True) == pytest.approx(counted, rel=1e-4)
+    assert counted < train_flops(spec, 8192, causal=True)
     dense = model_spec_from_config(load_config(None, words[:1]).model)
     assert train_flops(spec, 65536, causal=True) < train_flops(dense, 65536, causal=True) / 2
 

@@ -68,6 +68,38 @@ SIZES = {
     "model.attention_pattern=D": (
         "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W, C and L, with counts: W, FW, F3W58"
     ),
+    "model.zero_centered_norms=true model.norm=layernorm": (
+        "model.zero_centered_norms=true does not go with model.norm='layernorm', whose weights start at 1; set "
+        "zero_centered_norms=false, or norm='rmsnorm'"
+    ),
+    "model.rope_scaling=longrope model.rope_long_factors=[1,2] model.head_dim=4": (
+        "model.rope_short_factors has 0 numbers, and model.rope_scaling='longrope' needs one for each of the 2 pairs "
+        "of dims that RoPE rotates; give 2"
+    ),
+    "model.rope_scaling=longrope model.rope_long_factors=[1] model.rope_short_factors=[0] model.head_dim=2": (
+        "model.rope_short_factors has the number 0.0, and divides frequencies; give finite numbers above 0"
+    ),
+    "model.rope_scaling=longrope model.rope_long_factors=[1] model.rope_short_factors=[1] model.head_dim=2 "
+    "model.rope_original_seq_len=1": (
+        "model.rope_original_seq_len=1 has the logarithm 0, by which the attention factor of longrope divides; give "
+        "the context length of the first training, or rope_short_mscale and rope_long_mscale"
+    ),
+    "model.router_softmax=sparsemixer moe.choice=round_robin": (
+        "model.router_softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses by the logits alone, "
+        "and the weights of a token have no fixed sum; choose choice='topk', or router_softmax='pre'"
+    ),
+    "model.router_softmax=sparsemixer model.expert_bias=true": (
+        "model.router_softmax='sparsemixer' does not go with model.expert_bias=true: it chooses by the logits alone, "
+        "and the weights of a token have no fixed sum; choose expert_bias=false, or router_softmax='pre'"
+    ),
+    "model.router_softmax=sparsemixer model.num_groups=4 model.top_groups=2": (
+        "model.router_softmax='sparsemixer' does not go with model.num_groups=4: it chooses by the logits alone, and "
+        "the weights of a token have no fixed sum; choose num_groups=1, or router_softmax='pre'"
+    ),
+    "model.router_softmax=sparsemixer model.upcycle_from=runs/a": (
+        "model.router_softmax='sparsemixer' does not go with model.upcycle_from='runs/a': it chooses by the logits "
+        "alone, and the weights of a token have no fixed sum; choose upcycle_from='', or router_softmax='pre'"
+    ),
     "model.zero_centered_norms=true model.attention=mla": (
         "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
         "zero_centered_norms=false, or attention='gqa'"
@@ -103,6 +135,26 @@ SIZES = {
     "model.index_topk=8 model.attention_pattern=WF model.sliding_window=8": (
         "model.index_topk=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
         "model.attention_pattern without W"
+    ),
+    "model.index_topk=8 model.index_pattern=SF": (
+        "model.index_pattern='SF' begins with a layer S, which attends to the keys that a layer before it selects; let "
+        "the first layer of softmax attention be F"
+    ),
+    "model.index_topk=8 model.index_pattern=FX": (
+        "model.index_pattern: unexpected 'X' in layer pattern 'FX'; use F and S, with counts: S, FS, F3S58"
+    ),
+    "model.index_topk=8 model.index_pattern=FS model.attention_pattern=FW model.sliding_window=9": (
+        "model.index_pattern='FS' lets layer 1 attend to the keys that layer 0 selects, and "
+        "model.attention_pattern='FW' gives them different sliding windows; let layer 1 be F in index_pattern"
+    ),
+    "model.index_topk=8 model.index_pattern=FS2F parallel.world_size=2 parallel.pp=2": (
+        "model.index_pattern='FS2F' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
+        "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
+    ),
+    "model.index_topk=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 parallel.pipeline_layout=auto": (
+        "model.index_pattern='FS3' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
+        "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
+        "less"
     ),
     "model.index_topk=8 train.indexer_stage=warmup train.indexer_loss=0": (
         "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"

@@ -342,6 +342,8 @@ ACCEPTED = [
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_fast=1 model.rope_beta_slow=1",
     "model.head_dim=100 model.rope_fraction=0.58",
     "model.rope_scaling=linear model.rope_scaling_factor=2",
+    "model.rope_scaling=longrope model.head_dim=2 model.rope_short_factors=[1] model.rope_long_factors=[2]",
+    "model.router_softmax=sparsemixer model.top_k=1 model.norm=layernorm model.head_bias=true",
     "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_mscale=1 model.rope_mscale_all_dim=1",
     "model.attention=mla model.hidden_size=100 model.num_attention_heads=3",

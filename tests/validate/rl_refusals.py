@@ -102,6 +102,10 @@ REINFORCEMENT = {
         "moe.eval_capacity_factor=1.0 does not go with reinforcement learning: ..."
     ),
     f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
+    f"{RL} model.router_softmax=sparsemixer": (
+        "model.router_softmax='sparsemixer' does not go with reinforcement learning: training would sample other "
+        "experts than rollouts have; set moe.sparsemixer_sampling=false, or rl.group_size=0"
+    ),
     f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",
     f"{RL} model.mtp_layers=1": "model.mtp_layers=1 does not go with reinforcement learning: ...",
 }

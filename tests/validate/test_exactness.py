@@ -68,6 +68,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"moe": {"capacity_factor": 1.5}}, "moe.capacity_factor=1.5"),
     ({"moe": {"choice": "sinkhorn"}}, "moe.choice='sinkhorn'"),
     ({"moe": {"input_jitter": 0.01}}, "moe.input_jitter=0.01"),
+    ({"model": {"router_softmax": "sparsemixer"}}, "moe.sparsemixer_sampling=true"),
     ({"moe": {"replay": "old"}}, "moe.replay='old'"),
     ({"moe": {"router_dtype": "float64"}}, "moe.router_dtype='float64'"),
 ]

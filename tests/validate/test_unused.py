@@ -18,6 +18,13 @@ BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=bal
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
+SPARSE_MIXER = ["model.router_softmax=sparsemixer"]
+LONGROPE = [
+    "model.rope_scaling=longrope",
+    "model.head_dim=2",
+    "model.rope_short_factors=[1.0]",
+    "model.rope_long_factors=[2.0]",
+]
 CASES = [
     ("sites.number=1", [], ["sites.count=2", "sites.meet=host:1"]),
     ("sites.meet=host:1", [], ["sites.count=2", "sites.number=1"]),
@@ -38,6 +45,13 @@ CASES = [
     ("model.top_k=1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.router_softmax=pre", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
+    ("model.sparsemixer_jitter=0.1", [], SPARSE_MIXER),
+    ("moe.sparsemixer_sampling=false", [], SPARSE_MIXER),
+    ("model.sparsemixer_jitter=0.1", ["model.layer_pattern=D"], SPARSE_MIXER),
+    ("model.rope_short_factors=[2.0]", [], LONGROPE),
+    ("model.rope_long_factors=[2.0]", ["model.rope_scaling=linear"], LONGROPE),
+    ("model.rope_short_mscale=1.1", [], LONGROPE),
+    ("model.rope_long_mscale=1.1", [], LONGROPE),
     ("model.shared_expert_ffn_hidden_size=64", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.capacity_factor=1.5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.pad_to_capacity=true", ["model.layer_pattern=D"], ["moe.capacity_factor=1.0"]),
@@ -72,6 +86,10 @@ CASES = [
     ("run.compile=blocks", ["model.qk_norm=true", "model.qk_norm_width=all_heads"], ["model.layer_pattern=MD"]),
     ("run.compile=blocks", ["model.layer_pattern=M"], ["model.shared_expert_ffn_hidden_size=64"]),
     ("model.sliding_window=16", [], ["model.attention_pattern=WF"]),
+    ("lora.alpha=8", [], ["lora.rank=4"]),
+    ("lora.targets=['wq']", [], ["lora.rank=4"]),
+    ("lora.init_from=runs/a", [], ["lora.rank=4"]),
+    ("moe.bias_update_rate=0.1", ["model.expert_bias=true", "lora.rank=4"], ["model.expert_bias=true"]),
     ("model.zero_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.active_experts=1.5", ["model.zero_experts=4"], ["model.zero_experts=4", "model.expert_bias=true"]),
     ("model.moe_shortcut=true", ["model.layer_pattern=D"], SHORTCUT),
@@ -98,6 +116,8 @@ CASES = [
     ("model.linear_key_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
     ("model.linear_value_head_dim=8", ["model.attention_pattern=LF", "model.linear_attention=short_convolution"], _GLA),
     ("model.linear_conv_kernel=3", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_conv_bias=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
+    ("model.linear_conv_bias=true", [], ["model.attention_pattern=LF", "model.linear_attention=short_convolution"]),
     ("model.linear_gate_rank=8", ["model.attention_pattern=LF"], _GLA),
     ("model.linear_full_rank_gates=true", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
     ("model.linear_decay_bound=-5", _GLA, ["model.attention_pattern=LF", "model.linear_attention=kda"]),
@@ -193,6 +213,7 @@ CASES = [
     ("model.index_heads=2", [], ["model.index_topk=8"]),
     ("model.index_head_dim=64", [], ["model.index_topk=8"]),
     ("model.index_rope_interleaved=true", [], ["model.index_topk=8"]),
+    ("model.index_pattern=FS", [], ["model.index_topk=8"]),
     ("train.indexer_stage=warmup", [], ["model.index_topk=8"]),
     ("train.indexer_loss=0.5", [], ["model.index_topk=8"]),
     ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),

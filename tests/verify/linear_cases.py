@@ -93,7 +93,12 @@ LING = {
 }
 KINDS = {
     "gla": {"linear_attention": "gla", "linear_gate_rank": 3},
-    "convolution": {"linear_attention": "short_convolution", "attention_gate": True, "attention_gate_width": "head"},
+    "convolution": {
+        "linear_attention": "short_convolution",
+        "linear_conv_bias": True,
+        "attention_gate": True,
+        "attention_gate_width": "head",
+    },
     "bounded": LING,
 }
 KIND_AXES: tuple[tuple[str, Settings, Settings, Settings], ...] = (

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, FaultsConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.topology.layout import divisors
@@ -28,6 +29,7 @@ def tiny(
     train: dict[str, object] | None = None,
     faults: dict[str, object] | None = None,
     data: dict[str, object] | None = None,
+    lora: dict[str, object] | None = None,
     **parallel: object,
 ) -> Config:
     """A recipe that every legal mapping of 1 to 16 ranks can run, in float64."""
@@ -55,6 +57,7 @@ def tiny(
             | (train or {})
         ),
         data=DataConfig(**{"kind": "synthetic"} | (data or {})),
+        lora=LoraConfig(**(lora or {})),
         faults=FaultsConfig(**(faults or {})),
     )
     check_config(cfg)

@@ -63,8 +63,50 @@ WARMUP = [
         ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "F2L2", "num_layers": 4}, {"optimizer": "muon"}),
     )
 ]
+SHARED = {"num_layers": 4, "index_pattern": "F2S"}
+"""Layers 1 and 2 share a selection, the others have their own."""
+SHARING = [
+    _sparse(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
+    for mapping, model, train in (
+        ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | SHARED, {}),
+        ({"world_size": 2, "pp": 2}, SPARSE | SHARED | {"index_pattern": "FS"}, {"recompute": ("layer",)}),
+        ({"world_size": 1}, SPARSE_LATENT | SHARED | {"index_pattern": "FS3", "mtp_layers": 1}, {}),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "auto"}, SPARSE_LATENT | SHARED, {"recompute": ("moe",)}),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Et|tttL"}, SPARSE | SHARED, {}),
+        (
+            {"world_size": 2, "pp": 2, "virtual_stages": 2, "schedule": "interleaved"},
+            SPARSE_LATENT | {"num_layers": 8, "index_pattern": "FS"},
+            {},
+        ),
+        ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, SPARSE_LATENT | SHARED | {"index_pattern": "FS"}, {}),
+        (
+            {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
+            SPARSE | SHARED | {"index_pattern": "FS"},
+            {"recompute": ("layer",)},
+        ),
+        ({"world_size": 4, "cp": 4, "zero": 3, **ALLGATHER}, SPARSE | SHARED, {"recompute": ("layer",)}),
+        ({"world_size": 2, "zero": 3}, SPARSE_LATENT | SHARED, {"recompute": ("norms", "moe")}),
+        ({"world_size": 4, "ep": 4}, SPARSE_LATENT | SHARED, {"optimizer": "muon"}),
+        ({"world_size": 2, "etp": 2, "zero": 2}, SPARSE | SHARED | {"attention_gate": True}, {}),
+        (
+            {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, **ALLGATHER},
+            SPARSE_LATENT | SHARED | {"index_pattern": "FS"},
+            {},
+        ),
+        ({"world_size": 2, "tp": 2}, SPARSE | SHARED | {"attention_pattern": "FLF", "rope_pattern": "RN"}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE | SHARED | {"attention_pattern": "WFF", "sliding_window": 7}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE_LATENT | SHARED, {"indexer_stage": "warmup"}),
+        ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE | SHARED, {"indexer_stage": "warmup"}),
+        (
+            {"world_size": 2, "pp": 2},
+            SPARSE | SHARED | {"index_pattern": "FS"},
+            {"indexer_stage": "warmup", "recompute": ("layer",)},
+        ),
+    )
+]
 MAPPED = [_sparse(mapping, model) for mapping in AXES for model in (SPARSE, SPARSE_LATENT)]
 CASES: list[Case] = [
     *cases("sparse attention", MAPPED[:1], [*MAPPED[1:], *OPTIONS]),
+    *cases("layers that share a selection", SHARING[:1], SHARING[1:]),
     *cases("warm-up of sparse attention", WARMUP[:1], WARMUP[1:]),
 ]

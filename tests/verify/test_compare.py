@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from moefold.train.train_step import StepResult
-from moefold.verify.compare import OracleRecord, compare_records, run_oracle, token_chunks
+from moefold.verify.compare import OracleRecord, compare_records, rounded_zero_gradients, run_oracle, token_chunks
 from moefold.verify.distributed_run import DistributedRecord
+from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny
 
 
@@ -75,6 +76,53 @@ def test_a_wrong_copy_on_any_rank_counts(oracle):
     bad.gradients["head.weight"] = bad.gradients["head.weight"] * 2
     found = [d for d in compare_records(oracle, [good, bad]) if d.error > 0]
     assert [(d.name, d.error) for d in found] == [("gradients head.weight", pytest.approx(1.0))]
+
+
+@pytest.fixture(scope="module")
+def without_rope() -> OracleRecord:
+    """Without RoPE, the biases of keys change no probability."""
+    return run_oracle(tiny(model={"rope_pattern": "N", "qkv_bias": True}), 2)
+
+
+KEY_BIAS = "layers.0.attention.bk"
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_found(oracle, without_rope):
+    assert rounded_zero_gradients(without_rope.gradients) == [KEY_BIAS, "layers.1.attention.bk"]
+    assert rounded_zero_gradients(oracle.gradients) == []
+
+
+@pytest.mark.parametrize(("share", "is_wrong"), [(1e-14, False), (1e-8, True), (1.0, True)])
+def test_a_gradient_that_should_be_zero_is_compared_with_its_layer(without_rope, share, is_wrong):
+    record = perfect(without_rope)
+    largest = max(g.abs().max() for name, g in record.gradients.items() if name.startswith("layers.0."))
+    record.gradients[KEY_BIAS] = record.gradients[KEY_BIAS] + share * largest
+    worst = compare_records(without_rope, [record])[0]
+    assert (worst.error > TOLERANCE) is is_wrong
+    if is_wrong:
+        assert (worst.name, worst.error) == (f"gradients {KEY_BIAS}", pytest.approx(share))
+
+
+@pytest.mark.parametrize(("moved", "is_wrong"), [(1e-9, False), (1e-4, True)])
+def test_a_weight_moved_by_more_than_rounding_counts(without_rope, moved, is_wrong):
+    """AdamW makes a step of up to the learning rate, 1e-2, of a wrong gradient, and of rounding 1e-9 of that."""
+    record = perfect(without_rope)
+    record.weights[KEY_BIAS] = record.weights[KEY_BIAS] + moved
+    worst = compare_records(without_rope, [record])[0]
+    assert (worst.error > TOLERANCE) is is_wrong
+    assert not is_wrong or worst.name == f"weights {KEY_BIAS}"
+
+
+def test_a_gradient_that_is_exactly_zero_may_be_rounding_and_no_more(oracle):
+    gradients = dict(oracle.gradients)
+    name = "layers.0.attention.wk"
+    gradients[name] = torch.zeros_like(gradients[name])
+    expected = replace(oracle, gradients=gradients)
+    largest = max(g.abs().max() for key, g in gradients.items() if key.startswith("layers.0."))
+    for share, error in ((1e-14, 0.0), (1e-10, float("inf"))):
+        record = perfect(expected)
+        record.gradients[name] = gradients[name] + share * largest
+        assert compare_records(expected, [record])[0].error == error
 
 
 @pytest.mark.parametrize(

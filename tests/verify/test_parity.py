@@ -19,7 +19,9 @@ from tests.verify import (
     feature_cases,
     linear_cases,
     llama4_cases,
+    lora_cases,
     mapping_cases,
+    phi_cases,
     placement_cases,
     planned_cases,
     shortcut_cases,
@@ -34,7 +36,13 @@ from tests.verify.recipes import tiny, without_mapping
 from tests.verify.same_bits_cases import OVERLAP
 
 OVERLAPPED = cases("expert overlap", OVERLAP[2:3], [*OVERLAP[:2], *OVERLAP[3:]])
-FAMILY_CASES = [*linear_cases.CASES, *llama4_cases.CASES, *zero_expert_cases.CASES, *shortcut_cases.CASES]
+FAMILY_CASES = [
+    *linear_cases.CASES,
+    *llama4_cases.CASES,
+    *zero_expert_cases.CASES,
+    *shortcut_cases.CASES,
+    *phi_cases.CASES,
+]
 ORACLE_CASES = [
     *mapping_cases.CASES,
     *feature_cases.CASES,
@@ -42,6 +50,7 @@ ORACLE_CASES = [
     *planned_cases.CASES,
     *placement_cases.CASES,
     *sparse_cases.CASES,
+    *lora_cases.CASES,
     *OVERLAPPED,
 ]
 

@@ -1,6 +1,7 @@
 """Break one rule of sparse attention, and the comparison with the oracle must notice it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -80,12 +81,36 @@ def _run_without_keys_of_other_ranks(cfg: Config) -> DistributedRecord:
     return run_distributed(cfg, 1)
 
 
+def _run_with_the_selection_of_another_layer(cfg: Config) -> DistributedRecord:
+    """As if a layer attended to the keys that the first layer selected, not the nearest one with an indexer."""
+    from moefold.model import transformer
+    from moefold.model.indexer import Selection
+
+    class FirstSelections(transformer._Selections):
+        def __init__(self) -> None:
+            self._found: list[Selection] = []
+
+        def of(self, block: transformer.Block) -> Selection | None:
+            if getattr(block.attention, "indexer", None) is None:
+                return self._found[0]
+            self._found.append(Selection())
+            return self._found[-1]
+
+    transformer._Selections = FirstSelections
+    return run_distributed(cfg, 1)
+
+
 @pytest.mark.parametrize(
     ("broken", "settings", "wrong"),
     [
         (_run_with_the_loss_on_the_model, {}, "embedding.weight"),
         (_run_with_ties_to_the_last_key, {}, "attention.wk"),
         (_run_with_the_target_of_own_heads, {"world_size": 2, "tp": 2}, "attention.indexer.wq"),
+        (
+            _run_with_the_selection_of_another_layer,
+            {"model": {"num_layers": 3, "index_pattern": "F2S"}},
+            "2.attention.wk",
+        ),
         pytest.param(
             _run_without_keys_of_other_ranks,
             {"world_size": 2, "cp": 2, "context": "allgather"},
@@ -95,9 +120,10 @@ def _run_without_keys_of_other_ranks(cfg: Config) -> DistributedRecord:
     ],
 )
 def test_a_broken_rule_is_noticed(
-    pool, broken: Callable[[Config], DistributedRecord], settings: dict[str, object], wrong: str
+    pool, broken: Callable[[Config], DistributedRecord], settings: dict[str, Any], wrong: str
 ):
     # With one head and few tokens, many scores are exactly 0: the tie is broken by the position.
-    cfg = tiny(model=SPARSE | {"index_heads": 1, "vocab_size": 8}, **settings)
+    model = SPARSE | {"index_heads": 1, "vocab_size": 8}
+    cfg = tiny(**settings | {"model": model | settings.get("model", {})})
     names = [error.name for error in errors_of_broken_run(pool, broken, cfg) if error.name.startswith("gradients")]
     assert any(wrong in name for name in names), names

@@ -131,6 +131,8 @@ PEERS = (
 def _common_unsupported_reason(model: ModelConfig) -> str:
     if model.router_score == "sqrtsoftplus":
         return "its router has no sqrtsoftplus scores"
+    if model.router_softmax == "sparsemixer":
+        return "its router is no SparseMixer"
     if model.zero_experts or model.router_probs_on_input:
         return "it has neither zero-computation experts nor routing weights on inputs"
     has_biases = model.moe_bias or model.router_bias

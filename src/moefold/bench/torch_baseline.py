@@ -23,6 +23,8 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
     """Return the reason why the baseline cannot compute a model; "" if it can."""
     if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias or model.zero_experts:
         return "its router supports only softmax and top-k"
+    if model.router_softmax == "sparsemixer":
+        return "its router is no SparseMixer"
     if not with_attention:
         return ""
     if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
@@ -31,6 +33,8 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         return "it supports neither chunks of attention, norms without weights, nor routing weights on inputs"
     if model.qk_norm_after_rope or model.attention_gate or model.attention_scale or model.norm_placement != "pre":
         return "it supports only the layer of Llama and Qwen3"
+    if model.norm != "rmsnorm" or model.head_bias:
+        return "it supports only RMSNorm, and a head without a bias"
     if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
         return "it has no multipliers"
     return "" if model.rope_scaling == "none" and all(model.rope_layers) else "its RoPE has no scaling and no pattern"

@@ -1,24 +1,36 @@
 """The checkpoint folder: list, describe, validate, commit and remove checkpoints; choose the one to resume. Torch-free.
 
-A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent.
+A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. A
+remote folder has no rename of folders: a checkpoint is written under its name, its manifest last, and counts as one
+once it has the manifest.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
+from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
-from moefold.config.model import ModelConfig, attention_letters, layer_chunks, layer_windows, layers_with_rope
+from moefold.config.model import (
+    INDEX_KINDS,
+    ModelConfig,
+    attention_letters,
+    expand_layer_pattern,
+    layer_chunks,
+    layer_windows,
+    layers_with_rope,
+    shared_selections,
+)
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 from moefold.rl.plateau import Plateau
 from moefold.rl.table import table_headers
 from moefold.topology.layout import divisors
@@ -40,6 +52,7 @@ _IGNORED_MODEL_KEYS = frozenset(
         "attention_chunk_size",
         "active_experts",
         "rope_pattern",
+        "index_pattern",
         "upcycle_from",
         "upcycle_router",
         "upcycle_scaling",
@@ -50,7 +63,7 @@ _IGNORED_MODEL_KEYS = frozenset(
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
 _INDEX_KEYS = frozenset({"index_heads", "index_head_dim", "index_rope_interleaved"})
-_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax"})
+_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax", "sparsemixer_jitter"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +90,9 @@ class TrainState:
     """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
     data_lost: dict[str, str] = field(default_factory=dict)
     """Token files that the run has dropped since, each with the reason."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Adapters of a run that trains them alone: rank, alpha, targets, and the base weights (`adapter_settings`);
+    empty if the checkpoint has all weights."""
     rl: Any = None
     """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
     sites: Any = None
@@ -110,7 +126,7 @@ class CheckpointMeta(TrainState):
 
 def checkpoint_folder(cfg: Config) -> Path:
     """Return the folder that contains the checkpoints of a run."""
-    return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
+    return to_path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
 
 
 def checkpoint_folder_key(cfg: Config) -> str:
@@ -124,7 +140,9 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def tmp_checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path under which a checkpoint is written before `commit` renames it."""
+    """Return the path under which a checkpoint is written before `commit.commit`: its own in a remote folder."""
+    if isinstance(folder, RemotePath):
+        return step_path(folder, step)
     return folder / f".step-{step:06d}.partial"
 
 
@@ -135,8 +153,9 @@ def step_of(path: Path) -> int:
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the section [model], with the kind of each layer spelled out."""
-    return asdict(model) | {"layer_kinds": "".join(model.layer_kinds)}
+    """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
+    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(model).items()}
+    return sizes | {"layer_kinds": "".join(model.layer_kinds)}
 
 
 WANT_KEY = "align.want"
@@ -206,9 +225,23 @@ def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bo
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, oldest first.
 
-    Each was complete once (see `commit`), so one that lacks a file is damaged.
+    Each was complete once (see `commit.commit`), so one that lacks a file is damaged. In a remote folder, those
+    without a manifest were never complete, and are left out.
     """
+    if isinstance(folder, RemotePath):
+        return [path for path in remote_step_folders(folder) if (path / MANIFEST_FILE).is_file()]
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
+
+
+def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
+    """Return all folders of a remote folder that are named like a checkpoint, finished or not, oldest first."""
+    try:
+        entries = folder.entries()
+    except FileNotFoundError:
+        return []
+    return sorted(
+        (folder / entry.name for entry in entries if entry.is_dir and step_of(folder / entry.name) >= 0), key=step_of
+    )
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -265,7 +298,11 @@ def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
         named = tree["checkpoint"]["dir"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Path(named) if isinstance(named, str) and named and Path(named).is_dir() else None
+    if not isinstance(named, str) or not named or named.startswith(HUB_SCHEME):
+        return None
+    folder = to_path(named)
+    # Whether a remote folder exists is asked when its checkpoints are listed, with an error if it cannot be.
+    return folder if is_remote(folder) or folder.is_dir() else None
 
 
 def locate_checkpoint(path: Path) -> Path:
@@ -324,11 +361,12 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError(f"sites is {meta.sites!r}")
     Plateau.from_json(meta.rl)
     table_headers(meta.rl)
+    check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
     sizes = meta.model
-    for name, default in asdict(ModelConfig()).items():
+    for name, default in model_sizes(ModelConfig()).items():
         kinds = (int, float) if isinstance(default, float) else type(default)
         if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
             raise TypeError(f"model.{name} is {sizes[name]!r}")
@@ -338,6 +376,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     if "attention_pattern" in sizes:
         layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
     layers_with_rope(sizes.get("rope_pattern", "R"), sizes.get("num_layers", 0))
+    expand_layer_pattern(sizes.get("index_pattern", "F"), INDEX_KINDS)
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -375,7 +414,7 @@ def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
     if cfg.checkpoint.resume == "never":
         return None
     if cfg.checkpoint.resume != "auto":
-        return Path(cfg.checkpoint.resume)
+        return to_path(cfg.checkpoint.resume)
     named = named_checkpoints(checkpoint_folder(cfg))
     return next((path for path in reversed(named) if str(path) not in ignored), None)
 
@@ -415,50 +454,13 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         _check_same_model(path, meta, cfg)
+        if reason := adapters_unsupported_reason(meta.lora, cfg, str(path)):
+            raise ConfigError(f"checkpoint {str(path)!r} {reason}")
         if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
             _check_same_data(path, meta, cfg, fingerprints)
         _check_whole_rounds(path, meta, cfg)
     if wish != "auto" and cfg.checkpoint.saves:
         _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
-
-
-def commit(tmp: Path, final: Path) -> None:
-    """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name."""
-    if final.exists():
-        remove_checkpoint(final)
-    tmp.rename(final)
-
-
-def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
-
-    Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
-    The same holds for checkpoints without a description.
-
-    Args:
-        newest: the checkpoint that was just written; it stays.
-        keep: number of newest complete checkpoints to keep; 0 keeps all.
-        keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
-    """
-    folder = newest.parent
-    done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
-    for path in done[:-keep] if keep else ():
-        if not keep_every or step_of(path) % keep_every:
-            remove_checkpoint(path)
-    for pattern in (".step-*.partial", ".step-*.old"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint atomically: after a kill, no partial folder remains under its name."""
-    doomed = path.with_name(f".{path.name}.old")
-    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    if doomed.is_symlink():
-        doomed.unlink()
-    else:
-        shutil.rmtree(doomed)
 
 
 def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None:
@@ -489,6 +491,9 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         sizes["layer_chunks"] = list(chunks)
         letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
         sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
+        sizes["shared_selections"] = (
+            list(shared_selections(sizes["index_pattern"], letters)) if model.index_topk else []
+        )
         sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, open_regular, read_json
+from moefold.remote_path import RemotePath
 
 MANIFEST_FILE = "manifest.json"
 
@@ -81,14 +82,21 @@ def regular_file(folder: Path, name: str) -> Path:
 
 def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str]:
     """Return descriptions of the files that are missing or have another size; reads no content."""
+    sizes = file_sizes(folder)
     faults = []
     for name, record in manifest.items():
-        path = folder / name
-        if not path.is_file():
+        if name not in sizes:
             faults.append(f"file {name} is missing")
-        elif (size := path.stat().st_size) != record.size_bytes:
-            faults.append(f"file {name} has {size} of {record.size_bytes} bytes")
+        elif sizes[name] != record.size_bytes:
+            faults.append(f"file {name} has {sizes[name]} of {record.size_bytes} bytes")
     return faults
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return the size of each file of a folder in bytes, by name; of a remote folder by one listing."""
+    if isinstance(folder, RemotePath):
+        return {entry.name: entry.size_bytes for entry in folder.entries() if not entry.is_dir}
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
 
 
 def validate_hashes(folder: Path, manifest: Mapping[str, FileDigest], names: Iterable[str]) -> list[str]:

@@ -73,15 +73,20 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index with the module's `read_metadata`."""
-        found = read_metadata(Path(self.path))
+        found = read_metadata(_folder_of(self))
         found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         self._parts = parts_of(found)
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Check each shard of a plan with `check_parts`, then read it."""
-        check_parts(Path(self.path), {index: self._parts[index] for index in _indices(plan)}.values())
+        check_parts(_folder_of(self), {index: self._parts[index] for index in _indices(plan)}.values())
         return super().read_data(plan, planner)
+
+
+def _folder_of(reader: dcp.FileSystemReader) -> Path:
+    """Return the folder of a reader, local or remote: `Path()` would make a local path of a remote one."""
+    return reader.path if isinstance(reader.path, Path) else Path(reader.path)
 
 
 def read_metadata(folder: Path) -> Metadata:

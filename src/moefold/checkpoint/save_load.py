@@ -1,6 +1,7 @@
 """Save and load checkpoints with torch.distributed.checkpoint (DCP): one entry per logical tensor, for any mapping."""
 
 import errno
+import json
 import os
 import pickle
 import re
@@ -26,10 +27,8 @@ from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
-    commit,
     model_sizes,
     read_meta,
-    remove_older,
     resume_candidate,
     sample_order,
     step_path,
@@ -37,13 +36,19 @@ from moefold.checkpoint.checkpoint_dir import (
     validate_files,
     write_meta,
 )
-from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
+from moefold.checkpoint.commit import commit, remove_checkpoint, remove_older
+from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
+from moefold.checkpoint.remote_writer import RemoteWriter
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
 from moefold.comm.groups import current_world
+from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
 from moefold.optim.adamw import MOMENTS, MOMENTUM, named_moments, set_step_count
+from moefold.remote_path import RemoteError, RemotePath
 
+SETTINGS_FILE = "config.json"
+"""Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -144,11 +149,13 @@ def write_checkpoint(
     draft = tmp_checkpoint_path(folder, train_state.step)
     final = step_path(folder, train_state.step)
     with translate_io_errors(
-        f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}", disk=draft
+        f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}",
+        disk=None if isinstance(draft, RemotePath) else draft,
     ):
         _create_tmp_folder(draft, group)
-        metadata = dcp.save(dict(state), checkpoint_id=draft, process_group=group, planner=planner)
-        records = _digest_files(draft, group)
+        writer = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
+        metadata = dcp.save(dict(state), storage_writer=writer, process_group=group, planner=planner)
+        records = _digest_files(draft, group, writer)
         fault: list[Exception | None] = [None]
         if dist.get_rank() == 0:
             try:
@@ -180,9 +187,15 @@ def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDige
     write_meta(draft, meta)
     records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
     write_manifest(draft, records)
-    _fsync_folder(draft)
+    if not isinstance(draft, RemotePath):
+        _fsync_folder(draft)
     commit(draft, final)
-    _fsync_folder(final.parent)
+    if isinstance(final, RemotePath):
+        # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
+        text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
+        (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
+    else:
+        _fsync_folder(final.parent)
     remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
 
 
@@ -256,7 +269,10 @@ def _create_tmp_folder(tmp: Path, group: dist.ProcessGroup | None) -> None:
     fault: list[OSError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            shutil.rmtree(tmp, ignore_errors=True)
+            if isinstance(tmp, RemotePath):
+                remove_checkpoint(tmp)
+            else:
+                shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fault = [error]
@@ -266,15 +282,20 @@ def _create_tmp_folder(tmp: Path, group: dist.ProcessGroup | None) -> None:
         raise fault[0]
 
 
-def _digest_files(tmp: Path, group: dist.ProcessGroup | None) -> dict[str, FileDigest]:
+def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
     """Read back and hash the files of every rank; collective, returns the digests of all ranks.
+
+    Remote files were hashed while they were sent: the store compares what arrives with checksums of its protocol.
 
     Raises:
         ConfigError: a rank cannot read its files back; raised on every rank.
     """
     local: dict[str, FileDigest] | str
     try:
-        local = {path.name: digest_file(path) for path in sorted(tmp.glob(f"__{dist.get_rank()}_*.distcp"))}
+        if isinstance(writer, RemoteWriter):
+            local = writer.digests
+        else:
+            local = {path.name: digest_file(path) for path in sorted(tmp.glob(f"__{dist.get_rank()}_*.distcp"))}
     except OSError as error:
         local = f"rank {dist.get_rank()} cannot read back its files in {str(tmp)!r}: {error.strerror}"
     gathered: list[dict[str, FileDigest] | str] = [{} for _ in range(dist.get_world_size())]
@@ -342,10 +363,11 @@ def _missing_or_short_files(path: Path, metadata: Metadata) -> list[str]:
     needed_bytes: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         needed_bytes[info.relative_path] = max(needed_bytes.get(info.relative_path, 0), info.offset + info.length)
+    sizes = file_sizes(path)
     return [
-        f"file {name}" if not (path / name).exists() else f"the end of file {name}"
+        f"the end of file {name}" if name in sizes else f"file {name}"
         for name, size in sorted(needed_bytes.items())
-        if not (path / name).exists() or (path / name).stat().st_size < size
+        if sizes.get(name, -1) < size
     ]
 
 
@@ -372,10 +394,14 @@ def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path
     expected: tuple[type[Exception], ...] = (OSError, ValueError, *extra_errors)
     try:
         yield
+    except RemoteError as error:
+        raise ConfigError(f"{failure}: {error}") from error
     except ConfigError:
         raise
     except CheckpointException as error:
         rank, cause = _root_cause({rank: cause for rank, (cause, _) in error.failures.items()})
+        if isinstance(cause, RemoteError):
+            raise ConfigError(f"{failure}: {cause}") from error
         if isinstance(cause, ConfigError):
             raise cause from None
         if not isinstance(cause, (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, *extra_errors)):

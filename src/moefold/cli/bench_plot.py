@@ -1,5 +1,6 @@
 """`moefold bench plot`: plot a report."""
 
+import argparse
 from pathlib import Path
 
 from moefold.bounded_read import MAX_REPORT_BYTES, read_json
@@ -11,11 +12,7 @@ from moefold.host.output_file import check_output_path, reject_existing
 
 def run(argv: list[str]) -> int:
     """Plot a report and return 0."""
-    parser = CommandParser(prog="moefold bench plot", description="Plot a report that a benchmark wrote with --json.")
-    parser.add_argument("report", metavar="REPORT.json", help="a report written by --json")
-    parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
-    add_force(parser)
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
         report = read_json(Path(args.report), MAX_REPORT_BYTES)
     except OSError as error:
@@ -30,3 +27,11 @@ def run(argv: list[str]) -> int:
 
     draw_report(report, Path(args.picture))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="moefold bench plot", description="Plot a report that a benchmark wrote with --json.")
+    parser.add_argument("report", metavar="REPORT.json", help="a report written by --json")
+    parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
+    add_force(parser)
+    return parser

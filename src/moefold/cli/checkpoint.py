@@ -18,13 +18,14 @@ from moefold.checkpoint.checkpoint_dir import (
     named_checkpoints,
     quick_validate,
     read_meta,
-    remove_checkpoint,
     step_of,
 )
+from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.inference_options import report_skipped_for
 from moefold.errors import ConfigError
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped, printable
 
 if TYPE_CHECKING:
@@ -301,10 +302,10 @@ def _parser() -> argparse.ArgumentParser:
     list_parser = add(
         "list", _list, "list the checkpoints of a run: step, size, the mapping that wrote it, missing files"
     )
-    list_parser.add_argument("folder", type=Path, metavar="RUN", help="a run, or a folder of checkpoints")
+    list_parser.add_argument("folder", type=to_path, metavar="RUN", help="a run, or a folder of checkpoints")
     list_parser.add_argument("--json", action="store_true", help="print one JSON array")
     show_parser = add("show", _show, "show the contents of one checkpoint")
-    show_parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
+    show_parser.add_argument("checkpoint", type=to_path, metavar="CKPT", help="a folder such as step-000100")
     show_parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the sums")
     show_parser.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
     verify_parser = add(
@@ -312,13 +313,13 @@ def _parser() -> argparse.ArgumentParser:
         _verify,
         "check the hash of every file, the index and the parts; exit 1 if one is wrong",
     )
-    verify_parser.add_argument("checkpoint", type=Path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
+    verify_parser.add_argument("checkpoint", type=to_path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
     diff_parser = add("diff", _diff, "compare the metadata and values of two checkpoints; exit 1 if they differ")
-    diff_parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder such as step-000100")
-    diff_parser.add_argument("other", type=Path, metavar="OTHER", help="the checkpoint to compare it with")
+    diff_parser.add_argument("checkpoint", type=to_path, metavar="CKPT", help="a folder such as step-000100")
+    diff_parser.add_argument("other", type=to_path, metavar="OTHER", help="the checkpoint to compare it with")
     diff_parser.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
     diff_parser.add_argument("--json", action="store_true", help="print one JSON object")
     rm_parser = add("rm", _rm, "remove checkpoints, but not the last sound one")
-    rm_parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CKPT", help="folders step-000100")
+    rm_parser.add_argument("checkpoints", type=to_path, nargs="+", metavar="CKPT", help="folders step-000100")
     rm_parser.add_argument("--force", action="store_true", help="remove the last sound one too")
     return parser

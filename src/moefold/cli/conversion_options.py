@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moefold.errors import format_list
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import is_remote
 from moefold.terminal import MULTILINE_CHARS, printable
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]
 
 def training_command(out: Path) -> str:
     """Return the shell command that trains from a checkpoint."""
+    if is_remote(out):
+        return printable(f"train from it: moefold train RECIPE checkpoint.init_from={shlex.quote(str(out))}")
     return printable(f"train from it: moefold train {shlex.quote(str(out / 'recipe.toml'))}")
 
 

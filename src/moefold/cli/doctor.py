@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
+from moefold.host.links import network_links
 from moefold.host.memory import available_host_memory, physical_bytes
 from moefold.launch.exit import EXIT_FAILED
 from moefold.terminal import print_escaped, printable
@@ -21,17 +23,20 @@ from moefold.terminal import print_escaped, printable
 GIB = 2**30
 C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention", "exact_topk")
 OPTIONAL_PACKAGES = (
-    ("datasets", "datasets", "hf", 'data.kind="huggingface"'),
-    ("transformers", "transformers", "hf", "comparisons in moefold bench"),
-    ("tensorboard", "tensorboard", "tensorboard", "metrics.tensorboard"),
-    ("wandb", "wandb", "track", "metrics.wandb"),
-    ("lm-eval", "lm_eval", "eval", "moefold lm-eval"),
-    ("triton", "triton", "gpu", "kernels on CUDA"),
+    ("datasets", "datasets", 'data.kind="huggingface"'),
+    ("transformers", "transformers", "comparisons in moefold bench"),
+    ("tensorboard", "tensorboard", "metrics.tensorboard"),
+    ("wandb", "wandb", "metrics.wandb"),
+    ("lm-eval", "lm_eval", "moefold lm-eval"),
+    ("uvicorn", "uvicorn", "moefold serve"),
+    ("starlette", "starlette", "moefold serve"),
+    ("ray", "ray", "the program of moefold template ray"),
+    ("triton", "triton", "kernels on CUDA"),
 )
-"""Package, module, the extra of moefold that installs it, and the feature that needs it."""
+"""Package, module, and the feature that needs it."""
 
-EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. Optional packages come with
-extras: pip install -e '.[EXTRA]' in a checkout.
+EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. What is missing stands with
+the command that installs it.
 """
 
 
@@ -48,7 +53,7 @@ class Finding:
 def run(argv: list[str]) -> int:
     """Print the report; return 1 if training cannot start on this machine, else 0."""
     arguments = _parser().parse_args(argv)
-    found = [*_software(), *_host(), *_torch(), _cache(), *_optional()]
+    found = [*_software(), *_host(), *_torch(), *_links(), _cache(), *_optional()]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in found]))
     else:
@@ -73,6 +78,11 @@ def _host() -> Iterator[Finding]:
     yield Finding("memory", _memory())
 
 
+def _links() -> Iterator[Finding]:
+    if links := network_links():
+        yield Finding("network", "; ".join(links))
+
+
 def _memory() -> str:
     available = available_host_memory()
     return f"{physical_bytes() / GIB:.1f} GiB, {available.size / GIB:.1f} GiB {available.description}"
@@ -84,7 +94,7 @@ def _torch() -> Iterator[Finding]:
 
         from moefold.launch.runtime_env import available_backends
     except (ImportError, OSError) as error:
-        yield Finding("torch", f"cannot be imported: {error}", is_fault=True)
+        yield Finding("torch", f"cannot be imported: {error}; {_install_command('torch')}", is_fault=True)
         return
     yield Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
     backends = available_backends()
@@ -96,11 +106,22 @@ def _torch() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(number)
         capability = f"compute capability {properties.major}.{properties.minor}"
         yield Finding(f"cuda:{number}", f"{properties.name}, {properties.total_memory / GIB:.1f} GiB, {capability}")
+    if torch.cuda.device_count() > 1:
+        yield Finding("GPU links", _peer_access(torch.cuda.device_count()))
     if not torch.cuda.device_count():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         yield Finding("devices", f"CPU only: torch sees no GPU and is built {built}")
     yield Finding("C kernels", _c_kernels())
     yield Finding("flash attention", _flash_attention())
+
+
+def _peer_access(count: int) -> str:
+    """Return how many pairs of GPUs can read each other's memory, over NVLink or PCIe."""
+    import torch
+
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    linked = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    return f"{len(linked)} of {len(pairs)} pairs have peer access; `nvidia-smi topo -m` shows NVLink and PCIe"
 
 
 def _flash_attention() -> str:
@@ -141,16 +162,27 @@ def _cache() -> Finding:
 
 
 def _optional() -> Iterator[Finding]:
-    for package, module, extra, purpose in OPTIONAL_PACKAGES:
+    for package, module, purpose in OPTIONAL_PACKAGES:
         # A folder of the same name in the working directory has no origin.
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
-            yield Finding(package, f"not installed (extra {extra!r}; for {purpose})")
+            yield Finding(package, f"not installed (for {purpose}); {_install_command(package)}")
             continue
         try:
             yield Finding(package, f"{importlib.metadata.version(package)} (for {purpose})")
         except importlib.metadata.PackageNotFoundError:
             yield Finding(package, f"installed without metadata (for {purpose})")
+
+
+def _install_command(package: str) -> str:
+    """Return the pip command that installs a package in a version that moefold supports."""
+    try:
+        listed = importlib.metadata.requires("moefold") or []
+    except importlib.metadata.PackageNotFoundError:
+        listed = []
+    requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in listed]
+    found = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)
+    return f"pip install '{found}'"
 
 
 def _parser() -> argparse.ArgumentParser:

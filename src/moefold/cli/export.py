@@ -2,16 +2,16 @@
 
 import argparse
 import re
-from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint
+from moefold.checkpoint.checkpoint_dir import locate_checkpoint, read_meta
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.families import FAMILIES
-from moefold.convert.preflight import check_export
+from moefold.convert.preflight import check_export, weights_path
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
 BYTES_PER_UNIT = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -21,10 +21,13 @@ def run(argv: list[str]) -> int:
     """Run `moefold export` and return the exit status."""
     args = _parser().parse_args(argv)
     shard_bytes = None if args.shard_size is None else _parse_size(args.shard_size)
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
-        check_export(Path(args.checkpoint), out, rank_env)
+        checkpoint = weights_path(args.checkpoint)
+        check_export(checkpoint, out, rank_env)
+        has_adapters = bool(read_meta(locate_checkpoint(checkpoint)).lora)
+        _check_adapter_options(args, has_adapters=has_adapters)
     with conversion_job("export") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.export_folder import ExportOptions, export_folder
@@ -37,16 +40,52 @@ def run(argv: list[str]) -> int:
             leaves_out_mtp=args.without_mtp,
             mtp_inside=args.mtp_inside,
             quantize=args.quantize,
+            base=None if args.base is None else weights_path(args.base),
             verify=not args.no_verify,
         )
         # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
-        checkpoint = world.all_gather_object(locate_checkpoint(Path(args.checkpoint)))[0]
+        chosen = world.all_gather_object(locate_checkpoint(checkpoint))[0]
         if world.is_rank0:
-            report_skipped_for(Path(args.checkpoint), checkpoint)
-        conversion = export_folder(checkpoint, out, world, options, on_bytes=advance)
+            report_skipped_for(checkpoint, chosen)
+        if has_adapters and not args.merge:
+            from moefold.convert.peft import export_adapters
+
+            conversion = export_adapters(chosen, out, world, dtype=args.dtype, on_bytes=advance)
+        else:
+            conversion = export_folder(chosen, out, world, options, on_bytes=advance)
         if world.is_rank0:
             print_escaped(conversion_summary(conversion, out, args.check))
     return 0
+
+
+def _check_adapter_options(args: argparse.Namespace, *, has_adapters: bool) -> None:
+    """Refuse options without effect on this checkpoint."""
+    if not has_adapters:
+        for option in ("merge", "base"):
+            if getattr(args, option):
+                raise ConfigError(f"--{option} has no effect: {args.checkpoint!r} has all weights; leave it out")
+        return
+    if args.merge:
+        return
+    for option, default in ADAPTER_EXPORT_DEFAULTS.items():
+        if getattr(args, option) != default:
+            name = f"--{option.replace('_', '-')}"
+            raise ConfigError(
+                f"{name} has no effect on adapters, which {args.checkpoint!r} has alone; leave it out, or add --merge "
+                "to write the merged weights"
+            )
+
+
+ADAPTER_EXPORT_DEFAULTS = {
+    "quantize": "none",
+    "family": "auto",
+    "shard_size": None,
+    "check": False,
+    "without_mtp": False,
+    "mtp_inside": False,
+    "base": None,
+}
+"""Options that change nothing where adapters are written in PEFT's format, with their defaults."""
 
 
 def _parse_size(text: str) -> int:
@@ -60,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold export",
         description="Convert a checkpoint to a Hugging Face folder: config.json, safetensors files, the tokenizer that "
-        "the model was trained with, and moefold-manifest.json with shapes, types and SHA-256 hashes.",
+        "the model was trained with, and moefold-manifest.json with shapes, types and SHA-256 hashes. A checkpoint of "
+        "a run with lora.rank becomes a folder of PEFT: adapter_config.json and adapter_model.safetensors.",
         epilog="Under torchrun the ranks share the work. One parameter at a time is in memory, never the model.",
     )
     parser.add_argument(
@@ -87,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"{', '.join(FAMILIES)}, or auto: the family of the imported weights, else the first one that computes "
         "the same (default auto)",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge the adapters of a run with lora.rank into its base weights"
+    )
+    parser.add_argument(
+        "--base", metavar="DIR", help="base weights of the adapters, if they have moved (default: as in the checkpoint)"
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
     parser.add_argument(

@@ -1,45 +1,70 @@
 """`moefold import`: convert a Hugging Face folder to a checkpoint to train from."""
 
 import argparse
-from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
-from moefold.convert.preflight import check_import
+from moefold.convert.preflight import check_import, check_out, weights_path
+from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
 
 def run(argv: list[str]) -> int:
     """Run `moefold import` and return the exit status."""
     args = _parser().parse_args(argv)
-    folder = Path(args.folder)
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
-        check_import(folder, out, rank_env, needs_tokenizer=not args.no_tokenizer)
+        folder = weights_path(args.folder)
+        has_adapters = (folder / "adapter_config.json").is_file()
+        if args.base is not None and not has_adapters:
+            raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
+        if has_adapters:
+            _check_adapter_options(args)
+            check_out(out, rank_env)
+        else:
+            check_import(folder, out, rank_env, needs_tokenizer=not args.no_tokenizer)
     with conversion_job("import") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.import_folder import ImportOptions, import_folder
 
-        options = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)
-        conversion = import_folder(folder, out, world, options, on_bytes=advance)
+        if has_adapters:
+            from moefold.convert.peft import import_adapters
+
+            base = None if args.base is None else weights_path(args.base)
+            conversion = import_adapters(folder, out, world, base, on_bytes=advance)
+        else:
+            options = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)
+            conversion = import_folder(folder, out, world, options, on_bytes=advance)
         if world.is_rank0:
             print_escaped(conversion_summary(conversion, out, args.check))
             print_escaped(training_command(out))
     return 0
 
 
+def _check_adapter_options(args: argparse.Namespace) -> None:
+    """Refuse options without effect on a folder of PEFT."""
+    for option in ("check", "no_tokenizer", "without_mtp"):
+        if getattr(args, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} has no effect on adapters, and {args.folder!r} has adapters"
+            )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold import",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a checkpoint. OUT receives "
-        "the weights in their own dtype, recipe.toml to train from them, and hf/ with the tokenizer and a manifest.",
+        "the weights in their own dtype, recipe.toml to train from them, and hf/ with the tokenizer and a manifest. "
+        "A folder of PEFT (adapter_config.json and adapter_model.safetensors) becomes a checkpoint with adapters.",
         epilog="Under torchrun the ranks share the work. One tensor at a time is in memory, never the model.",
     )
     parser.add_argument("folder", metavar="HF_DIR", help="the folder to read")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
+    parser.add_argument("--base", metavar="DIR", help="base weights of adapters (default: as in adapter_config.json)")
     parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without tokenizer.json")
     parser.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
     return parser

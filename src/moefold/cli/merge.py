@@ -1,7 +1,6 @@
 """`moefold merge`: average the weights of checkpoints."""
 
 import argparse
-from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
@@ -9,16 +8,17 @@ from moefold.cli.conversion_options import conversion_job, conversion_summary, t
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.preflight import check_merge
 from moefold.host.rank_env import read_rank_env
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
 
 def run(argv: list[str]) -> int:
     """Run `moefold merge` and return the exit status."""
     args = _parser().parse_args(argv)
-    given = [Path(name) for name in args.checkpoints]
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
+        given = [to_path(name) for name in args.checkpoints]
         weights = check_merge(given, args.weights, out, rank_env)
     with conversion_job("merge") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.

@@ -19,13 +19,13 @@ from moefold.cli.simulate_rounds import (
     with_packed_batch,
 )
 from moefold.config.schema import Config
+from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 from moefold.host.output_file import reject_existing
-from moefold.inference.source import parse_run_config, read_json_object
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel

@@ -18,10 +18,12 @@ from moefold.convert.preflight import (
     read_model,
     resolve_weights_folder,
     upcycle_unsupported_reason,
+    weights_path,
 )
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
 from moefold.recipe import load_config
+from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
 
@@ -29,10 +31,10 @@ from moefold.validate.config import check_config
 def run(argv: list[str]) -> int:
     """Run `moefold upcycle` and return the exit status."""
     args = _parser().parse_intermixed_args(argv)
-    dense = Path(args.dense)
-    out = Path(args.out)
+    out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
+        dense = weights_path(args.dense)
         model = upcycled_model(dense, args.overrides, args.granularity)
         check_out(out, rank_env)
     with conversion_job("upcycle") as (world, advance):

@@ -86,7 +86,7 @@ def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: st
         message: description of how the recipe was shrunk.
     """
     from moefold.data import prepare
-    from moefold.verify.compare import compare_records, run_oracle
+    from moefold.verify.compare import compare_records, rounded_zero_gradients, run_oracle
 
     print_escaped(_header(cfg, message), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
@@ -98,6 +98,8 @@ def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: st
         found = compare_records(oracle, ranks)
     print_escaped(_format_steps(oracle, ranks))
     print_escaped(_format_worst(found, steps))
+    if zeros := rounded_zero_gradients(oracle.gradients):
+        print_escaped(_format_zeros(zeros))
     wrong = [difference for difference in found if difference.error > TOLERANCE]
     if not wrong:
         print_escaped(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
@@ -186,6 +188,15 @@ def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
     return "\n".join(rows)
 
 
+def _format_zeros(names: Sequence[str]) -> str:
+    """List the parameters whose gradient is zero but for rounding."""
+    more = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
+    return (
+        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{more}: rounding, compared with the "
+        "largest gradient and weight of the layer"
+    )
+
+
 def _check_memory(cfg: Config) -> None:
     available = available_host_memory()
     world_size = cfg.parallel.world_size
@@ -205,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold verify",
         description="Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
         "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
+        "A gradient that is zero but for rounding is compared with the largest one of its layer, and is listed. "
         "Exit 0: equal. Exit 1: not.",
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping to verify")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder, group_timeout
 from moefold.comm.resumable import BackwardOverlap
-from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options
+from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options, release_mesh_groups
 from moefold.config.schema import Config
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold
@@ -161,6 +161,11 @@ class ParallelGroups:
             recorder=recorder,
             backward_overlap=backward_overlap,
         )
+
+    def release(self) -> None:
+        """Drop the process groups that the meshes hold, before they are destroyed."""
+        release_mesh_groups(self.dense_mesh)
+        release_mesh_groups(self.expert_mesh)
 
     def create_background_group(self) -> Group:
         """Create a gloo group of all ranks for a thread that communicates concurrently with training; collective.

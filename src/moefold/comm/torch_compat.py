@@ -5,6 +5,7 @@ No other module may use a name of torch that begins with an underscore (tests/ar
 Before the upper limit of torch in pyproject.toml is raised, check each name in both modules against the new version.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -199,6 +202,73 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high_priority)
     options._timeout = timeout
     return options
+
+
+def release_mesh_groups(mesh: DeviceMesh) -> None:
+    """Drop the process groups that a mesh holds, which must not be used any more.
+
+    The dispatch of DTensors keeps meshes until the process ends, and torch 2.11 keeps their groups in them.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
+_GROUP_TABLES = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+)
+"""Tables in which torch.distributed holds the process groups of this process."""
+
+
+@contextmanager
+def set_aside_process_groups() -> Iterator[None]:
+    """Run the block as in a process without process groups; those that exist are the process's again after it.
+
+    A default process group can be created and destroyed in the block, which destroys no group from outside of it. The
+    groups from outside must not be used meanwhile. Caches that hold device meshes are emptied: torch finds a mesh by
+    its ranks, and would use the groups of an earlier mesh of equal ranks.
+    """
+    c10d = torch.distributed.distributed_c10d
+    world = c10d._world
+    tables = [getattr(c10d, name) for name in _GROUP_TABLES] + [world._pg_coalesce_state]
+    contents = [dict(table) for table in tables]
+    communicators = list(world._comms)
+    count = c10d._group_count
+    default = world.default_pg
+    init_method = c10d._default_pg_init_method
+    excepthook = sys.excepthook
+    _forget_process_groups()
+    try:
+        yield
+    finally:
+        _forget_process_groups()
+        for table, content in zip(tables, contents, strict=True):
+            table.update(content)
+        world._comms.extend(communicators)
+        c10d._group_count = count
+        c10d._default_pg_init_method = init_method
+        c10d._update_default_pg(default)
+        for group, name in c10d._pg_names.items():
+            torch._C._distributed_c10d._register_process_group(name, group)
+        # torch.distributed prefixes tracebacks with the rank, once for each default process group.
+        sys.excepthook = excepthook
+
+
+def _forget_process_groups() -> None:
+    """Empty torch's tables and caches of process groups; destroys none."""
+    c10d = torch.distributed.distributed_c10d
+    for name in _GROUP_TABLES:
+        getattr(c10d, name).clear()
+    c10d._world._pg_coalesce_state.clear()
+    c10d._world._comms.clear()
+    c10d._group_count = 0
+    c10d._default_pg_init_method = None
+    c10d._update_default_pg(None)
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()
 
 
 # FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.

@@ -8,8 +8,10 @@ LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FWCL"
 SOFTMAX_LETTERS = "FWC"
 """Letters of `ATTENTION_KINDS` that are softmax attention, with a KV cache."""
-BLOCK_KINDS = ("D", "M", "DL", "ML")
-"""Kinds of a layer by its parameters: its feed-forward network, and L for linear attention."""
+BLOCK_KINDS = ("D", "M", "DL", "ML", "DS", "MS")
+"""Kinds of a layer by its parameters: its feed-forward network, then L for linear attention, or S for sparse attention
+with the selection of an earlier layer."""
+INDEX_KINDS = "FS"
 ROPE_KINDS = "RN"
 MAX_LAYERS = 10_000
 """Upper bound of each count and of the expanded pattern, so that untrusted patterns need little memory."""
@@ -66,6 +68,17 @@ def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer, in order, applies RoPE."""
     unit = expand_layer_pattern(rope_pattern, ROPE_KINDS)
     return tuple(unit[i % len(unit)] == "R" for i in range(num_layers))
+
+
+def shared_selections(index_pattern: str, letters: str) -> tuple[int, ...]:
+    """Return the layers of sparse attention that attend to the keys which an earlier layer selected.
+
+    Args:
+        index_pattern: of `INDEX_KINDS`.
+        letters: letter of `ATTENTION_KINDS` of each layer.
+    """
+    unit = expand_layer_pattern(index_pattern, INDEX_KINDS)
+    return tuple(i for i, letter in enumerate(letters) if letter != "L" and unit[i % len(unit)] == "S")
 
 
 def _usage_hint(kinds: str) -> str:
@@ -132,8 +145,12 @@ class ModelConfig:
     moe_hidden_size: int = 0
     """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
     state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
-    router_softmax: Literal["pre", "post"] = "post"
-    """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1)."""
+    router_softmax: Literal["pre", "post", "sparsemixer"] = "post"
+    """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
+    sparsemixer: each choice has a softmax of its own, over the experts that are not chosen yet and close to the best
+    one; training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
+    sparsemixer_jitter: float = 0.01
+    """Half the relative distance to the best logit up to which an expert takes part in a choice of sparsemixer."""
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
     router_normalize: bool = True
@@ -213,6 +230,8 @@ class ModelConfig:
     """Width of a value head of a layer of kind L."""
     linear_conv_kernel: int = 4
     """Tokens that the causal convolution of each channel combines (kind L), itself included."""
+    linear_conv_bias: bool = False
+    """Biases on the convolution and on the projections of a short_convolution (LFM2)."""
     linear_gate_rank: int = 16
     """Width between the two projections that lead to the decays (gla)."""
     linear_full_rank_gates: bool = False
@@ -228,8 +247,15 @@ class ModelConfig:
     """Heads of the indexer of sparse attention, J."""
     index_head_dim: int = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as those of a head of attention."""
+    index_pattern: str = "F"
+    """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
+    them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
+    have no indexer under either letter, MTP layers always have one."""
     index_rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Norms of the residual stream, the last one and those of MTP layers included: RMSNorm, or LayerNorm with a weight
+    and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
@@ -242,11 +268,13 @@ class ModelConfig:
     """Divisor of the logits (Granite's logits_scaling)."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
+    head_bias: bool = False
+    """Bias on the logits, one for each token of the vocabulary (Phi-3.5-MoE)."""
     zero_centered_norms: bool = False
     """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
     Qwen3-Next); the norm inside linear attention by its weight."""
     norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm except those of latents (mla), where it is 1e-6."""
+    """Epsilon of every norm except those of latents (mla), where it is 1e-6."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
@@ -260,13 +288,24 @@ class ModelConfig:
     multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
     nope_temperature_tokens: int = 8192
     """See nope_temperature_scale; positions below this number have temperature 1."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk", "longrope"] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
-    rope_scaling_factor^(R/(R-2)), R rotated dims."""
+    rope_scaling_factor^(R/(R-2)), R rotated dims. longrope: each pair of dims has a divisor of its frequency, and
+    another one in sequences longer than the original context (arXiv:2402.13753)."""
     rope_scaling_factor: float = 1.0
     """RoPE scaling factor, at least 1."""
     rope_original_seq_len: int = 8192
-    """Context length before RoPE scaling (llama3, yarn)."""
+    """Context length before RoPE scaling (llama3, yarn, longrope)."""
+    rope_short_factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, one for each pair of rotated dims, where train.seq_len is at most
+    rope_original_seq_len (longrope). Commands that only use a model compare the longest sequence instead."""
+    rope_long_factors: tuple[float, ...] = ()
+    """The same where it is longer."""
+    rope_short_mscale: float = 0.0
+    """Factor on the rotated parts of queries and keys together with rope_short_factors; 0: sqrt(1 +
+    ln(rope_scaling_factor) / ln(rope_original_seq_len))."""
+    rope_long_mscale: float = 0.0
+    """The same together with rope_long_factors."""
     rope_low_freq_factor: float = 1.0
     """Wavelengths above original/low are scaled in full (llama3)."""
     rope_high_freq_factor: float = 4.0
@@ -375,13 +414,20 @@ class ModelConfig:
     @property
     def block_kinds(self) -> tuple[str, ...]:
         """Kind of each layer in order, one of `BLOCK_KINDS`."""
-        letters = self.attention_letters
-        return tuple(kind + "L" * (letter == "L") for kind, letter in zip(self.layer_kinds, letters, strict=True))
+        suffixes = _mixer_suffixes(
+            self.attention_pattern, self.index_pattern if self.index_topk else "F", self.num_layers
+        )
+        return tuple(kind + suffix for kind, suffix in zip(self.layer_kinds, suffixes, strict=True))
 
     @property
     def all_block_kinds(self) -> tuple[str, ...]:
         """`block_kinds` followed by those of the MTP (multi-token prediction) layers."""
-        return self.block_kinds + self.block_kinds[-1:] * self.mtp_layers
+        return self.block_kinds + (self.mtp_block_kind,) * self.mtp_layers
+
+    @property
+    def mtp_block_kind(self) -> str:
+        """Kind of the MTP (multi-token prediction) layers: that of the last layer, with an indexer of their own."""
+        return self.block_kinds[-1].removesuffix("S")
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
@@ -433,6 +479,14 @@ class ModelConfig:
 def _expand_attention_letters(pattern: str, num_layers: int) -> str:
     """Repeat the pattern to `num_layers`. Cached, because the memory formulas call it often."""
     return attention_letters(pattern, num_layers)
+
+
+@lru_cache(maxsize=256)
+def _mixer_suffixes(attention_pattern: str, index_pattern: str, num_layers: int) -> tuple[str, ...]:
+    """Return what follows the feed-forward letter in the kind of each layer: "L", "S" or nothing."""
+    letters = attention_letters(attention_pattern, num_layers)
+    shared = shared_selections(index_pattern, letters)
+    return tuple("L" if letter == "L" else "S" * (i in shared) for i, letter in enumerate(letters))
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from itertools import chain
 
-from moefold.config import align, schema, sites
+from moefold.config import align, lora, schema, sites
 from moefold.config import model as model_schema
 from moefold.config import rl as rl_schema
 from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
@@ -105,7 +105,7 @@ def _keys_by_max() -> dict[int, list[str]]:
 def _field_help() -> dict[str, dict[str, str]]:
     """Return the docstring under each field of each schema dataclass, read from the source."""
     help_texts: dict[str, dict[str, str]] = {}
-    sources = [inspect.getsource(module) for module in (schema, model_schema, align, rl_schema, sites)]
+    sources = [inspect.getsource(module) for module in (schema, model_schema, align, lora, rl_schema, sites)]
     for node in chain.from_iterable(ast.parse(source).body for source in sources):
         if not isinstance(node, ast.ClassDef):
             continue

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moefold.config.align import AlignConfig
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.sites import SitesConfig
@@ -190,6 +191,9 @@ class MoEConfig:
     """Fraction of the tokens that have expert 0 among their experts (choice "skewed")."""
     input_jitter: float = 0.0
     """Multiply the router's input by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
+    sparsemixer_sampling: bool = True
+    """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
+    evaluation."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
     weight_in_expert: bool = False
@@ -502,6 +506,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
@@ -519,6 +524,16 @@ class Config:
     def trains_indexers_only(self) -> bool:
         """Return whether only the indexers of sparse attention learn: their warm-up stage."""
         return self.model.index_topk > 0 and self.train.indexer_stage == "warmup"
+
+    @property
+    def trains_adapters_only(self) -> bool:
+        """Return whether only low-rank adapters learn."""
+        return self.lora.rank > 0
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Return whether the weights of the model are frozen, except for those of indexers in their warm-up stage."""
+        return self.trains_indexers_only or self.trains_adapters_only
 
     @property
     def num_job_ranks(self) -> int:

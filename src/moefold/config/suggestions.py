@@ -5,7 +5,6 @@ Sections, keys and types are read from the schema. Torch-free.
 
 import difflib
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -55,7 +54,7 @@ def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
 
 
 def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: bool = False) -> str:
-    """Return the command that downloads a repository from the Hugging Face hub; "" if the name cannot be one.
+    """Return how a repository on the Hugging Face hub is named; "" if the name cannot be one.
 
     Args:
         name: the user's text, which is no local path.
@@ -64,12 +63,8 @@ def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: boo
     """
     if not is_hub_name(name, allows_bare_name=allows_bare_name):
         return ""
-    folder = name.rpartition("/")[2]
-    option = " --repo-type dataset" if kind == "dataset" else ""
-    return (
-        f"it reads like a name on the Hugging Face hub, from which moefold downloads nothing: type `hf download "
-        f"{shlex.quote(name)}{option} --local-dir {shlex.quote(folder)}`, then name the folder {folder!r}"
-    )
+    prefix = "hf://datasets/" if kind == "dataset" else "hf://"
+    return f"it reads like a name on the Hugging Face hub: '{prefix}{name}' downloads it"
 
 
 DERIVED = {

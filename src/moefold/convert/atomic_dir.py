@@ -1,13 +1,23 @@
-"""Atomic creation of a folder: it is written under a temporary name and renamed once every process is done."""
+"""Atomic creation of a folder: it is written under a temporary name and renamed once every process is done.
+
+A remote folder is written on this machine first, and sent once it is complete, the file that marks it last.
+"""
 
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moefold.cache_dir import cache_folders
 from moefold.comm.groups import World
 from moefold.convert.preflight import new_folder_unsupported_reason
 from moefold.errors import ConfigError
+from moefold.remote_copy import upload_folder
+from moefold.remote_path import RemotePath
+
+MARKER_FILES = ("config.json", "manifest.json")
+"""Files without which a folder is no Hugging Face folder, or no checkpoint: they are sent last."""
 
 
 @contextmanager
@@ -21,14 +31,17 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
         ConfigError: `final` exists, or it cannot be written.
     """
     raise_on_all_ranks(world, new_folder_unsupported_reason(final) if world.is_rank0 else "")
-    tmp_dir = final.absolute().with_name(f".{final.absolute().name}.partial")
+    tmp_dir = _temporary_path(final, world)
     # The list of rank 0: another process may see parents that were created meanwhile.
     parents: list[Path] = world.all_gather_object(_missing_parents(tmp_dir))[0]
     try:
         raise_on_all_ranks(world, _create_tmp_dir(final, tmp_dir) if world.is_rank0 else "")
         yield tmp_dir
         raise_on_all_ranks(world, "")
-        if world.is_rank0:
+        if world.is_rank0 and isinstance(final, RemotePath):
+            upload_folder(tmp_dir, final, last=MARKER_FILES)
+            shutil.rmtree(tmp_dir)
+        elif world.is_rank0:
             tmp_dir.rename(final)
     except BaseException as error:
         # No collective here: the other processes may be anywhere in their code. The launcher ends them.
@@ -36,7 +49,7 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, ConfigError):
             raise ConfigError(f"{str(final)!r} cannot be written: {error.strerror or error}") from error
         raise
     raise_on_all_ranks(world, "")
@@ -51,6 +64,15 @@ def raise_on_all_ranks(world: World, reason: str) -> None:
     reasons = [given for given in world.all_gather_object(reason) if given]
     if reasons:
         raise ConfigError(reasons[0])
+
+
+def _temporary_path(final: Path, world: World) -> Path:
+    """Return the folder to write first: next to the final one, or in the cache of this machine for a remote one."""
+    if not isinstance(final, RemotePath):
+        return final.absolute().with_name(f".{final.absolute().name}.partial")
+    name = f"{final.name}-{uuid.uuid4().hex[:12]}"
+    chosen: Path = world.all_gather_object(cache_folders(None)[0] / "upload" / name)[0]
+    return chosen
 
 
 def _missing_parents(path: Path) -> list[Path]:

@@ -19,9 +19,10 @@ from moefold.checkpoint.checkpoint_dir import (
     model_differences,
     model_sizes,
 )
-from moefold.checkpoint.streaming_io import CHUNK_BYTES, CheckpointSource, TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
+from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
@@ -49,6 +50,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
+from moefold.convert.model_card import read_training_run, write_generation_config, write_model_card
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
@@ -73,7 +75,6 @@ from moefold.convert.weights import (
     family_mapping,
     verify_against_folder,
 )
-from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError, format_list
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
@@ -148,7 +149,7 @@ def write_config(
 
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
-    is_scaled = model.rope_scaling in ("llama3", "yarn")
+    is_scaled = model.rope_scaling in ("llama3", "yarn", "longrope")
     scaled_len = round(model.rope_original_seq_len * model.rope_scaling_factor) if is_scaled else 0
     return max(int(meta.order.get("seq_len", 0)), scaled_len) or 2048
 
@@ -180,6 +181,8 @@ class ExportOptions:
     """Write MTP layers among the other layers even if transformers reports them as unexpected."""
     quantize: QuantizationKind = "none"
     """Quantise matrices: fp8 in blocks of 128 x 128, mxfp4 the experts of gpt-oss."""
+    base: Path | None = None
+    """Base weights of a checkpoint with adapters, which are merged into them; None: those that its metadata names."""
     verify: bool = True
     """Compare the checkpoint's files with their hashes first; if False, only their sizes."""
 
@@ -203,7 +206,7 @@ def export_folder(
     # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
     check_integrity(checkpoint, world, checks_hashes=options.verify)
-    source = CheckpointSource(checkpoint)
+    source = open_checkpoint(checkpoint, options.base)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
@@ -246,8 +249,11 @@ def export_folder(
             write_config(tmp_dir, family, model, source.meta, dtypes, origin, more)
             write_index(tmp_dir, layouts, sidecar_dir)
             write_manifest(tmp_dir, manifest)
+            # Imported weights that no run has changed are given back with the files that they came with.
             if not source.meta.origin:
-                write_model_card(tmp_dir, family.name, model, source.meta)
+                run = read_training_run(checkpoint, model, source.meta)
+                write_generation_config(tmp_dir, run)
+                write_model_card(tmp_dir, family.name, model, run)
         raise_on_all_ranks(world, "")
         if options.check and options.quantize != "none":
             _check_hashes(locations, hashes, world)
@@ -261,7 +267,7 @@ def export_folder(
 
 
 def _exported_model(
-    model: ModelConfig, source: CheckpointSource, options: ExportOptions
+    model: ModelConfig, source: CheckpointWeights, options: ExportOptions
 ) -> tuple[ModelConfig, list[str]]:
     """Return the model to export, and the tensors of the checkpoint to leave out."""
     if options.mtp_inside and not model.mtp_layers:
@@ -347,7 +353,7 @@ def _messages(files: Collection[str]) -> tuple[str, ...]:
 
 
 def _check_tensors(
-    mapping: StateDictMapping, source: CheckpointSource, checkpoint: Path, left_out: Collection[str]
+    mapping: StateDictMapping, source: CheckpointWeights, checkpoint: Path, left_out: Collection[str]
 ) -> None:
     reasons = [f"tensor {name} is missing" for name in mapping.shapes.keys() - source.shapes.keys()]
     reasons += [
@@ -363,10 +369,11 @@ def _check_tensors(
         raise ConfigError(f"checkpoint {str(checkpoint)!r}: {format_list(sorted(reasons))}")
 
 
-def _hf_dtypes(mapping: StateDictMapping, source: CheckpointSource, options: ExportOptions) -> dict[str, str]:
+def _hf_dtypes(mapping: StateDictMapping, source: CheckpointWeights, options: ExportOptions) -> dict[str, str]:
     """Return the dtype name of each exported tensor. The expert bias of the router is never rounded."""
     if options.dtype == "auto" and source.meta.origin:
-        return {hf_name: DTYPE_NAMES[source.dtype(pieces[0].name)] for hf_name, pieces in mapping.by_hf_name.items()}
+        stored_dtype = source.stored_dtype if isinstance(source, AdaptedSource) else source.dtype
+        return {hf_name: DTYPE_NAMES[stored_dtype(pieces[0].name)] for hf_name, pieces in mapping.by_hf_name.items()}
     run_dtype = {"float32": "F32", "float64": "F64"}.get(source.meta.dtype, "BF16")
     dtype = run_dtype if options.dtype == "auto" else DTYPE_NAMES[EXPORT_DTYPES[options.dtype]]
     return {
@@ -385,7 +392,7 @@ class _Target:
     """Dtype name of every tensor of the mapping that is not quantised."""
     quantization: Quantization
 
-    def chunks(self, source: CheckpointSource, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
+    def chunks(self, source: CheckpointWeights, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
         """Yield a tensor some rows at a time: the rows of each tensor that is written for it."""
         shape = mapping.hf_shapes[name]
         if name in self.quantization.names:
@@ -401,7 +408,7 @@ class _Target:
 
 
 def _write_tensors(
-    source: CheckpointSource, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
+    source: CheckpointWeights, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
 ) -> dict[str, str]:
     """Write this rank's tensors into the files; return the hashes of all tensors. Collective."""
     mine: dict[str, str] = {}
@@ -458,50 +465,3 @@ def _manifest_entries(
         for layout in layouts.values()
         for name, stored in layout.tensors.items()
     }
-
-
-CARD_FILE = "README.md"
-
-_HEAD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- moefold
-"""
-_USE = """
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER")
-```
-
-Before you publish this model, add the data it was trained on, its evaluation, its limits and its licence.
-"""
-
-
-def write_model_card(folder: Path, family: str, model: ModelConfig, meta: CheckpointMeta) -> None:
-    """Write README.md (the model card) with the sizes of the model and the length of its training.
-
-    Args:
-        folder: the exported folder.
-        family: the `model_type` of its config.json.
-        model: the exported model.
-        meta: metadata of the checkpoint, which a run wrote.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    count = count_parameters(model)
-    sizes = f"{count.total:,} parameters"
-    if model.num_experts:
-        sizes += f", {count.active:,} of them active for each token ({model.top_k} of {model.num_experts} experts)"
-    lines = [
-        f"# {family} model trained with moefold",
-        "",
-        f"- architecture: `{family}`, {model.num_layers} layers, hidden size {model.hidden_size:,}",
-        f"- size: {sizes}",
-        f"- training: {meta.step:,} optimizer steps, {meta.tokens:,} tokens",
-    ]
-    tag = "- mixture-of-experts\n" if model.num_experts else ""
-    (folder / CARD_FILE).write_text(f"{_HEAD}{tag}---\n" + "\n".join(lines) + "\n" + _USE, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from moefold.convert.config_fields import (
     AllowedValues,
+    AttentionBias,
     ConfigField,
     Constant,
     GatedSharedExpert,
@@ -45,11 +46,13 @@ from moefold.convert.layer_fields import (
     SlidingWindowLayers,
     SparseLayers,
     UniformLayers,
+    UniformWindow,
 )
 from moefold.convert.lfm2_families import LFM2_FAMILIES
 from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
 from moefold.convert.llama4_families import LLAMA4_FAMILIES
 from moefold.convert.longcat_families import LONGCAT_FAMILIES
+from moefold.convert.phi_families import PHI_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
 from moefold.convert.softmax_families import SOFTMAX_FAMILIES
@@ -157,10 +160,10 @@ FAMILIES = {
                 *family_sizes(norm_eps=1e-6, rope_theta=1e4),
                 UniformLayers("D"),
                 Renamed("intermediate_size", "ffn_hidden_size"),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 AllowedValues("mlp_bias", (False,)),
             ),
-            (merge_rules(BACKBONE, DENSE_FFN),),
+            (merge_rules(BACKBONE, BIASES, DENSE_FFN),),
         ),
         Family(
             "qwen2",
@@ -183,10 +186,10 @@ FAMILIES = {
                 *_NO_WINDOW,
                 UniformLayers("D"),
                 Renamed("intermediate_size", "ffn_hidden_size"),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 Constant("qk_norm", True),
             ),
-            (merge_rules(BACKBONE, HEAD_NORMS, DENSE_FFN),),
+            (merge_rules(BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN),),
             default_keys={"num_key_value_heads": 32},
         ),
         Family(
@@ -199,7 +202,7 @@ FAMILIES = {
                 Renamed("num_experts_per_tok", "top_k", 2),
                 Renamed("intermediate_size", "moe_ffn_hidden_size"),
                 Constant("router_softmax", "post"),
-                AllowedValues("sliding_window", (None,)),
+                UniformWindow(),
             ),
             (
                 merge_rules(
@@ -234,11 +237,11 @@ FAMILIES = {
                 *_NO_WINDOW,
                 *_QWEN_EXPERTS,
                 NumExperts("num_experts"),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 Constant("qk_norm", True),
             ),
             tuple(
-                merge_rules(BACKBONE, HEAD_NORMS, DENSE_FFN, ROUTER, experts)
+                merge_rules(BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN, ROUTER, experts)
                 for experts in (PER_EXPERT, STACKED_EXPERTS)
             ),
             default_keys={"num_key_value_heads": 4},
@@ -253,12 +256,14 @@ FAMILIES = {
                 Renamed("num_experts_per_tok", "top_k"),
                 Renamed("intermediate_size", "moe_ffn_hidden_size"),
                 NormTopKProb(default=False),
-                AllowedValues("attention_bias", (False,)),
+                AttentionBias(has_output=True),
                 AllowedValues("clip_qkv", (None,)),
                 Constant("qk_norm", True),
                 Constant("qk_norm_width", "all_heads"),
             ),
-            tuple(merge_rules(BACKBONE, HEAD_NORMS, ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)),
+            tuple(
+                merge_rules(BACKBONE, BIASES, HEAD_NORMS, ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)
+            ),
         ),
         Family(
             "gpt_oss",
@@ -379,6 +384,7 @@ FAMILIES = {
         *SIGMOID_FAMILIES,
         *LLAMA4_FAMILIES,
         *LONGCAT_FAMILIES,
+        *PHI_FAMILIES,
     )
 }
 

@@ -29,6 +29,7 @@ from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation,
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import group_by_parameters
 from moefold.errors import ConfigError
+from moefold.remote_path import RemotePath
 
 MANIFEST_FILE = "moefold-manifest.json"
 SIDECAR_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken")
@@ -132,7 +133,10 @@ def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] 
                     raise ConfigError(
                         f"{str(source)!r}: {file.name} is a link that leads out of it; copy the file itself"
                     )
-                shutil.copyfile(file, target / file.name)
+                if isinstance(target, RemotePath):
+                    (target / file.name).upload(file)
+                else:
+                    shutil.copyfile(file, target / file.name)
                 copied.append(file.name)
     return copied
 

@@ -6,6 +6,8 @@ from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
 from moefold.errors import ConfigError
+from moefold.remote_copy import local_copy
+from moefold.remote_path import is_remote
 
 SIDECAR_DIR = "hf"
 """Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""
@@ -31,10 +33,13 @@ RECIPE_FILE = "recipe.toml"
 
 
 def find_sidecar_dir(checkpoint: Path) -> Path | None:
-    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if there is none."""
+    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if there is none.
+
+    Those of a remote checkpoint are copied to this machine.
+    """
     for folder in (checkpoint / SIDECAR_DIR, checkpoint.parent / SIDECAR_DIR):
         if folder.is_dir():
-            return folder
+            return local_copy(str(folder)) if is_remote(folder) else folder
     return None
 
 

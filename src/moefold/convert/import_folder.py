@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -144,7 +145,13 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
 
 
 def finish_checkpoint(
-    tmp_dir: Path, out: Path, model: ModelConfig, origin: str, tokenizer: str = "", dtype: str = ""
+    tmp_dir: Path,
+    out: Path,
+    model: ModelConfig,
+    origin: str,
+    tokenizer: str = "",
+    dtype: str = "",
+    lora: Mapping[str, Any] | None = None,
 ) -> None:
     """Add checkpoint metadata and a recipe to a folder of weights.
 
@@ -155,6 +162,7 @@ def finish_checkpoint(
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
+        lora: settings of the adapters (`adapter_settings`) if the folder has adapters alone; None: it has all weights.
     """
     meta = CheckpointMeta(
         format=FORMAT,
@@ -166,14 +174,15 @@ def finish_checkpoint(
         parallel={},
         dtype=dtype,
         origin=origin,
+        lora=dict(lora or {}),
     )
     write_meta(tmp_dir, meta)
     if (tmp_dir / SIDECAR_DIR / TOKENIZER_FILE).is_file():
         tokenizer = str(out.absolute() / SIDECAR_DIR / TOKENIZER_FILE)
-    (tmp_dir / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer), encoding="utf-8")
+    (tmp_dir / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer, lora), encoding="utf-8")
 
 
-def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
+def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str, lora: Mapping[str, Any] | None = None) -> str:
     """Return a recipe that trains from a checkpoint, with only the settings that follow from its weights."""
     default = asdict(ModelConfig())
     ours = asdict(model)
@@ -188,8 +197,11 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str) -> str:
         "",
         *("[run]", f"dir = {_toml(f'runs/{checkpoint.name}')}", ""),
         *("[model]", *sizes, ""),
-        *("[checkpoint]", f"init_from = {_toml(str(checkpoint))}"),
+        *("[checkpoint]", f"init_from = {_toml(lora['base'] if lora else str(checkpoint))}"),
     ]
+    if lora:
+        settings = {key: lora[key] for key in ("rank", "alpha", "targets")} | {"init_from": str(checkpoint)}
+        lines += ["", "[lora]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
     if tokenizer:
         lines += ["", "[data]", f"tokenizer = {_toml(tokenizer)}"]
     return "\n".join(lines) + "\n"
@@ -266,4 +278,6 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

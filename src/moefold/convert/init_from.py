@@ -17,13 +17,13 @@ from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skipped_checkpoints
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
-from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
+from moefold.checkpoint.streaming_io import write_manifest_in_parallel
 from moefold.comm.groups import World, current_world
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.convert.adapted_weights import open_weights
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import is_hf_folder
-from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
@@ -33,29 +33,29 @@ from moefold.convert.preflight import (
     read_model,
     resolve_weights_folder,
     upcycle_scale,
+    weights_path,
     without_upcycling,
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
-from moefold.convert.weights import HfSource, WeightSource, load_shards, parameter_shapes
+from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
+from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.remote_path import is_remote
 
 
-def open_weights(path: Path) -> WeightSource:
-    """Open the weights of a checkpoint or of a Hugging Face folder, as returned by `resolve_weights_folder`.
-
-    Raises:
-        ConfigError: the folder is neither of them, or damaged.
-    """
-    return HfSource(open_hf_folder(path)) if is_hf_folder(path) else CheckpointSource(path)
-
-
-def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool) -> str:
+def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool, folder: Path | None = None) -> str:
     """Fill this rank's shards from `checkpoint.init_from` or `model.upcycle_from`. Collective over all ranks.
 
     A run or a folder of checkpoints means its newest one, which the ranks agree on in case a run saves meanwhile. The
-    first rank copies the tokenizer of the weights next to the run's checkpoints.
+    first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their values.
+
+    Args:
+        cfg: the recipe.
+        model: this rank's shards.
+        is_first_rank: whether this is rank 0.
+        folder: the weights, if they were found already; None: those that the recipe names.
 
     Returns:
         A description of the loaded weights, on the first rank with a note if the run reads text with another tokenizer
@@ -68,8 +68,9 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     if not given:
         return ""
     world = current_world()
-    path: Path = world.all_gather_object(resolve_weights_folder(Path(given)))[0]
-    skipped = skipped_checkpoints(Path(given), path) if is_first_rank else []
+    named = weights_path(given)
+    path: Path = folder or world.all_gather_object(resolve_weights_folder(named))[0]
+    skipped = skipped_checkpoints(named, path) if is_first_rank else []
     if not is_hf_folder(path):
         check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
     source = open_weights(path)
@@ -81,15 +82,17 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         # Counts of the last step of a run are no weights: without them the run starts from zeros.
         if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
     }
-    has_indexers = any(INDEXER in name for name in source.shapes)
-    stored = {name: w for name, w in model.named_parameters.items() if has_indexers or INDEXER not in name}
+    stored = {
+        name: weight
+        for name, weight in model.named_parameters.items()
+        if (name in source.shapes or INDEXER not in name) and not is_adapter(name)
+    }
     load_shards(source, {**stored, **buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
         save_sidecar_files(path, cfg)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
-    if cfg.model.index_topk and not has_indexers:
-        notes.append("with random indexers, as the weights are of dense attention")
+    notes += _indexer_messages(cfg, source)
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
     if (
@@ -98,8 +101,31 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         and (left_out := read_model(path).mtp_layers - cfg.model.mtp_layers)
     ):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
-    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {path}"
+    # A copy on this machine is described by its source.
+    origin = given if is_remote(given) and is_hf_folder(path) else path
+    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
+
+
+def _indexer_messages(cfg: Config, source: WeightSource) -> list[str]:
+    """Return notes on indexers that the weights lack, and on those that the recipe has no use for."""
+    if not cfg.model.index_topk:
+        return []
+    ours = {name for name in parameter_shapes(cfg.model) if INDEXER in name}
+    theirs = {name for name in source.shapes if INDEXER in name}
+    if not theirs:
+        return ["with random indexers, as the weights are of dense attention"]
+    notes = []
+    if random := _layers_of(ours - theirs):
+        notes.append(f"with random indexers in layers {random}, which the weights lack")
+    if unused := _layers_of(theirs - ours):
+        notes.append(f"without the indexers of layers {unused}, which attend to the keys of earlier layers here")
+    return notes
+
+
+def _layers_of(names: set[str]) -> str:
+    """Return the numbers of the layers that parameters belong to."""
+    return ", ".join(map(str, sorted({int(name.split(".")[1]) for name in names})))
 
 
 INDEXER = ".attention.indexer."
@@ -221,4 +247,6 @@ def upcycle_folder(
 def _tokenizer_of(checkpoint: Path) -> str:
     """Return the path of the tokenizer that a checkpoint's run used; empty if it is not a file."""
     found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    if is_remote(found):
+        return found
     return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""

@@ -4,8 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, ModelConfig, expand_layer_pattern
-from moefold.convert.config_fields import Json, Renamed, is_int, num_layers_of
+from moefold.config.model import (
+    ATTENTION_KINDS,
+    INDEX_KINDS,
+    LAYER_KINDS,
+    ROPE_KINDS,
+    ModelConfig,
+    expand_layer_pattern,
+)
+from moefold.convert.config_fields import Json, Positive, Renamed, is_int, num_layers_of
 from moefold.errors import ConfigError
 
 
@@ -179,6 +186,23 @@ class SlidingWindowLayers:
 
 
 @dataclass(frozen=True)
+class UniformWindow:
+    """`sliding_window` of all layers, null for none; one as long as `max_position_embeddings` limits nothing."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the attention pattern and the window."""
+        window = hf_config.get("sliding_window")
+        longest = hf_config.get("max_position_embeddings")
+        if window is None or (is_int(window) and is_int(longest) and window >= longest):
+            return {"attention_pattern": "F", "sliding_window": 0}
+        return {"attention_pattern": "W", **Positive("sliding_window", "sliding_window").read(hf_config)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the window; layers of several kinds read back as another model."""
+        return {"sliding_window": model.sliding_window or None}
+
+
+@dataclass(frozen=True)
 class UniformLayers:
     """Constant layer kind of all layers."""
 
@@ -231,21 +255,30 @@ class IndexerTypes:
     """`indexer_types` of GLM-MoE-DSA, or the older keys that describe the same list.
 
     A "full" layer has an indexer; a "shared" layer attends to the keys that the last full layer selected
-    (arXiv:2603.12201), which moefold does not compute.
+    (arXiv:2603.12201).
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject shared layers."""
-        types = hf_config.get("indexer_types") or self._types(hf_config, num_layers_of(hf_config))
-        if not isinstance(types, list) or any(kind != "full" for kind in types):
+        """Return the pattern of layers with and without an indexer."""
+        num_layers = num_layers_of(hf_config)
+        types = hf_config.get("indexer_types") or self._types(hf_config, num_layers)
+        if not isinstance(types, list) or any(kind not in ("full", "shared") for kind in types):
+            raise ConfigError(f"config.json has indexer_types={types!r}; each should be 'full' or 'shared'")
+        if len(types) != num_layers:
             raise ConfigError(
-                f"config.json has indexer_types={types!r}; moefold computes layers with their own indexer ('full') only"
+                f"config.json has indexer_types={types!r}, {len(types)} layers, and num_hidden_layers={num_layers}"
             )
-        return {}
+        if types and types[0] == "shared":
+            raise ConfigError(
+                f"config.json has indexer_types={types!r}; the first layer should be 'full', as none before it selects "
+                "keys"
+            )
+        letters = "".join("F" if kind == "full" else "S" for kind in types)
+        return {"index_pattern": shorten_pattern(letters, INDEX_KINDS)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        return {"indexer_types": ["full"] * model.num_layers}
+        return {"indexer_types": ["shared" if kind.endswith("S") else "full" for kind in model.block_kinds]}
 
     @staticmethod
     def _types(hf_config: Json, count: int) -> list[str]:

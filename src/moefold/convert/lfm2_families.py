@@ -6,7 +6,6 @@ from typing import Any
 
 from moefold.config.model import ATTENTION_KINDS, ModelConfig
 from moefold.convert.config_fields import (
-    AllowedValues,
     ConfigField,
     Constant,
     HeadSize,
@@ -52,7 +51,7 @@ _LFM2: tuple[ConfigField, ...] = (
     Constant("linear_attention", "short_convolution"),
     ConvolutionLayers(),
     Renamed("conv_L_cache", "linear_conv_kernel", 3),
-    AllowedValues("conv_bias", (False,)),
+    Renamed("conv_bias", "linear_conv_bias", False),
     FirstKDense("num_dense_layers", default=2),
     Renamed("intermediate_size", "ffn_hidden_size"),
     NumExperts("num_experts"),
@@ -69,7 +68,17 @@ _CONVOLUTION: dict[str, TensorRule] = {
         for part, name in enumerate("bcv")
     },
     "layers.{l}.attention.conv": ReshapedTensor("model.layers.{l}.conv.conv.weight", 3, (0, 2)),
-    **layer_rules({"attention.wo": "conv.out_proj.weight"}),
+    **{
+        f"layers.{{l}}.attention.b{name}": FusedRows("model.layers.{l}.conv.in_proj.bias", part)
+        for part, name in enumerate("bcv")
+    },
+    **layer_rules(
+        {
+            "attention.wo": "conv.out_proj.weight",
+            "attention.conv_bias": "conv.conv.bias",
+            "attention.bo": "conv.out_proj.bias",
+        }
+    ),
 }
 _ATTENTION = layer_rules(
     {

@@ -25,7 +25,9 @@ from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint
 from moefold.convert.preflight import read_model, without_upcycling
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_name
+from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import is_remote
 
 EMBEDDING = "embedding.weight"
 ROUTER_SUFFIX = ".ffn.router.weight"
@@ -168,7 +170,11 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
     known = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
     for path, name in known[1:]:
         first_path, first = known[0]
-        is_same = name == first if "bytes" in (name, first) else have_same_content(Path(first), Path(name))
+        is_same = (
+            name == first
+            if "bytes" in (name, first)
+            else have_same_content(_tokenizer_file(first), _tokenizer_file(name))
+        )
         if not is_same:
             raise ConfigError(
                 f"{str(first_path)!r} and {str(path)!r} were trained with different tokenizers, {first!r} and "
@@ -241,11 +247,18 @@ def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
         )
 
 
+def _tokenizer_file(name: str) -> Path:
+    path = existing_path("data.tokenizer", name)
+    return path / TOKENIZER_FILE if path.is_dir() else path
+
+
 def _tokenizer_of(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return data.tokenizer for the weights of a checkpoint: "bytes", an absolute path, or "" if it is unknown."""
     sidecar_dir = find_sidecar_dir(checkpoint)
     imported = checkpoint / TOKENIZER_FILE if sidecar_dir is None else sidecar_dir / TOKENIZER_FILE
     name = tokenizer_name(meta.order) or recipe_tokenizer(checkpoint)
+    if is_remote(name):
+        return name
     if name == "bytes" or Path(name).is_file():
         return name if name == "bytes" else str(Path(name).absolute())
     return str(imported.absolute()) if imported.is_file() else ""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, folder_digest
 from moefold.checkpoint.checkpoint_dir import (
     check_file_sizes,
     locate_checkpoint,
@@ -25,6 +26,9 @@ from moefold.convert.hf_config import families_for, family_unsupported_reason, i
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
+from moefold.hub import is_hub_url, snapshot
+from moefold.remote_copy import local_copy
+from moefold.remote_path import RemoteError, RemotePath, is_remote, to_path
 from moefold.validate.config import check_model
 
 
@@ -33,6 +37,10 @@ def new_folder_unsupported_reason(final: Path) -> str:
     try:
         if final.exists() or final.is_symlink():
             return f"{str(final)!r} exists; name another folder, or remove it"
+        if isinstance(final, RemotePath):
+            RemotePath(*final.parts[:-1]).check_writable()
+    except RemoteError as error:
+        return str(error)
     except (OSError, ValueError) as error:
         return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
     return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
@@ -104,6 +112,11 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"its width {width} is {slices} experts of model.moe_ffn_hidden_size={inner}, so model.num_experts="
             f"{model.num_experts} and model.top_k={model.top_k} must be multiples of {slices}"
         )
+    if model.router_softmax == "sparsemixer":
+        return (
+            "model.router_softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that they do not "
+            "add up to the dense layer; choose 'pre' or 'post'"
+        )
     if model.moe_hidden_size:
         return (
             f"its feed-forward width has no counterpart of model.moe_hidden_size={model.moe_hidden_size}, the width of "
@@ -160,6 +173,23 @@ def _format_value(value: object) -> str:
 DERIVED_MODEL_KEYS = ("preset", "layer_kinds")
 
 
+def weights_path(name: str) -> Path:
+    """Return the path of weights by a user's name.
+
+    `hf://ORG/NAME` is a snapshot on this machine, a remote Hugging Face folder a copy of it. Remote checkpoints are
+    read where they are.
+
+    Raises:
+        ConfigError: the weights cannot be reached.
+    """
+    if is_hub_url(name):
+        return snapshot(name, "model")
+    path = to_path(name)
+    if isinstance(path, RemotePath):
+        return local_copy(str(path)) if is_hf_folder(path) else path
+    return path
+
+
 def resolve_weights_folder(path: Path) -> Path:
     """Resolve a user's path to a Hugging Face folder, a checkpoint, or the newest checkpoint of a run.
 
@@ -211,10 +241,47 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     weights_model = read_model(path)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)
-    # Weights of a dense model: the indexers of sparse attention start at random.
-    model = cfg.model if weights_model.index_topk else replace(cfg.model, index_topk=0)
-    different = model_differences(model_sizes(without_unused_mtp(weights_model, cfg.model)), model)
+    model = cfg.model
+    if model.index_topk and weights_model.index_topk:
+        # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and
+        # indexers that the weights lack start at random.
+        weights_model = replace(weights_model, index_topk=model.index_topk, index_pattern=model.index_pattern)
+    elif model.index_topk:
+        # Weights of a dense model: all indexers start at random.
+        model = replace(model, index_topk=0)
+    different = model_differences(model_sizes(without_unused_mtp(weights_model, model)), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
+
+
+def check_initial_adapters(cfg: Config) -> None:
+    """Check before the ranks start that lora.init_from has the adapters of the recipe, and that there is a base.
+
+    Raises:
+        ConfigError: it has others, or none; or no weights are given that the adapters could belong to.
+    """
+    lora = cfg.lora
+    if not lora.rank:
+        return
+    if not cfg.checkpoint.init_from:
+        raise ConfigError(
+            f"lora.rank={lora.rank} trains adapters of given weights, and checkpoint.init_from names none; set it to a "
+            "Hugging Face folder, a checkpoint or a run"
+        )
+    if not lora.init_from:
+        return
+    path = resolve_weights_folder(weights_path(lora.init_from))
+    name = f"lora.init_from={lora.init_from!r}"
+    stored = {} if is_hf_folder(path) else read_meta(path).lora
+    if not stored:
+        raise ConfigError(f"{name} has no adapters; name a checkpoint of a run with lora.rank, or leave it out")
+    if reason := adapters_unsupported_reason(stored, cfg, str(path)):
+        raise ConfigError(f"{name} {reason}")
+    base = resolve_weights_folder(weights_path(cfg.checkpoint.init_from))
+    if folder_digest(base) != stored["base_digest"]:
+        raise ConfigError(
+            f"{name} has adapters of the weights in {stored['base']!r}, and checkpoint.init_from="
+            f"{cfg.checkpoint.init_from!r} has others; set checkpoint.init_from={stored['base']!r}"
+        )
 
 
 def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:
@@ -268,6 +335,11 @@ def check_merge(
     if hf_folders := [path for path in checkpoints if is_hf_folder(path)]:
         raise ConfigError(f"{str(hf_folders[0])!r} is a Hugging Face folder; convert it with moefold import first")
     found = [locate_checkpoint(path) for path in checkpoints]
+    if adapters := [path for path in found if read_meta(path).lora]:
+        raise ConfigError(
+            f"{str(adapters[0])!r} has adapters alone, whose products are not averaged with them; export each with "
+            "moefold export --merge, and import the result"
+        )
     first = read_model(found[0])
     for path in found:
         check_file_sizes(path)
@@ -283,8 +355,13 @@ def check_out(out: Path, rank_env: RankEnv | None) -> None:
     """Check on rank 0 that the output path is free.
 
     Raises:
-        ConfigError: the path exists already, or cannot be created.
+        ConfigError: the path exists already, cannot be created, or is remote for ranks of several machines.
     """
+    if is_remote(out) and rank_env is not None and rank_env.world_size > rank_env.local_world_size:
+        raise ConfigError(
+            f"{str(out)!r} is remote: its files are written on one machine before they are sent; start the ranks on "
+            "one machine, or name a folder that all machines share"
+        )
     if (rank_env is None or rank_env.rank == 0) and (reason := new_folder_unsupported_reason(out)):
         raise ConfigError(reason)
 

@@ -20,6 +20,8 @@ class RopeParameters:
     """Default of partial_rotary_factor; 0: the family rotates all dims."""
     rotary_dim_key: str = ""
     """Key of older folders with the number of rotated dims, read where there is no partial_rotary_factor."""
+    has_mscale: bool = False
+    """Read the scaling "longrope" alone, with its attention factors in short_mscale and long_mscale (Phi-3.5-MoE)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read theta and the RoPE scaling."""
@@ -40,11 +42,14 @@ class RopeParameters:
         if kind == "dynamic" and found.get("alpha"):
             # Hunyuan's folders: a fixed factor of theta, not a dynamic one.
             return {**keys, "rope_scaling": "ntk", **_ALPHA.read(found)}
-        if not isinstance(kind, str) or kind not in _ROPE_SCALINGS:
-            legal = ", ".join(map(repr, ("default", *_ROPE_SCALINGS)))
+        kinds = (LONGROPE,) if self.has_mscale else (*_ROPE_SCALINGS, LONGROPE)
+        if not isinstance(kind, str) or kind not in kinds:
+            legal = ", ".join(map(repr, ("default", *kinds)))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
         # As in transformers, the context length of the model stands in for an absent original one.
         found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
+        if kind == LONGROPE:
+            return {**keys, "rope_scaling": kind, **self._read_longrope(found, hf_config)}
         read = [entry.read(found) for entry in _ROPE_SCALINGS[kind]]
         return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
 
@@ -56,10 +61,52 @@ class RopeParameters:
         values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta} | fraction
         if model.rope_scaling == "ntk":
             return {"rope_parameters": values | {"rope_type": "dynamic", "factor": 1.0} | _ALPHA.write(model)}
+        if model.rope_scaling == LONGROPE:
+            return {"rope_parameters": values | self._write_longrope(model)}
+        if self.has_mscale:
+            return {"rope_parameters": values}
         for entry in _ROPE_SCALINGS[model.rope_scaling]:
             if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
                 values |= entry.write(model)
         return {"rope_parameters": values}
+
+    def _read_longrope(self, found: Json, hf_config: Json) -> dict[str, Any]:
+        """Read the factors of each pair and the attention factors of LongRoPE."""
+        # As in transformers: the original length outside of rope_parameters has precedence, and an absent factor is the
+        # ratio of both lengths.
+        given = hf_config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
+        keys = _ORIGINAL_SEQ_LEN.read({"original_max_position_embeddings": given})
+        factor = found.get("factor")
+        longest = hf_config.get("max_position_embeddings")
+        if factor is None and is_int(longest) and longest > keys["rope_original_seq_len"] > 0:
+            factor = longest / keys["rope_original_seq_len"]
+        keys |= Renamed("factor", "rope_scaling_factor", 1.0).read({"factor": factor})
+        for name in ("short", "long"):
+            factors = found.get(f"{name}_factor")
+            if not isinstance(factors, list):
+                raise ConfigError(f"config.json has {name}_factor={factors!r}, which should be a list of numbers")
+            pair = f"{name}_factor"
+            keys[f"rope_{name}_factors"] = tuple(
+                Renamed(pair, "rope_scaling_factor").read({pair: value})["rope_scaling_factor"] for value in factors
+            )
+            mscale = f"{name}_mscale" if self.has_mscale else "attention_factor"
+            default = REQUIRED if self.has_mscale else 0.0
+            keys |= Renamed(mscale, f"rope_{name}_mscale", default).read(found)
+            if found.get(mscale) is not None and keys[f"rope_{name}_mscale"] <= 0:
+                raise ConfigError(f"config.json has {mscale}={found[mscale]!r}, which should be above 0")
+        return keys
+
+    def _write_longrope(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the parameters of LongRoPE; what the family has no key for reads back as another model."""
+        values: dict[str, Any] = {
+            "original_max_position_embeddings": model.rope_original_seq_len,
+            "factor": model.rope_scaling_factor,
+            "short_factor": list(model.rope_short_factors),
+            "long_factor": list(model.rope_long_factors),
+        }
+        if self.has_mscale:
+            return values | {"short_mscale": model.rope_short_mscale, "long_mscale": model.rope_long_mscale}
+        return values | ({"attention_factor": model.rope_short_mscale} if model.rope_short_mscale else {})
 
     def _read_fraction(self, found: Json, hf_config: Json) -> dict[str, Any]:
         """Read the share of the head dims that RoPE rotates."""
@@ -81,6 +128,7 @@ class RopeParameters:
         )
 
 
+LONGROPE = "longrope"
 _ALPHA = Renamed("alpha", "rope_scaling_factor")
 _FACTOR = Renamed("factor", "rope_scaling_factor")
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")

@@ -185,7 +185,7 @@ class RowVector:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Block of rows of an HF matrix that fuses several of our matrices of one shape (Granite: gate and up).
+    """Block of rows of an HF matrix or vector that fuses several of ours of one shape (Granite: gate and up).
 
     Attributes:
         hf_name: its name.
@@ -197,8 +197,11 @@ class FusedRows:
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield one slice mapping of the whole parameter."""
-        start = (self.part * shape[0], 0)
-        yield SliceMapping(param_name, (0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1), (0, 1))
+        dims = range(len(shape))
+        start = (self.part * shape[0], *(0 for _ in shape[1:]))
+        zeros = tuple(0 for _ in dims)
+        steps = tuple(1 for _ in dims)
+        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, steps, tuple(dims))
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from moefold.config.schema import DataConfig
 from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
 from moefold.data.fingerprint import matches_fingerprint
+from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import is_remote
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -77,7 +79,11 @@ def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> Tokenize
         return TokenizerChoice(
             excluded=imported, token_ids=_token_ids(ByteTokenizer.separator_id), messages=(note, *ignored)
         )
-    file = _tokenizer_path(name)
+    try:
+        file = _tokenizer_path(name)
+    except ConfigError as error:
+        note = f"no tokenizer is written: {error}"
+        return TokenizerChoice(excluded=imported, token_ids=_token_ids(None), messages=(note, *ignored))
     recorded = meta.data_files.get(file.name, "")
     if TOKENIZER_FILE in imported and sidecar_dir is not None:
         if _is_same_tokenizer(sidecar_dir / TOKENIZER_FILE, file, recorded):
@@ -165,12 +171,17 @@ def _trained_tokenizer(weights_folder: Path) -> str:
 
 def _tokenizer_path(name: str) -> Path:
     """Return the tokenizer.json that data.tokenizer means, which may no longer exist."""
+    if is_remote(name):
+        folder_or_file = existing_path("data.tokenizer", name)
+        return folder_or_file / TOKENIZER_FILE if folder_or_file.is_dir() else folder_or_file
     path = _expand_user(name)
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 
 def _expand_user(name: str) -> Path:
-    """Expand `~` in a path, if the home folder is known."""
+    """Expand `~` in a path, if the home folder is known; a remote file means its copy on this machine."""
+    if is_remote(name):
+        return existing_path("data.chat_template", name)
     return Path(os.path.expanduser(name))
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.streaming_io import CheckpointSource, TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import raise_on_all_ranks
@@ -295,7 +295,7 @@ def assign_groups(mapping: StateDictMapping, world: World) -> list[tuple[str, ..
     return mine
 
 
-def verify_against_folder(source: CheckpointSource, folder: HfSource, world: World) -> None:
+def verify_against_folder(source: WeightSource, folder: HfSource, world: World) -> None:
     """Compare a checkpoint with a folder, some rows at a time. Collective over `world`.
 
     Args:

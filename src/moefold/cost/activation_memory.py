@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from moefold.config.schema import Config
-from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, BlockMemory, BlockSizes
+from moefold.cost.adapter_spec import adapted_layer_weights
+from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, index_bytes, selection_bytes
+from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.layer_spec import attention_name
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
 """Tokens per tile of the tiled loss, whose logits are in memory in the compute type."""
@@ -50,9 +53,26 @@ class ActivationMemory(BlockSizes):
         feed_forward = FEED_FORWARD_MEMORY[kind[0]]
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
-            return BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
-        saved = self._attention(kind).saved(self) + feed_forward.saved(self)
+            saved = BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
+            is_shared = shares_selections(self.cfg.model) and attention_name(self.cfg.model, kind).startswith("sparse")
+            # A selection, and what its loss needs, outlives the layer for those after it.
+            return saved + selection_bytes(self) + index_bytes(self) if is_shared else saved
+        saved = self._attention(kind).saved(self) + feed_forward.saved(self) + self._saved_by_adapters(kind)
         saved["residual stream"] += 2 * self.hidden_bytes
+        return saved
+
+    def _saved_by_adapters(self, kind: str) -> BytesByPart:
+        """Return the bytes of the products A x that adapters save; those of experts compute them again.
+
+        The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
+        """
+        saved = BytesByPart()
+        lora = self.cfg.lora
+        for weight in adapted_layer_weights(self.cfg.model, lora, kind):
+            if not weight.is_expert:
+                # Over tp, A x is gathered before a column-parallel B, and scattered before the B of a row-parallel W.
+                tokens = self.gathered_tokens if weight.tp_dim == 0 else self.tokens
+                saved[weight.part.replace("_", " ").replace("mlp", "MLP")] += tokens * lora.rank * self.item_bytes
         return saved
 
     def _attention(self, kind: str) -> BlockMemory:
@@ -69,7 +89,7 @@ class ActivationMemory(BlockSizes):
     @property
     def mtp_kind(self) -> str:
         """Kind of the MTP (multi-token prediction) layers."""
-        return self.cfg.model.block_kinds[-1]
+        return self.cfg.model.mtp_block_kind
 
     @property
     def num_mtp_layers(self) -> int:
@@ -169,7 +189,7 @@ class ActivationMemory(BlockSizes):
         """Temporary bytes of a recomputed norm: its statistics and its output."""
         if "norms" not in self.recompute:
             return BytesByPart()
-        return BytesByPart(norms=self.norm(self.tokens, self.cfg.model.hidden_size) + self.hidden_bytes)
+        return BytesByPart(norms=self.hidden_norm() + self.hidden_bytes)
 
     @property
     def _loss_chunk_tokens(self) -> int:
@@ -190,7 +210,7 @@ class ActivationMemory(BlockSizes):
         model = self.cfg.model
         p = self.cfg.parallel
         saved = BytesByPart()
-        saved["norms"] += self.norm(self.tokens, model.hidden_size)
+        saved["norms"] += self.hidden_norm()
         gathers = p.tp > 1
         saved["logits" if gathers else "norms"] += self.gathered_tokens * model.hidden_size * self.item_bytes
         if model.logits_divisor != 1:
@@ -205,6 +225,6 @@ class ActivationMemory(BlockSizes):
     def mtp_layer(self) -> BytesByPart:
         """Return the bytes of an MTP layer: three norms, the input projection, the layer, and another output head."""
         saved = self.layer_saved(self.mtp_kind) + self.head()
-        saved["norms"] += 2 * self.norm(self.tokens, self.cfg.model.hidden_size)
+        saved["norms"] += 2 * self.hidden_norm()
         saved["residual stream"] += 4 * self.hidden_bytes
         return saved

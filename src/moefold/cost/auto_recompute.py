@@ -11,6 +11,7 @@ from moefold.cost.flops import train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import IMPLIED_BY, missing_reason
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
+from moefold.cost.stage_partition import single_layer
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError
@@ -108,8 +109,8 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
     total = [1.0] * cfg.parallel.pp
     model_flops = train_flops_per_token(model, cfg.train.seq_len)
     for stage in plan.stages:
-        kinds = [(model.layer_kinds[i], model.attention_letters[i]) for i in stage.parts.layers]
-        kinds += [(model.layer_kinds[-1], model.attention_letters[-1])] * stage.parts.num_mtp_layers
+        kinds = [(model.block_kinds[i], model.attention_letters[i]) for i in stage.parts.layers]
+        kinds += [(model.mtp_block_kind, model.attention_letters[-1])] * stage.parts.num_mtp_layers
         for kind, letter in kinds:
             costs = _recompute_flops(model, kind, letter, cfg.train.seq_len)
             recomputed[stage.pp_rank] += sum(costs[part] for part in parts)
@@ -121,7 +122,7 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
 @lru_cache(maxsize=256)
 def _recompute_flops(model: ModelConfig, kind: str, letter: str, seq_len: int) -> dict[str, float]:
     """Return the FLOPs per token to recompute each part of a layer."""
-    one_layer = replace(model, num_layers=1, mtp_layers=0, layer_pattern=kind, attention_pattern=letter)
+    one_layer = single_layer(model, kind, letter)
     flops = train_flops_per_token(one_layer, seq_len)
     heads = model.num_attention_heads
     query_source = model.q_lora_rank or model.hidden_size

@@ -4,13 +4,9 @@ Each function lists the tensors that the operations of a block save, the norm be
 its entry to `ATTENTION_MEMORY` or `FEED_FORWARD_MEMORY`. Letters as in `activation_memory.py`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from moefold.config.schema import Config
-from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
-from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.cost.block_sizes import BlockMemory, BlockSizes
+from moefold.cost.linear_memory import LINEAR_ATTENTION_MEMORY
+from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 from moefold.topology.dispatchers import dispatcher_of
 
 INDEX_BYTES = 4
@@ -19,105 +15,6 @@ MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
 SELECTION_COPIES = 2.25
 """Temporary numbers of a block over those of its copied keys and values, measured (docs/log.md); more in bfloat16."""
-LINEAR_CHUNK_SIZE = 64
-"""Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
-
-
-class BlockSizes:
-    """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend.
-
-    Args:
-        cfg: a recipe that `check_config` passed.
-        recompute: parts that are recomputed.
-        kernels: kernel profile of the device.
-        imbalance: routed tokens of the busiest rank over the mean of all ranks.
-    """
-
-    def __init__(self, cfg: Config, recompute: frozenset[str], kernels: KernelProfile, imbalance: float) -> None:
-        p = cfg.parallel
-        train = cfg.train
-        self.cfg = cfg
-        self.recompute = recompute
-        self.kernels = kernels
-        self.imbalance = imbalance
-        self.item_bytes = compute_dtype_bytes(cfg)
-        self.high_precision_bytes = max(4, self.item_bytes)
-        self.gathered_tokens = train.seq_len // p.cp * train.micro_batch_size
-        self.tokens = self.gathered_tokens // p.tp
-        self.experts = ExpertMemory(cfg, recompute, kernels, imbalance)
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of one hidden state of every token between the sub-layers."""
-        return self.tokens * self.cfg.model.hidden_size * self.item_bytes
-
-    @property
-    def heads(self) -> int:
-        """Query heads of this rank."""
-        return self.cfg.model.num_attention_heads // self.cfg.parallel.tp
-
-    def gathered_bytes(self, width: int) -> int:
-        """Return the bytes of values of a width for every token inside the sub-layers."""
-        return self.gathered_tokens * self.item_bytes * width
-
-    def norm(self, tokens: int, width: int, *, full_width: bool = False) -> int:
-        """Return the bytes that a norm saves besides its input and output: one number per token.
-
-        A norm over all heads together consists of single operations: it also saves the normalised values, and in
-        bfloat16 these and its input in float32.
-        """
-        if not full_width:
-            return tokens * self.high_precision_bytes
-        return tokens * (
-            width * self.high_precision_bytes * (1 if self.item_bytes == self.high_precision_bytes else 2)
-            + self.high_precision_bytes
-        )
-
-    def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
-        """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
-
-        A norm of the block's output saves its input, which nothing else saves.
-        """
-        saved = BytesByPart()
-        hidden = self.cfg.model.hidden_size
-        placement = self.cfg.model.norm_placement
-        if placement != "pre":
-            saved["norms"] += self.norm(self.tokens, hidden) + self.hidden_bytes
-        if "norms" not in self.recompute and placement != "post":
-            saved["norms"] += self.norm(self.tokens, hidden)
-            saved["norms"] += self.hidden_bytes if saves_output else 0
-        if self.cfg.parallel.tp > 1 and part:
-            saved[part] += self.gathered_bytes(hidden)
-        return saved
-
-    def swiglu(self, width: int) -> int:
-        """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
-        num_saved = 3 if self.kernels.fused_swiglu else 4
-        return num_saved * self.gathered_bytes(width) // self.cfg.parallel.tp
-
-    def swiglu_wgrad(self, width: int) -> int:
-        """Return the bytes of the GEMM inputs and output gradients of a SwiGLU."""
-        return self.gathered_bytes(2 * self.cfg.model.hidden_size + 3 * width // self.cfg.parallel.tp)
-
-
-def _nothing(sizes: BlockSizes) -> BytesByPart:
-    return BytesByPart()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockMemory:
-    """Activation bytes of one kind of attention, or of feed-forward network."""
-
-    saved: Callable[[BlockSizes], BytesByPart]
-    """Saved for backward, without the input."""
-    delayed_wgrad: Callable[[BlockSizes], BytesByPart]
-    """GEMM inputs and output gradients, which a split backward pass holds."""
-    concurrent_wgrad: Callable[[BlockSizes], BytesByPart] = _nothing
-    """Delayed weight-gradient bytes that exist while the saved tensors do."""
-    transient: Callable[[BlockSizes], BytesByPart] = _nothing
-    """Peak of temporary bytes while the block runs or is recomputed."""
-    saved_if_recomputed: Callable[[BlockSizes], BytesByPart] = _nothing
-    """Saved even if the whole layer is recomputed."""
 
 
 def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
@@ -205,6 +102,13 @@ def _mla_wgrad(sizes: BlockSizes) -> BytesByPart:
     return BytesByPart(attention=sizes.gathered_bytes(2 * model.hidden_size + heads))
 
 
+def _sparse_mla_wgrad(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of latent attention in the space of the latents, which delays no gradient of `wkv_up`."""
+    model = sizes.cfg.model
+    heads = sizes.heads * (model.head_size + model.v_head_dim + model.attention_gate_size)
+    return BytesByPart(attention=sizes.gathered_bytes(2 * model.hidden_size + heads))
+
+
 def saved_by_core_attention(sizes: BlockSizes, value_head_size: int) -> BytesByPart:
     """Return the bytes of the output of the heads, and of the logarithms of their softmax sums."""
     p = sizes.cfg.parallel
@@ -246,6 +150,9 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
         sizes.high_precision_bytes + INT_BYTES
     )
     saved["router"] += sizes.tokens * routing_bytes
+    if model.router_softmax == "sparsemixer":
+        # For each choice a softmax and two masks.
+        saved["router"] += sizes.tokens * model.top_k * model.num_router_choices * (sizes.high_precision_bytes + 2)
     if sizes.cfg.moe.input_jitter:
         # The noise and the product with it, in the type of the logits.
         saved["router"] += 2 * sizes.tokens * model.hidden_size * sizes.high_precision_bytes
@@ -294,183 +201,32 @@ def _transient_moe(sizes: BlockSizes) -> BytesByPart:
     return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
 
-def _saved_by_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
-    """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
-    key, value, heads = _linear_widths(sizes)
-    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
-    saved["attention"] += sizes.gathered_bytes(2 * key + 2 * value + 2 * heads)
-    saved["core attention"] += sizes.gathered_bytes(value)
-    return saved
-
-
-_TORCH_RECURRENCE = {
-    "gated_deltanet": ((3.15, 6.4, 5.0, 4.8, 2.15), (3.2, 3.4, 4.9, 3.8, 2.3)),
-    "kda": ((1.7, 3.2, 34.4, 2.5, 0.0), (1.7, 0.1, 34.5, 2.5, 0.0)),
-    "gla": ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0)),
-}
-_C_RECURRENCE = {
-    "gated_deltanet": ((1.0, 10.2, 3.0, 5.4, 1.0), (1.0, 7.2, 3.0, 4.4, 1.0)),
-    "kda": ((2.0, 10.7, 3.5, 4.3, 1.0), (2.0, 7.6, 3.5, 3.3, 1.0)),
-    "gla": ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0)),
-}
-"""Numbers in float32 for each token that the recomputed recurrence holds at most, by torch operations and in C, in
-float32 and in bfloat16: multiples of the products within a chunk, the keys of the key heads and of the value heads, the
-values, and the states between chunks. They are fitted to measurements of ten shapes (docs/log.md); in C the first and
-last ones, and three of keys (two without the delta rule), are counted."""
-
-
-def _transient_gated_deltanet(sizes: BlockSizes) -> BytesByPart:
-    key, value, heads = _linear_widths(sizes)
-    return _transient_recurrence(sizes, "gated_deltanet", 2 * key + 2 * value + 2 * heads)
-
-
-def _transient_kda(sizes: BlockSizes) -> BytesByPart:
-    return _transient_recurrence(sizes, "kda", _kda_projections(sizes))
-
-
-def _transient_gla(sizes: BlockSizes) -> BytesByPart:
-    return _transient_recurrence(sizes, "gla", _gla_projections(sizes))
-
-
-def _has_c_kernels(sizes: BlockSizes) -> bool:
-    """Return whether linear attention is computed in C, given a compiler."""
-    run = sizes.cfg.run
-    is_supported = run.dtype != "float64" and sizes.cfg.train.precision == "dtype"
-    return sizes.kernels.device_type == "cpu" and run.kernels in ("auto", "c") and is_supported
-
-
-def _transient_short_convolution(sizes: BlockSizes) -> BytesByPart:
-    """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
-    width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
-    factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
-    numbers = round(sizes.gathered_tokens * factor * width)
-    transient = BytesByPart({"core attention": numbers * sizes.high_precision_bytes})
-    if "layer" in sizes.recompute:
-        transient["attention"] += sizes.gathered_bytes(3 * width)
-    return transient
-
-
-def _transient_recurrence(sizes: BlockSizes, kind: str, projected_width: int) -> BytesByPart:
-    """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %.
-
-    Args:
-        sizes: of the micro-batch.
-        kind: of the recurrence.
-        projected_width: numbers of a token from which the recurrence is computed.
-    """
-    model = sizes.cfg.model
-    key, value, heads = _linear_widths(sizes)
-    in_float32, in_bfloat16 = (_C_RECURRENCE if _has_c_kernels(sizes) else _TORCH_RECURRENCE)[kind]
-    factors = in_bfloat16 if sizes.item_bytes < sizes.high_precision_bytes else in_float32
-    widths = (
-        heads * LINEAR_CHUNK_SIZE,
-        key,
-        heads * model.linear_key_head_dim,
-        value,
-        value * model.linear_key_head_dim / LINEAR_CHUNK_SIZE,
-    )
-    numbers = sum(factor * width for factor, width in zip(factors, widths, strict=True))
-    transient = BytesByPart({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
-    if "layer" in sizes.recompute:
-        # The recomputed layer holds the projections three times, of which its own saved tensors count one (measured).
-        transient["attention"] += 2 * sizes.gathered_bytes(projected_width)
-    return transient
-
-
-def _gated_deltanet_wgrad(sizes: BlockSizes) -> BytesByPart:
-    key, value, heads = _linear_widths(sizes)
-    width = 2 * sizes.cfg.model.hidden_size + 2 * key + 3 * value + 2 * heads
-    return BytesByPart(attention=sizes.gathered_bytes(width))
-
-
-def _saved_by_kda(sizes: BlockSizes) -> BytesByPart:
-    """Return the bytes of the projections, the low ranks of decays and gate among them, and of the output."""
-    model = sizes.cfg.model
-    num_ranks = 0 if model.linear_full_rank_gates else 2
-    return _saved_by_channel_decays(sizes, _kda_projections(sizes), num_ranks * model.linear_value_head_dim)
-
-
-def _saved_by_gla(sizes: BlockSizes) -> BytesByPart:
-    """Return the bytes of the projections, the low rank of the decays among them, and of the output."""
-    return _saved_by_channel_decays(sizes, _gla_projections(sizes), sizes.cfg.model.linear_gate_rank)
-
-
-def _saved_by_channel_decays(sizes: BlockSizes, projected_width: int, low_ranks: int) -> BytesByPart:
-    """Return the bytes that a layer saves whose decays, and maybe gate, are projected through low ranks."""
-    _, value, _ = _linear_widths(sizes)
-    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
-    saved["attention"] += sizes.gathered_bytes(projected_width + low_ranks)
-    if low_ranks and sizes.cfg.parallel.tp > 1:
-        # The norm's output, for the projections of this rank's own tokens.
-        saved["attention"] += sizes.hidden_bytes
-    saved["core attention"] += sizes.gathered_bytes(value)
-    return saved
-
-
-def _kda_projections(sizes: BlockSizes) -> int:
-    """Return the width of queries, keys, values, decays, gate and write strengths of this rank."""
-    key, value, heads = _linear_widths(sizes)
-    return 2 * key + 2 * value + heads * (sizes.cfg.model.linear_key_head_dim + 1)
-
-
-def _gla_projections(sizes: BlockSizes) -> int:
-    """Return the width of queries, keys, values, decays and gate of this rank."""
-    key, value, heads = _linear_widths(sizes)
-    return 2 * key + 2 * value + heads * sizes.cfg.model.linear_key_head_dim
-
-
-def _kda_wgrad(sizes: BlockSizes) -> BytesByPart:
-    model = sizes.cfg.model
-    low_ranks = 0 if model.linear_full_rank_gates else 2 * model.linear_value_head_dim
-    return _channel_decays_wgrad(sizes, _kda_projections(sizes), low_ranks)
-
-
-def _gla_wgrad(sizes: BlockSizes) -> BytesByPart:
-    return _channel_decays_wgrad(sizes, _gla_projections(sizes), sizes.cfg.model.linear_gate_rank)
-
-
-def _channel_decays_wgrad(sizes: BlockSizes, projected_width: int, low_ranks: int) -> BytesByPart:
-    _, value, _ = _linear_widths(sizes)
-    inputs = 3 if low_ranks else 2
-    return BytesByPart(
-        attention=sizes.gathered_bytes(inputs * sizes.cfg.model.hidden_size + projected_width + value + 2 * low_ranks)
-    )
-
-
-def _saved_by_short_convolution(sizes: BlockSizes) -> BytesByPart:
-    """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""
-    width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
-    saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
-    saved["attention"] += sizes.gathered_bytes(3 * width)
-    saved["core attention"] += sizes.gathered_bytes(width)
-    return saved
-
-
-def _short_convolution_wgrad(sizes: BlockSizes) -> BytesByPart:
-    hidden = sizes.cfg.model.hidden_size
-    return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.cfg.parallel.tp))
-
-
-def _linear_widths(sizes: BlockSizes) -> tuple[int, int, int]:
-    """Return the widths of this rank's keys and values, and its value heads."""
-    model = sizes.cfg.model
-    tp = sizes.cfg.parallel.tp
-    heads = model.linear_num_value_heads // tp
-    return (
-        model.linear_num_key_heads // tp * model.linear_key_head_dim,
-        heads * model.linear_value_head_dim,
-        heads,
-    )
-
-
 def _saved_by_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
     """Return the bytes of grouped-query attention over selected keys, and of its indexer."""
     _, key_value = _gqa_widths(sizes)
     return _saved_by_gqa(sizes) + _saved_by_selection(sizes, key_value)
 
 
+def _saved_by_shared_gqa(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of grouped-query attention over keys that an earlier layer selected."""
+    _, key_value = _gqa_widths(sizes)
+    return _saved_by_gqa(sizes) + _saved_by_shared_selection(sizes, key_value)
+
+
 def _saved_by_sparse_mla(sizes: BlockSizes) -> BytesByPart:
     """Return the bytes of the latents, of the queries and outputs in their space, and of the indexer."""
+    width = sizes.cfg.model.kv_lora_rank + sizes.cfg.model.qk_rope_head_dim
+    return _saved_in_latent_space(sizes) + _saved_by_selection(sizes, width)
+
+
+def _saved_by_shared_mla(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of latent attention over keys that an earlier layer selected."""
+    width = sizes.cfg.model.kv_lora_rank + sizes.cfg.model.qk_rope_head_dim
+    return _saved_in_latent_space(sizes) + _saved_by_shared_selection(sizes, width)
+
+
+def _saved_in_latent_space(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the latents, and of the queries and outputs in their space."""
     model = sizes.cfg.model
     rank = model.kv_lora_rank
     key = rank + model.qk_rope_head_dim
@@ -482,24 +238,36 @@ def _saved_by_sparse_mla(sizes: BlockSizes) -> BytesByPart:
     saved["attention"] += _saved_by_latent_gate(sizes)
     # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
     saved["attention"] += sizes.gathered_bytes(sizes.heads * (model.head_size + key + model.v_head_dim) + key)
-    return saved + saved_by_core_attention(sizes, rank) + _saved_by_selection(sizes, key)
+    return saved + saved_by_core_attention(sizes, rank)
 
 
 def _saved_by_selection(sizes: BlockSizes, key_width: int) -> BytesByPart:
-    """Return the bytes of the selected keys' numbers, of the gathered keys under cp, and of the indexer.
+    """Return the bytes of the selected keys' numbers, of the gathered keys under cp, and of the indexer."""
+    return _saved_by_shared_selection(sizes, key_width) + selection_bytes(sizes)
 
-    The indexer saves its queries, weights and keys as the gradients of its loss.
-    """
-    model = sizes.cfg.model
+
+def selection_bytes(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the selected keys' numbers, which layers that share a selection have once."""
+    selected = min(sizes.cfg.model.index_topk, sizes.cfg.train.seq_len)
+    return BytesByPart({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
+
+
+def _saved_by_shared_selection(sizes: BlockSizes, key_width: int) -> BytesByPart:
+    """Return the bytes of the gathered keys under cp, and of the gradients that the indexer's loss keeps."""
     p = sizes.cfg.parallel
-    selected = min(model.index_topk, sizes.cfg.train.seq_len)
-    saved = BytesByPart({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
+    saved = index_bytes(sizes)
     if p.cp > 1:
         saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
+    return saved
+
+
+def index_bytes(sizes: BlockSizes) -> BytesByPart:
+    """Return the bytes of the queries, weights and keys of an indexer, or of their gradients."""
+    model = sizes.cfg.model
+    p = sizes.cfg.parallel
     own = model.index_heads * model.index_head_dim * sizes.item_bytes
     own += model.index_heads * sizes.high_precision_bytes + model.index_head_dim * sizes.item_bytes
-    saved["attention"] += sizes.tokens * own + p.cp * sizes.gathered_bytes(model.index_head_dim)
-    return saved
+    return BytesByPart(attention=sizes.tokens * own + p.cp * sizes.gathered_bytes(model.index_head_dim))
 
 
 def _transient_sparse_gqa(sizes: BlockSizes) -> BytesByPart:
@@ -528,19 +296,18 @@ def _transient_selection(
 
 ATTENTION_MEMORY = {
     "sparse_gqa": BlockMemory(saved=_saved_by_sparse_gqa, delayed_wgrad=_gqa_wgrad, transient=_transient_sparse_gqa),
-    "sparse_mla": BlockMemory(saved=_saved_by_sparse_mla, delayed_wgrad=_mla_wgrad, transient=_transient_sparse_mla),
+    "sparse_mla": BlockMemory(
+        saved=_saved_by_sparse_mla, delayed_wgrad=_sparse_mla_wgrad, transient=_transient_sparse_mla
+    ),
+    "shared_sparse_gqa": BlockMemory(
+        saved=_saved_by_shared_gqa, delayed_wgrad=_gqa_wgrad, transient=_transient_sparse_gqa
+    ),
+    "shared_sparse_mla": BlockMemory(
+        saved=_saved_by_shared_mla, delayed_wgrad=_sparse_mla_wgrad, transient=_transient_sparse_mla
+    ),
     "gqa": BlockMemory(saved=_saved_by_gqa, delayed_wgrad=_gqa_wgrad),
     "mla": BlockMemory(saved=_saved_by_mla, delayed_wgrad=_mla_wgrad),
-    "kda": BlockMemory(saved=_saved_by_kda, delayed_wgrad=_kda_wgrad, transient=_transient_kda),
-    "gla": BlockMemory(saved=_saved_by_gla, delayed_wgrad=_gla_wgrad, transient=_transient_gla),
-    "short_convolution": BlockMemory(
-        saved=_saved_by_short_convolution,
-        delayed_wgrad=_short_convolution_wgrad,
-        transient=_transient_short_convolution,
-    ),
-    "gated_deltanet": BlockMemory(
-        saved=_saved_by_gated_deltanet, delayed_wgrad=_gated_deltanet_wgrad, transient=_transient_gated_deltanet
-    ),
+    **LINEAR_ATTENTION_MEMORY,
 }
 """Memory of each attention, by its name in `cost/layer_spec.py`."""
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
+from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.layer_spec import attention_spec, embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.param_spec import ModelPart, ParamSpec
 
@@ -139,7 +141,10 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     mtp = 0
     if model.mtp_layers:
         gemms = _gemm_flops(model, mtp_layer_weights(model))
-        mtp = model.mtp_layers * (sum(gemms.values()) + round(core_flops[-1]) + head)
+        last = model.num_layers - 1
+        keys = keys_per_token(model.layer_windows[last], seq_len, causal=causal, chunk_size=model.layer_chunks[last])
+        core = attention_spec(model, model.mtp_block_kind).core_flops(model, keys)
+        mtp = model.mtp_layers * (sum(gemms.values()) + round(core) + head)
     return FlopCount(
         attention_projections=flops["attention"],
         attention_core=round(sum(core_flops)),
@@ -150,6 +155,23 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         head=head,
         mtp=mtp,
     )
+
+
+def step_flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs per token of the training step of a recipe; frozen weights have no gradient.
+
+    A matrix that adapters alone train costs a product in the forward pass and one in the backward pass, instead of two
+    there, and each adapter three.
+    """
+    model = cfg.model
+    count = train_flops_per_token(model, cfg.train.seq_len)
+    if not cfg.lora.rank:
+        return count.total
+    adapters = 0
+    for kind in model.block_kinds:
+        adapters += sum(_gemm_flops(model, layer_adapters(model, cfg.lora, kind)).values())
+    frozen = count.forward - count.attention_core
+    return TRAIN_TO_FORWARD * (count.attention_core + adapters) + (TRAIN_TO_FORWARD - 1) * frozen
 
 
 def keys_per_token(window: int, seq_len: int, *, causal: bool, chunk_size: int = 0) -> float:

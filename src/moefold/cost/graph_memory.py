@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from moefold.config.model import BLOCK_KINDS
-from moefold.cost.block_memory import BlockSizes
+from moefold.cost.block_sizes import BlockSizes
 from moefold.cost.layer_spec import layer_weights
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.unit_memory import master_dtype_bytes

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Literal
 
-from moefold.config.model import SOFTMAX_LETTERS, ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import ATTENTIONS, attention_spec
 from moefold.cost.stages import plan_stages
@@ -18,16 +18,23 @@ CacheKind = Literal["latents", "heads"]
 
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
     """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
-    width = cached_width(cfg.model, cfg.parallel.tp, kind)
-    return num_tokens * batch_size * _max_layers(cfg, SOFTMAX_LETTERS) * width * compute_dtype_bytes(cfg)
+    width = max(_cached_widths(cfg, kind).values(), default=0)
+    return num_tokens * batch_size * width * compute_dtype_bytes(cfg)
 
 
-def cached_width(model: ModelConfig, tp: int, kind: CacheKind) -> int:
-    """Return the numbers that one of `tp` ranks caches of a token in a layer of softmax attention."""
+def cached_width(model: ModelConfig, tp: int, kind: CacheKind, block_kind: str = "D") -> int:
+    """Return the numbers that one of `tp` ranks caches of a token in a layer of softmax attention.
+
+    Args:
+        model: sizes.
+        tp: ranks that share the heads.
+        kind: what latent attention caches.
+        block_kind: one of `BLOCK_KINDS`.
+    """
     if model.attention == "mla" and kind == "heads":
         # Keys and values are padded to one head dim.
         return 2 * (model.num_attention_heads // tp) * max(model.head_size, model.v_head_dim)
-    return attention_spec(model).cache_width(model, tp)
+    return attention_spec(model, block_kind).cache_width(model, tp)
 
 
 def num_state_slots(slots: int) -> int:
@@ -37,7 +44,7 @@ def num_state_slots(slots: int) -> int:
 
 def recurrent_state_bytes(cfg: Config) -> int:
     """Return the bytes of the states of one sample on the rank with the most layers of linear attention."""
-    return _max_layers(cfg, "L") * layer_state_bytes(cfg.model, cfg.parallel.tp, compute_dtype_bytes(cfg))
+    return _max_linear_layers(cfg) * layer_state_bytes(cfg.model, cfg.parallel.tp, compute_dtype_bytes(cfg))
 
 
 def layer_state_bytes(model: ModelConfig, tp: int, item_bytes: int) -> int:
@@ -80,19 +87,28 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     limit = int(cfg.rollout.cache_gib * 2**30) - num_state_slots(cfg.rollout.slots) * state_bytes
     size = min(needed, max(0, limit))
     if size:
-        size = size * len(_layers(cfg.model, SOFTMAX_LETTERS)) // (p.pp * _max_layers(sampling, SOFTMAX_LETTERS))
+        widths = _cached_widths(sampling, cfg.rollout.cache).values()
+        size = size * sum(widths) // (p.pp * max(widths))
     if states:
-        states = states * len(_layers(cfg.model, "L")) // (p.pp * _max_layers(sampling, "L"))
+        states = states * cfg.model.attention_letters.count("L") // (p.pp * _max_linear_layers(sampling))
     return size + states
 
 
-def _layers(model: ModelConfig, letters: str) -> list[int]:
-    return [i for i, letter in enumerate(model.attention_letters) if letter in letters]
+def _cached_widths(cfg: Config, kind: CacheKind) -> Counter[int]:
+    """Return the numbers that a rank caches of a token, by pipeline rank; MTP layers do not run in decoding."""
+    widths: Counter[int] = Counter()
+    for rank, block_kind in _ranks_of_layers(cfg):
+        if not block_kind.endswith("L"):
+            widths[rank] += cached_width(cfg.model, cfg.parallel.tp, kind, block_kind)
+    return widths
 
 
-def _max_layers(cfg: Config, letters: str) -> int:
-    """Return the layers of some kinds on the rank that has most, without MTP layers, which decoding does not use."""
-    num_layers = cfg.model.num_layers
-    ranks = plan_stages(cfg).rank_of_layers(num_layers)
-    kinds = cfg.model.attention_letters
-    return max(Counter(rank for i, rank in ranks.items() if i < num_layers and kinds[i] in letters).values(), default=0)
+def _max_linear_layers(cfg: Config) -> int:
+    """Return the layers of linear attention on the rank that has most of them."""
+    return max(Counter(rank for rank, kind in _ranks_of_layers(cfg) if kind.endswith("L")).values(), default=0)
+
+
+def _ranks_of_layers(cfg: Config) -> list[tuple[int, str]]:
+    """Return the pipeline rank and the kind of each layer, in order."""
+    ranks = plan_stages(cfg).rank_of_layers(cfg.model.num_layers)
+    return [(ranks[number], kind) for number, kind in enumerate(cfg.model.block_kinds)]

@@ -23,19 +23,28 @@ def key_value_cache_width(model: ModelConfig, tp: int) -> int:
     return 2 * max(1, model.num_query_groups // tp) * model.head_size
 
 
+def shared_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of grouped-query attention over keys that an earlier layer selected."""
+    return softmax_core_flops(model, min(keys, model.index_topk))
+
+
 def sparse_core_flops(model: ModelConfig, keys: float) -> float:
     """Return the FLOPs of grouped-query attention over the selected keys, and of the indexer's scores of all keys."""
-    return softmax_core_flops(model, min(keys, model.index_topk)) + _index_flops(model, keys)
+    return shared_core_flops(model, keys) + _index_flops(model, keys)
 
 
-def sparse_latent_core_flops(model: ModelConfig, keys: float) -> float:
-    """Return the FLOPs of latent attention over the selected keys, in the space of the latents, and of the indexer.
+def shared_latent_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of latent attention over keys that an earlier layer selected, in the space of the latents.
 
     The up projection of the keys and values is multiplied with each query instead of each key: as many FLOPs.
     """
     widths = 2 * model.kv_lora_rank + model.qk_rope_head_dim
-    selected = 2 * min(keys, model.index_topk) * model.num_attention_heads * widths
-    return selected + _index_flops(model, keys)
+    return 2 * min(keys, model.index_topk) * model.num_attention_heads * widths
+
+
+def sparse_latent_core_flops(model: ModelConfig, keys: float) -> float:
+    """Return the FLOPs of latent attention over the selected keys, and of the indexer."""
+    return shared_latent_core_flops(model, keys) + _index_flops(model, keys)
 
 
 def _index_flops(model: ModelConfig, keys: float) -> float:
@@ -139,8 +148,8 @@ def mtp_layer_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     hidden = model.hidden_size
     return (
         ParamSpec("projection", (hidden, 2 * hidden), "mtp"),
-        *layer_weights(model, model.block_kinds[-1]),
-        *(_norm(name, hidden) for name in ("embedding_norm", "hidden_norm", "output_norm")),
+        *layer_weights(model, model.mtp_block_kind),
+        *(weight for name in ("embedding_norm", "hidden_norm", "output_norm") for weight in _hidden_norm(model, name)),
     )
 
 
@@ -150,9 +159,10 @@ def embedding_weight(model: ModelConfig) -> ParamSpec:
 
 
 def head_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
-    """Return the last norm, and the output head unless embeddings are tied."""
-    norm = _norm("norm", model.hidden_size)
-    return (norm,) if model.tie_embeddings else (replace(embedding_weight(model), part="head"), norm)
+    """Return the last norm, the output head unless embeddings are tied, and its bias."""
+    weight = () if model.tie_embeddings else (replace(embedding_weight(model), part="head"),)
+    bias = (ParamSpec("bias", (model.vocab_size,), "head", tp_dim=0),) if model.head_bias else ()
+    return (*weight, *bias, *_hidden_norm(model, "norm"))
 
 
 @lru_cache(maxsize=16)
@@ -171,6 +181,8 @@ def attention_name(model: ModelConfig, kind: str) -> str:
     """Return the name of the attention of a layer of one of `BLOCK_KINDS`: a key of `ATTENTIONS`."""
     if kind.endswith("L"):
         return model.linear_attention
+    if kind.endswith("S"):
+        return f"shared_sparse_{model.attention}"
     return f"sparse_{model.attention}" if model.index_topk else model.attention
 
 
@@ -189,7 +201,13 @@ def _norm(name: str, width: int) -> ParamSpec:
 
 def _residual_norms(model: ModelConfig, name: str, placement: str) -> tuple[ParamSpec, ...]:
     """Return a norm of the residual stream's width, if the model has norms there."""
-    return (_norm(name, model.hidden_size),) if model.norm_placement in (placement, "both") else ()
+    return _hidden_norm(model, name) if model.norm_placement in (placement, "both") else ()
+
+
+def _hidden_norm(model: ModelConfig, name: str) -> tuple[ParamSpec, ...]:
+    """Return the parameters of a norm of the residual stream's width."""
+    weight = _norm(name, model.hidden_size)
+    return (weight, replace(weight, name=f"{name}.bias")) if model.norm == "layernorm" else (weight,)
 
 
 def gqa_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -290,7 +308,7 @@ def _delta_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
     for name, width in (("conv_q", key), ("conv_k", key), ("conv_v", value)):
         yield ParamSpec(name, (width, taps), "attention", tp_dim=0, always_adamw=True)
-    yield ParamSpec("a_log", (heads,), "attention", tp_dim=0)
+    yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)
 
 
 def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
@@ -300,7 +318,7 @@ def gated_deltanet_weights(model: ModelConfig) -> Iterator[ParamSpec]:
     yield from _delta_weights(model)
     yield ParamSpec("wg", (heads * model.linear_value_head_dim, hidden), "attention", tp_dim=0)
     yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
-    yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0)
+    yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0, in_exponent=True)
     yield _norm("norm", model.linear_value_head_dim)
 
 
@@ -319,7 +337,7 @@ def kda_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec("wa_up", (channels, rank), "attention", tp_dim=0)
         yield ParamSpec("wg_down", (rank, hidden), "attention")
         yield ParamSpec("wg_up", (value, rank), "attention", tp_dim=0)
-    yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0)
+    yield ParamSpec("dt_bias", (channels,), "attention", tp_dim=0, in_exponent=True)
     yield _norm("norm", rank)
 
 
@@ -347,6 +365,10 @@ def short_convolution_weights(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
     yield ParamSpec("conv", (hidden, model.linear_conv_kernel), "attention", tp_dim=0, always_adamw=True)
     yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+    if model.linear_conv_bias:
+        for name in ("bb", "bc", "bv", "conv_bias"):
+            yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
+        yield ParamSpec("bo", (hidden,), "attention")
 
 
 def swiglu_weights(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
@@ -403,6 +425,13 @@ ATTENTIONS: dict[str, BlockSpec] = {
             weights=sparse_mla_weights,
             core_flops=sparse_latent_core_flops,
             cache_width=sparse_latent_cache_width,
+        ),
+        BlockSpec(name="shared_sparse_gqa", weights=gqa_weights, core_flops=shared_core_flops),
+        BlockSpec(
+            name="shared_sparse_mla",
+            weights=mla_weights,
+            core_flops=shared_latent_core_flops,
+            cache_width=latent_cache_width,
         ),
         BlockSpec(
             name="gated_deltanet",

@@ -120,7 +120,7 @@ def recipe_chunk(model: ModelConfig, parts: StageParts) -> ModelChunk:
     """Return the layers of a stage, with `BLOCK_KINDS` as kinds."""
     kinds = tuple(BLOCK_KINDS.index(model.block_kinds[i]) for i in parts.layers)
     counts = [kinds.count(kind) for kind in range(len(BLOCK_KINDS))]
-    counts[BLOCK_KINDS.index(model.block_kinds[-1])] += parts.num_mtp_layers
+    counts[BLOCK_KINDS.index(model.mtp_block_kind)] += parts.num_mtp_layers
     return ModelChunk(tuple(counts), parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
 
 

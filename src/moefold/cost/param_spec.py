@@ -37,11 +37,18 @@ class ParamSpec:
     """Whether Muon leaves it to AdamW although it is a matrix."""
     matrix_rows: tuple[int, ...] = ()
     """Rows of the logical matrices of which Muon updates each alone; they alternate along dim 0. Empty: one matrix."""
+    in_exponent: bool = False
+    """Whether the model exponentiates it, so that rounding it to the compute type changes the result much."""
 
     @property
     def is_expert(self) -> bool:
         """Return whether the parameter belongs to the MoE view."""
         return self.part == "experts"
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Return whether it is read in the type of the master weights: of routers, and in exponents."""
+        return self.in_exponent or self.part == "router"
 
     @property
     def is_matrix(self) -> bool:

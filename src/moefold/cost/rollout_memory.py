@@ -9,12 +9,13 @@ from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mappin
 
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:
-    """Return the bytes of an element of each weight for inference: the compute type, for routers the master type."""
+    """Return the bytes of an element of each weight for inference: the compute type, or the master type."""
     wide = master_dtype_bytes(cfg)
     narrow = compute_dtype_bytes(cfg)
     names = WeightSharding.from_config(cfg, for_training=False).shapes
-    parts = {name: weight.part for name, weight in model_weights(cfg.model).items()}
-    return {name: wide if parts.get(name, "router") == "router" else narrow for name in names}
+    weights = model_weights(cfg.model)
+    # What is no parameter is a buffer of a router.
+    return {name: wide if name not in weights or weights[name].is_full_precision else narrow for name in names}
 
 
 def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.topology.pipeline_layout import StageParts
+from moefold.topology.selection_groups import stage_starts
 
 MAX_SLOWDOWN_PCT = 10
 """Maximum excess of the busiest stage's FLOPs over the best partition, in per cent."""
@@ -43,7 +44,7 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
 
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
     flops = [cost.flops for cost in _unit_costs(cfg)]
-    return _stages_between(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT))
+    return _stages_between(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT, _unit_bounds(cfg)))
 
 
 def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
@@ -55,7 +56,12 @@ def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
     flops = [cost.flops for cost in costs]
     weights = [cost.num_parameters for cost in costs]
-    return _stages_between(cfg, _best_bounds(flops, [weights] * num_stages, 0))
+    return _stages_between(cfg, _best_bounds(flops, [weights] * num_stages, 0, _unit_bounds(cfg)))
+
+
+def _unit_bounds(cfg: Config) -> frozenset[int]:
+    """Return the units at which a stage may begin: the embedding, some layers by `stage_starts`, and the loss."""
+    return frozenset((0, *(number + 1 for number in stage_starts(cfg.model))))
 
 
 def _unit_costs(cfg: Config) -> list[StageCost]:
@@ -82,7 +88,7 @@ def stage_cost(cfg: Config, parts: StageParts) -> StageCost:
     if parts.has_embedding:
         cost += embedding_cost(cfg)
     for i in parts.layers:
-        cost += layer_cost(cfg, i)
+        cost += layer_cost(cfg, cfg.model.block_kinds[i], cfg.model.attention_letters[i])
     return cost + loss_cost(cfg) if parts.has_loss else cost
 
 
@@ -93,18 +99,14 @@ def embedding_cost(cfg: Config) -> StageCost:
 
 def _layer_costs(cfg: Config) -> list[StageCost]:
     """Return the cost of every layer, in order; equal layers are counted once."""
-    first_numbers: dict[tuple[str, str], int] = {}
-    kinds = list(zip(cfg.model.layer_kinds, cfg.model.attention_letters, strict=True))
-    for number, kind in enumerate(kinds):
-        first_numbers.setdefault(kind, number)
-    loads = {kind: layer_cost(cfg, number) for kind, number in first_numbers.items()}
+    kinds = list(zip(cfg.model.block_kinds, cfg.model.attention_letters, strict=True))
+    loads = {kind: layer_cost(cfg, *kind) for kind in set(kinds)}
     return [loads[kind] for kind in kinds]
 
 
-def layer_cost(cfg: Config, number: int) -> StageCost:
-    """Return the cost of one layer, of its kind and with its attention."""
-    model = cfg.model
-    one_layer = _single_layer(model, model.layer_kinds[number], model.attention_letters[number])
+def layer_cost(cfg: Config, kind: str, letter: str) -> StageCost:
+    """Return the cost of a layer of one of `BLOCK_KINDS`, with the letter of its attention."""
+    one_layer = single_layer(cfg.model, kind, letter)
     count = count_parameters(one_layer)
     p = cfg.parallel
     dense = count.total - count.embedding - count.head - count.experts
@@ -120,43 +122,58 @@ def loss_cost(cfg: Config) -> StageCost:
     load = StageCost(flops.head + flops.mtp, model.vocab_size * model.hidden_size // p.tp)
     if model.mtp_layers == 0:
         return load
-    mtp_layer = layer_cost(cfg, model.num_layers - 1)
+    mtp_layer = layer_cost(cfg, model.mtp_block_kind, model.attention_letters[-1])
     mtp_parameters = model.mtp_layers * (mtp_layer.num_parameters + 2 * model.hidden_size**2)
     head_copy = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size // p.tp
     return StageCost(load.flops, load.num_parameters + mtp_parameters + head_copy)
 
 
-def _single_layer(model: ModelConfig, kind: str, letter: str) -> ModelConfig:
-    return replace(model, mtp_layers=0, num_layers=1, layer_pattern=kind, attention_pattern=letter)
+def single_layer(model: ModelConfig, kind: str, letter: str) -> ModelConfig:
+    """Return the model with one layer, of one of `BLOCK_KINDS`, with the letter of its attention."""
+    index_letter = "S" if kind.endswith("S") else "F"
+    return replace(
+        model,
+        mtp_layers=0,
+        num_layers=1,
+        layer_pattern=kind[0],
+        attention_pattern=letter,
+        index_pattern=index_letter,
+    )
 
 
-def _best_bounds(flops: Sequence[int], sizes: Sequence[Sequence[int]], max_slowdown_pct: int) -> list[int]:
+def _best_bounds(
+    flops: Sequence[int], sizes: Sequence[Sequence[int]], max_slowdown_pct: int, allowed: frozenset[int]
+) -> list[int]:
     """Return the bounds of the partition with the least product of squared FLOPs and size.
 
     Args:
         flops: FLOPs of the units.
         sizes: sizes of the units on each stage.
         max_slowdown_pct: allowed excess over the fastest partition, in per cent.
+        allowed: units at which a stage may begin.
     """
-    fastest = _min_max_partition([flops] * len(sizes), flops, sum(flops))[0]
+    fastest = _min_max_partition([flops] * len(sizes), flops, sum(flops), allowed)[0]
     sums = [0, *accumulate(flops)]
     paces = {stop - first for i, first in enumerate(sums) for stop in sums[i + 1 :]}
     best: tuple[int, list[int]] | None = None
     for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + max_slowdown_pct) // 100):
-        largest, bounds = _min_max_partition(sizes, flops, pace)
+        largest, bounds = _min_max_partition(sizes, flops, pace, allowed)
         if best is None or pace * pace * largest < best[0]:
             best = pace * pace * largest, bounds
     assert best is not None, "the fastest partition is always a candidate"
     return best[1]
 
 
-def _min_max_partition(costs: Sequence[Sequence[int]], limited: Sequence[int], limit: int) -> tuple[int, list[int]]:
+def _min_max_partition(
+    costs: Sequence[Sequence[int]], limited: Sequence[int], limit: int, allowed: frozenset[int]
+) -> tuple[int, list[int]]:
     """Return the minimum over partitions of the largest stage cost, and the bounds that reach it.
 
     Args:
         costs: costs of the units on each stage; at least as many units as stages.
         limited: a second cost of the units.
         limit: maximum of the second cost per stage.
+        allowed: units at which a stage may begin, at least as many as stages.
     """
     num_units = len(limited)
     assert num_units >= len(costs), (num_units, len(costs))
@@ -174,7 +191,7 @@ def _min_max_partition(costs: Sequence[Sequence[int]], limited: Sequence[int], l
                 other += limited[first]
                 if total > new_best[stop] or other > limit:
                     break
-                if max(best[first], total) < new_best[stop]:
+                if first in allowed and max(best[first], total) < new_best[stop]:
                     new_best[stop] = max(best[first], total)
                     bound[stop] = first
         best = new_best

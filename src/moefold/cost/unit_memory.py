@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from moefold.config.schema import Config, TrainConfig
+from moefold.cost.adapter_spec import MODULE_NAME, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.param_spec import ModelPart, ParamSpec
@@ -81,8 +82,9 @@ class ShardSpec:
     """Number of moments of each parameter, and bytes of its step count."""
     matrix_groups: tuple[str, ...] = ()
     """Groups whose matrices the optimizer gathers; their number of moments differs, and they have no step count."""
-    trains_indexers_only: bool = False
-    """Whether all weights but those of indexers are frozen, without gradients and moments."""
+    trained_names: str = ""
+    """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
+    all are trained."""
     outer_bytes: int = 0
     """Bytes of the outer weights and momentum per weight; 0 without sites."""
 
@@ -92,7 +94,7 @@ class ShardSpec:
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
             weight_bytes += shards.padded_numel * self.master_bytes
-            if self.trains_indexers_only and ".indexer." not in weight.name:
+            if self.trained_names not in weight.name:
                 continue
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
@@ -113,7 +115,7 @@ class ShardSpec:
         total = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
-            item = max(self.master_bytes, self.compute_bytes) if weight.part == "router" else self.compute_bytes
+            item = max(self.master_bytes, self.compute_bytes) if weight.is_full_precision else self.compute_bytes
             total += shards.padded_numel * shards.degree * item
         return total
 
@@ -135,9 +137,16 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         gradient_bytes=master,
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
-        trains_indexers_only=cfg.trains_indexers_only,
+        trained_names=_trained_names(cfg),
         outer_bytes=master * cfg.sites.num_states,
     )
+
+
+def _trained_names(cfg: Config) -> str:
+    """Return a part of the names of the weights that a recipe trains; empty if it trains all."""
+    if cfg.trains_adapters_only:
+        return f".{MODULE_NAME}."
+    return ".indexer." if cfg.trains_indexers_only else ""
 
 
 def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: int) -> bool:
@@ -181,7 +190,7 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
     if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
         return 0
     read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
-    weights = [weight for name in read for weight in unit_weights(cfg, name) if weight.part != "router"]
+    weights = [weight for name in read for weight in unit_weights(cfg, name) if not weight.is_full_precision]
     return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
 
 
@@ -195,7 +204,7 @@ def unit_names(cfg: Config, stage: Stage) -> list[str]:
 
 
 def unit_weights(cfg: Config, name: str) -> tuple[ParamSpec, ...]:
-    """Return the unsharded weights of one of `unit_names`."""
+    """Return the unsharded weights of one of `unit_names`, in training: with their adapters."""
     match name:
         case "embedding":
             return (embedding_weight(cfg.model),)
@@ -203,7 +212,7 @@ def unit_weights(cfg: Config, name: str) -> tuple[ParamSpec, ...]:
             return head_weights(cfg.model)
         case "mtp":
             return mtp_layer_weights(cfg.model)
-    return layer_weights(cfg.model, name)
+    return (*layer_weights(cfg.model, name), *layer_adapters(cfg.model, cfg.lora, name))
 
 
 class UnitMemory:
@@ -248,7 +257,7 @@ class UnitMemory:
             gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
             if self._caches_quantized_weights:
                 gathered += quantized_copy_bytes(weights)
-            has_experts = name in ("M", "ML") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
+            has_experts = name in ("M", "ML", "MS") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),
                 gathered=gathered,

@@ -20,6 +20,7 @@ from moefold.data.file_formats import column_values, is_jsonl, jsonl_records, op
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
 from moefold.data.text_source import TextChunk
 from moefold.errors import ConfigError
+from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
     import datasets
@@ -291,7 +292,7 @@ def check_package() -> None:
 
 def _local_path(name: str) -> Path | None:
     looks_local = name.startswith((".", "/", "~")) or _suffix(Path(name)) in READERS
-    if looks_local or os.path.exists(name) or not _HUB_NAME.fullmatch(name):
+    if looks_local or is_remote(name) or os.path.exists(name) or not _HUB_NAME.fullmatch(name):
         return existing_path("data.path", name)
     return None
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
 from moefold.errors import ConfigError
+from moefold.hub import TOKENIZER_PATTERNS, is_hub_url, snapshot
+from moefold.remote_copy import local_copy
+from moefold.remote_path import RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75
 """Minimum similarity (0 to 1) to a missing name for a suggestion."""
@@ -40,9 +43,13 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
 def existing_path(key: str, name: str) -> Path:
     """Return the absolute path of a file or folder that the recipe names under `key`; `~` is the home folder.
 
+    Remote files, and files on the hub, are copied to this machine: the path is that of the copy.
+
     Raises:
         ConfigError: it does not exist; the message suggests the most similar name in the nearest existing folder.
     """
+    if is_remote(name):
+        return _fetched(key, name)
     try:
         path = Path(name).expanduser().absolute()
         if path.exists():
@@ -66,6 +73,42 @@ def existing_path(key: str, name: str) -> Path:
     otherwise = advice or f"{folder} holds no similar name"
     hint = f"did you mean {str(folder / similar[0])!r}?" if similar else otherwise
     raise ConfigError(f"{key}={name!r} does not exist; {hint}")
+
+
+def _fetched(key: str, name: str) -> Path:
+    """Copy remote files, or files on the hub, to this machine."""
+    try:
+        if is_hub_url(name):
+            patterns = TOKENIZER_PATTERNS if "tokenizer" in key else ()
+            return snapshot(name, _HUB_KIND_BY_KEY.get(key, "model"), patterns=patterns)
+        if "tokenizer" not in key:
+            return local_copy(name.rstrip("/"))
+        # The settings next to the file belong to it, and weights in the same folder do not.
+        remote = RemotePath(name)
+        if remote.is_file():
+            return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, remote.name)) / remote.name
+        return local_copy(str(remote), TOKENIZER_PATTERNS)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def name_below(root: str, relative: Path) -> str:
+    """Return the name in the recipe of a file below a folder that the recipe names."""
+    return f"{root.rstrip('/')}/{relative}" if is_remote(root) else str(Path(root) / relative)
+
+
+def data_file_path(name: str, roots: Iterable[str]) -> Path:
+    """Return the absolute path of a data file by its name in the recipe; it need not exist, unless it is remote.
+
+    Args:
+        name: as `name_below` returns it.
+        roots: data.path, one name of which is the file or a folder above it.
+    """
+    if not is_remote(name):
+        return Path(name).expanduser().absolute()
+    root = next(root for root in roots if is_below(Path(name), Path(root)))
+    folder = existing_path("data.path", root)
+    return folder if Path(name) == Path(root) else folder / name.removeprefix(root.rstrip("/") + "/")
 
 
 def _candidate_names(folder: Path, missing: str) -> list[str]:

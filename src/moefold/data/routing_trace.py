@@ -46,6 +46,13 @@ class TraceShape:
     """Samples per step."""
     seq_len: int
     """S."""
+    zero_experts: int = 0
+    """Of `num_experts`, the zero-computation experts, which are the last ones."""
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Experts with computation, E."""
+        return self.num_experts - self.zero_experts
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -86,6 +93,7 @@ def trace_shape(cfg: Config) -> TraceShape:
         top_k=cfg.model.top_k,
         global_batch_size=cfg.train.global_batch_size,
         seq_len=cfg.train.seq_len,
+        zero_experts=cfg.model.zero_experts,
     )
 
 
@@ -226,7 +234,8 @@ class RoutingTrace:
         """
         keys = {
             "layers": "the MoE layers",
-            "num_experts": "model.num_experts",
+            "num_routed_experts": "model.num_experts",
+            "zero_experts": "model.zero_experts",
             "top_k": "model.top_k",
             "global_batch_size": "train.global_batch_size",
             "seq_len": "train.seq_len",
@@ -315,7 +324,10 @@ def _read_manifest(path: Path) -> TraceShape:
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size < 2**31:
             raise ValueError(f"its {name} is no number from 1 to {2**31 - 1}")
-    return TraceShape(layers=tuple(layers), **sizes)
+    zero_experts = record.get("zero_experts", 0)
+    if type(zero_experts) is not int or not 0 <= zero_experts < sizes["num_experts"]:
+        raise ValueError("its zero_experts is no number below num_experts")
+    return TraceShape(layers=tuple(layers), zero_experts=zero_experts, **sizes)
 
 
 def _manifest_matches(manifest: Path, shape: TraceShape) -> bool:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.file_formats import is_jsonl
-from moefold.data.input_paths import ENDS_SUFFIX, existing_path, files_below
+from moefold.data.input_paths import ENDS_SUFFIX, existing_path, files_below, name_below
 from moefold.data.text_source import python_docs_corpus
+from moefold.remote_path import is_remote
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "chat_template.jinja")
@@ -26,7 +27,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
         return []
     found = []
     for name in (data.path,) if isinstance(data.path, str) else data.path:
-        if data.kind == "huggingface" and not Path(name).expanduser().exists():
+        if data.kind == "huggingface" and not is_remote(name) and not Path(name).expanduser().exists():
             continue
         if is_skippable_missing_file(data, name):
             found.append((name, Path(name).expanduser().absolute()))
@@ -36,12 +37,14 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
             if not root.is_dir():
                 found.append((name, file))
             elif _is_source(data, file):
-                found.append((str(Path(name) / file.relative_to(root)), file))
+                found.append((name_below(name, file.relative_to(root)), file))
     return found
 
 
 def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
     """Return whether data.path names a missing token file that data.corrupt="skip" leaves out."""
+    if is_remote(name):
+        return False
     path = Path(name).expanduser()
     is_left_out = data.kind == "tokens" and data.corrupt == "skip" and path.suffix in TOKEN_SUFFIXES
     return is_left_out and not path.exists()

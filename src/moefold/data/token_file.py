@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.file_formats import map_npy
-from moefold.data.input_paths import ENDS_SUFFIX, check_no_duplicates, data_paths, files_below, is_below
+from moefold.data.input_paths import (
+    ENDS_SUFFIX,
+    check_no_duplicates,
+    data_file_path,
+    data_paths,
+    files_below,
+    is_below,
+)
 from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, ShardReader, TokenArraySpec
 from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
 from moefold.errors import ConfigError, format_list
@@ -238,7 +245,7 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
         ConfigError: a path is missing, named twice, or not of these two formats; or all files are empty.
     """
     names = (data.path,) if isinstance(data.path, str) else data.path
-    roots = data_paths(tuple(name for name in names if Path(name).expanduser().absolute() not in skipped), "tokens")
+    roots = data_paths(tuple(name for name in names if data_file_path(name, names) not in skipped), "tokens")
     for root in roots:
         check_finished(root)
     paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
@@ -369,7 +376,7 @@ class TokenFileSet:
         dtype = np.dtype(data.token_dtype).newbyteorder("<")
         files = tuple(
             TokenFile(path, self.num_tokens[name], dtype if path.suffix == ".bin" else None, name)
-            for name, path in ((name, Path(name).expanduser().absolute()) for name in selected)
+            for name, path in ((name, data_file_path(name, names)) for name in selected)
         )
         if not files:
             raise ConfigError(
@@ -390,7 +397,7 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
         ConfigError: a file is not a token file, all are empty, or none is valid.
     """
     for name in (data.path,) if isinstance(data.path, str) else data.path:
-        check_finished(Path(name).expanduser())
+        check_finished(data_file_path(name, [name]))
     shards = TokenFileSet(_count_tokens(data, skipped))
     files = shards.files(data)
     if data.corrupt == "fatal":

@@ -42,7 +42,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Install a handler for the stop signals and return the previous handlers; an ignored SIGHUP (nohup) stays so."""
+    """Install a handler for the stop signals and return the previous handlers; an ignored SIGHUP (nohup) stays so.
+
+    Only the main thread receives signals: in another thread, nothing is installed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     handled = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
     return {number: signal.signal(number, handler) for number in handled}
 

@@ -63,6 +63,16 @@ class RankEnv:
     message; empty under other launchers."""
     local_world_size: int = 1
     """Number of ranks on this machine."""
+    is_embedded: bool = False
+    """True if the rank is part of a program that goes on after the run: errors are raised, and rank 0 hosts the store
+    even where the launcher has one."""
+    cuda_index: int | None = None
+    """CUDA device of the rank; None: the device with the number of the local rank."""
+
+    @property
+    def cuda_device_index(self) -> int:
+        """Number of the rank's CUDA device among those that this process sees."""
+        return self.local_rank if self.cuda_index is None else self.cuda_index
 
 
 def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None:
@@ -96,6 +106,11 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
     return _parse_skypilot_env(environment)
 
 
+def master_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address of rank 0 as its launcher set it; "" if it set none."""
+    return environment.get("MASTER_ADDR", "")
+
+
 def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0) -> None:
     """Check that the launcher started as many processes as the recipe has ranks.
 
@@ -115,6 +130,12 @@ def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0
         )
     if sampling_ranks:
         return
+    if rank_env.is_embedded and rank_env.world_size != world_size:
+        raise ConfigError(
+            f"parallel.world_size={world_size} must equal the number of processes of this program, "
+            f"{rank_env.world_size}; set parallel.world_size={rank_env.world_size}, start {world_size} processes in "
+            "one process group, or call moefold.train_model, which starts the ranks on this machine"
+        )
     if rank_env.world_size != world_size:
         raise ConfigError(
             f"parallel.world_size={world_size} must equal the {rank_env.world_size} processes that the launcher "
@@ -207,7 +228,7 @@ def _port_of_job(job: str) -> str:
     return str(_FIRST_DERIVED_PORT + zlib.crc32(job.encode()) % _NUM_DERIVED_PORTS)
 
 
-TORCHRUN_LINE = "torchrun --no-python moefold train RECIPE"
+_TORCHRUN_LINE = "torchrun --no-python moefold train RECIPE"
 
 
 def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
@@ -223,13 +244,13 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
     if "RANK" in environment:
         raise ConfigError(
             "the environment has RANK but not LOCAL_RANK, as in a pod of a PyTorchJob, whose RANK counts pods; "
-            f"make torchrun the command of the container, which reads the PET_ variables: {TORCHRUN_LINE}"
+            f"make torchrun the command of the container, which reads the PET_ variables: {_TORCHRUN_LINE}"
         )
     if environment["PET_NNODES"] not in ("", "1", "1:1"):
         raise ConfigError(
             f"PET_NNODES={environment['PET_NNODES']!r} in the environment means one of several pods of a TrainJob, and "
             f"no rank is set; make torchrun the command of the container, which reads the PET_ variables: "
-            f"{TORCHRUN_LINE}"
+            f"{_TORCHRUN_LINE}"
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from moefold.checkpoint.save_load import load_weights
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.convert.adapted_weights import load_merged_weights
 from moefold.convert.weights import load_hf_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
@@ -45,7 +46,11 @@ def load_model(
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
     with reworded_errors(*EXPERTS_OPTION):
         model = InferenceModel(cfg, groups)
-    load = load_hf_weights if source.kind == "huggingface" else load_weights
     with model.writing_weights():
-        load(source.path, model.named_parameters, model.named_buffers)
+        if source.kind == "huggingface":
+            load_hf_weights(source.path, model.named_parameters, model.named_buffers)
+        elif source.has_adapters:
+            load_merged_weights(source.path, model.named_parameters, model.named_buffers)
+        else:
+            load_weights(source.path, model.named_parameters, model.named_buffers)
     return LoadedModel(model, tokenizer, cfg, groups)

@@ -5,24 +5,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, have_same_content, read_json
+from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
-    model_differences,
-    model_sizes,
     newest_checkpoint,
     read_meta,
     skipped_checkpoints,
 )
-from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, DataConfig, MoEConfig
+from moefold.config.schema import DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.preflight import weights_path
+from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.errors import ConfigError
-from moefold.validate.config import check_model
+from moefold.remote_path import is_remote
 
 DEFAULT_CONTEXT_TOKENS = 2048
 """Context length of a model whose metadata has none."""
@@ -53,6 +52,8 @@ class ModelSource:
     imported from one and not trained further."""
     want: RewardPrompt | None = None
     """What prompts ask for: the model was trained with align.method="condition"."""
+    has_adapters: bool = False
+    """Whether the checkpoint has adapters alone, to be merged into the base weights that its metadata names."""
     skipped: tuple[str, ...] = ()
     """Later checkpoints of the run with missing metadata, each with the reason."""
 
@@ -67,7 +68,7 @@ def find_source(name: str) -> ModelSource:
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
     """
-    path = existing_path("MODEL", name)
+    path = weights_path(name) if is_remote(name) else existing_path("MODEL", name)
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
@@ -81,30 +82,13 @@ def find_source(name: str) -> ModelSource:
     )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file; {} if the file does not exist.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
-    try:
-        content = read_json(path, MAX_CONFIG_BYTES)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); repair it or copy it again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object; repair it or copy it again")
-    return content
-
-
 def _checkpoint_source(path: Path) -> ModelSource:
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")
     data = {key: value for key, value in meta.order.items() if key not in others and "." not in key}
     cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
-    run = _find_run_config(path, cfg.model)
+    run = find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
     # Old checkpoints do not record a dtype.
     is_float64 = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"
@@ -112,7 +96,10 @@ def _checkpoint_source(path: Path) -> ModelSource:
     context = int(meta.order.get("seq_len", DEFAULT_CONTEXT_TOKENS))
     trained_len = int(meta.order.get("seq_len", 0)) if "tokenizer" in meta.order else 0
     want = stored_reward_prompt(meta.order, str(path))
-    source = ModelSource(path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want)
+    has_adapters = bool(meta.lora)
+    source = ModelSource(
+        path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want, has_adapters=has_adapters
+    )
     return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
 
 
@@ -182,28 +169,3 @@ def _context_tokens(keys: Mapping[str, Any], path: Path) -> int:
             f"{path / CONFIG_FILE}: max_position_embeddings={given!r} must be a number, at least 1; correct it"
         )
     return given
-
-
-def _find_run_config(path: Path, model: ModelConfig) -> Config | None:
-    """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches."""
-    for folder in (path.parent.parent, path.parent):
-        tree = read_json_object(folder / CONFIG_FILE)
-        if "model" in tree and "run" in tree:
-            cfg = parse_run_config(tree, folder / CONFIG_FILE)
-            if not model_differences(model_sizes(model), cfg.model):
-                return cfg
-    return None
-
-
-def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
-    """Parse the settings of a run that were read from a file.
-
-    Raises:
-        ConfigError: they are no settings of this version.
-    """
-    try:
-        cfg = config_from_dict(tree)
-        check_model(cfg.model)
-    except ConfigError as error:
-        raise ConfigError(f"{file} is damaged, or of another version of moefold: {error}") from error
-    return cfg

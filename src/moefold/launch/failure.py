@@ -37,6 +37,9 @@ class RankErrorHandler:
     destroying the process group, which could block on the other ranks. Launchers end the other ranks when one exits,
     so ranks that fail in the same way, or as a consequence, wait a moment and print nothing.
 
+    In an embedded rank an exception is raised in the program instead, once the rank has deregistered from the watchdog;
+    signals are left to the program.
+
     Args:
         rank_env: environment of this rank.
         is_stop_requested: returns whether a signal was received and not handled yet.
@@ -53,7 +56,7 @@ class RankErrorHandler:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if self._rank_env.world_size > 1:
+        if self._rank_env.world_size > 1 and not self._rank_env.is_embedded:
             self._previous_handlers = handle_stop_signals(self._on_signal)
         return self
 
@@ -62,7 +65,9 @@ class RankErrorHandler:
     ) -> None:
         if self._rank_env.world_size == 1:
             return
-        if error is not None:
+        if error is not None and self._rank_env.is_embedded:
+            self._raise_in_program(error)
+        elif error is not None:
             self._handle_exception(error)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
@@ -70,6 +75,19 @@ class RankErrorHandler:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._deregister(SIGNAL_STATUS + number)
         os._exit(SIGNAL_STATUS + number)
+
+    def _raise_in_program(self, error: BaseException) -> None:
+        """Deregister, and turn a failed collective into a RunError; other exceptions go on as they are.
+
+        Raises:
+            RunError: the connection to another rank was lost.
+        """
+        self._deregister(EXIT_FAILED)
+        if is_collective_error(error) and _find_run_error(error) is None:
+            raise RunError(
+                f"rank {self._rank_env.rank} on {socket.gethostname()} lost its connection to another rank"
+                f"{self._activity_text()}; that rank has failed, and its error says why"
+            ) from error
 
     def _handle_exception(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):

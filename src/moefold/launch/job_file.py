@@ -14,12 +14,14 @@ from pathlib import Path, PurePosixPath
 from moefold.config.limits import MAX_RANKS
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.remote_path import is_remote
 
 SCHEDULERS = {
     "slurm": "sbatch script: srun starts one task for each GPU",
     "trainjob": "TrainJob of Kubeflow Trainer v2, on Kubernetes",
     "pytorchjob": "PyTorchJob of Kubeflow's training operator v1, on Kubernetes",
     "skypilot": "SkyPilot task",
+    "ray": "Python program for Ray Train: TorchTrainer starts one worker for each GPU",
 }
 OPTIONS = {
     "image": ("trainjob", "pytorchjob", "skypilot"),
@@ -81,6 +83,7 @@ class _Job:
     grace_s: int
     wait_s: int
     mount: str
+    overrides: list[str]
     words: list[str]
     command: str
 
@@ -118,6 +121,7 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
         grace_s=DEFAULT_GRACE_S if request.grace is None else request.grace,
         wait_s=SRUN_WAIT_S,
         mount=str(PurePosixPath(cfg.run.dir).parent),
+        overrides=list(overrides),
         words=words,
         command=shlex.join(words),
     )
@@ -195,6 +199,11 @@ def _check_size(cfg: Config, request: JobRequest) -> None:
             f"--gpus-per-node={gpus} must be divisible by parallel.tp={p.tp}, so that tensor parallelism stays inside "
             "a node; choose another tp or number of nodes"
         )
+    if request.scheduler == "ray" and cfg.rollout.ranks:
+        raise ConfigError(
+            f"rollout.ranks={cfg.rollout.ranks} only sample, and each worker of Ray Train trains; set rollout.ranks=0, "
+            "or choose another scheduler"
+        )
     if cfg.run.device == "cpu":
         raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
 
@@ -203,6 +212,8 @@ def _check_storage(cfg: Config, request: JobRequest) -> None:
     """Check that the run is written where all nodes and the next start find it, and that it can resume."""
     for key, folder in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not folder and key == "checkpoint.dir":
+            continue
+        if is_remote(folder):
             continue
         path = PurePosixPath(folder)
         if not path.is_absolute() or path.parts[1:2] in (("tmp",), ("dev",)) or path.parts[1:3] == ("var", "tmp"):
@@ -216,7 +227,8 @@ def _check_storage(cfg: Config, request: JobRequest) -> None:
             f"run.dir={cfg.run.dir!r} must be a folder inside the mounted volume; "
             "add run.dir=/shared/run as an argument"
         )
-    if request.claim and cfg.checkpoint.dir and not PurePosixPath(cfg.checkpoint.dir).is_relative_to(mount):
+    is_local = bool(cfg.checkpoint.dir) and not is_remote(cfg.checkpoint.dir)
+    if request.claim and is_local and not PurePosixPath(cfg.checkpoint.dir).is_relative_to(mount):
         raise ConfigError(
             f"checkpoint.dir={cfg.checkpoint.dir!r} must be inside {mount}, where the volume --claim={request.claim} "
             "is mounted; leave it out for RUN_DIR/checkpoints"

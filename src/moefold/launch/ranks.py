@@ -49,7 +49,7 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
     device = requested_device if requested_device != "auto" else "cuda" if num_gpus else "cpu"
     if device != "cuda":
         return device
-    if num_gpus < world_size if rank_env is None else num_gpus <= rank_env.local_rank:
+    if num_gpus < world_size if rank_env is None else num_gpus <= rank_env.cuda_device_index:
         raise ConfigError(missing_gpu_message(requested_device, world_size, rank_env, num_gpus))
     expand_segments()
     return device
@@ -137,7 +137,7 @@ def init_split_job(
         RunError: a rank did not join in time, or the ranks could not connect to each other.
     """
     if device_type == "cuda":
-        device = torch.device("cuda", rank_env.local_rank)
+        device = torch.device("cuda", rank_env.cuda_device_index)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

@@ -85,7 +85,8 @@ def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
         _MissingRanksError: rank 0 did not open the store in time.
     """
     limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    if not rank_env.record_paths and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    has_own_store = rank_env.is_embedded or rank_env.record_paths
+    if not has_own_store and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         os.environ.update(MASTER_ADDR=rank_env.master_address, MASTER_PORT=str(rank_env.master_port))
         agent_store: dist.Store
         agent_store, _, _ = next(rendezvous("env://", rank_env.rank, rank_env.world_size, timeout=limit))

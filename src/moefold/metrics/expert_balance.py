@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -99,10 +99,10 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
     if not path.is_file():
         return None
     with open_regular(path) as file:
-        header = _read_header(file.readline(MAX_HEADER_BYTES))
+        header = read_counts_header(file)
         if header is None:
             raise ConfigError(f"{path} is not a file of expert counts; remove it, or name another run")
-        record = _make_record_dtype(len(header.layers), header.num_experts)
+        record = header.record_dtype
         start = file.tell()
         num_records = (os.fstat(file.fileno()).st_size - start) // record.itemsize
     if num_records * len(header.layers) > MAX_LOADS:
@@ -126,11 +126,11 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
     if not path.is_file():
         return
     with path.open("r+b") as file:
-        header = _read_header(file.readline(MAX_HEADER_BYTES))
+        header = read_counts_header(file)
         if header is None:
             return
         start = file.tell()
-        record = _make_record_dtype(len(header.layers), header.num_experts)
+        record = header.record_dtype
         num_records = (path.stat().st_size - start) // record.itemsize
         # Mapped: the counts of a long run take gigabytes, and only the steps are read.
         steps = (
@@ -146,13 +146,23 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Header:
+class CountsHeader:
+    """First line of a file of expert counts."""
+
     layers: tuple[int, ...]
+    """Indices of the L MoE layers in the whole model."""
     num_experts: int
+    """E."""
+
+    @property
+    def record_dtype(self) -> np.dtype[Any]:
+        """Dtype of a record: fields `step` and `counts` [L, E]."""
+        return _make_record_dtype(len(self.layers), self.num_experts)
 
 
-def _read_header(line: bytes) -> _Header | None:
-    """Parse the first line of a file; None if the file is not an expert-counts file."""
+def read_counts_header(file: BinaryIO) -> CountsHeader | None:
+    """Read the first line of an open file, up to its first record; None if it is not an expert-counts file."""
+    line = file.readline(MAX_HEADER_BYTES)
     try:
         header = parse_json(line)
         layers = header["layers"]
@@ -165,7 +175,7 @@ def _read_header(line: bytes) -> _Header | None:
     are_layers = all(type(layer) is int and 0 <= layer < 2**31 for layer in layers)
     if not layers or not are_layers or not 0 < num_experts * len(layers) <= MAX_COUNTS:
         return None
-    return _Header(tuple(layers), num_experts)
+    return CountsHeader(tuple(layers), num_experts)
 
 
 def _starts_with(path: Path, header: bytes) -> bool:
@@ -346,18 +356,19 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
         return None
     trace = RoutingTrace(run_dir, "run")
     shape = trace.shape
-    num_counts = len(trace.steps) * len(shape.layers) * shape.num_experts
+    num_counts = len(trace.steps) * len(shape.layers) * shape.num_routed_experts
     if not shape.layers or num_counts > _MAX_TRACED_COUNTS:
         raise ConfigError(
             f"the trace of {str(run_dir)!r} has {len(trace.steps)} steps, {len(shape.layers)} layers and "
-            f"{shape.num_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} counts can be shown"
+            f"{shape.num_routed_experts} experts; at least one layer and at most {_MAX_TRACED_COUNTS:,} "
+            "counts can be shown"
         )
-    counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_experts), dtype=np.uint32)
+    counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_routed_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
-            counts[i, j] = np.bincount(
-                shape.check_expert_indices(choices, step, "the trace").ravel(), minlength=shape.num_experts
-            )
+            indices = shape.check_expert_indices(choices, step, "the trace").ravel()
+            # Zero-computation experts, the last ones, compute nothing that could be balanced.
+            counts[i, j] = np.bincount(indices, minlength=shape.num_experts)[: shape.num_routed_experts]
     return ExpertCounts(layers=shape.layers, steps=np.array(trace.steps, dtype=np.int64), counts=counts)
 
 

@@ -265,8 +265,8 @@ class StepMetrics:
         """Largest value of expert_load (NaN if one is NaN); None for a model without MoE layers."""
         return max(self.expert_load, key=lambda load: (math.isnan(load), load), default=None)
 
-    def to_json(self) -> str:
-        """Return one line of JSON, without the newline, floats at full precision.
+    def to_record(self) -> dict[str, Any]:
+        """Return the values of the line in metrics.jsonl.
 
         JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
         names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
@@ -275,7 +275,11 @@ class StepMetrics:
         record = {field.name: _to_plain(getattr(self, field.name), field.name, nonfinite) for field in fields(self)}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        return json.dumps(record, allow_nan=False)
+        return record
+
+    def to_json(self) -> str:
+        """Return one line of JSON, without the newline, floats at full precision."""
+        return json.dumps(self.to_record(), allow_nan=False)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:

@@ -136,13 +136,13 @@ def _ends_mid_line(path: Path) -> bool:
 
 FAULTS_FILE = "faults.jsonl"
 """Name of the fault log in the run folder; absent as long as no fault has occurred."""
+ROLLOUTS_FILE = "rollouts.jsonl"
+"""Name of the file of rollouts in the run folder: one JSON object per rollout."""
 
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Append one fault, with the time in seconds since 1970; NaN and infinities are written as strings."""
-    line = json.dumps(
-        {"time_s": round(time.time(), 3), **{key: _to_json_value(value) for key, value in record.items()}}
-    )
+    line = json.dumps({"time_s": round(time.time(), 3), **{key: to_json_value(value) for key, value in record.items()}})
     with (run_dir / FAULTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
@@ -160,9 +160,10 @@ def read_faults(run_dir: Path) -> list[dict[str, Any]]:
     return faults
 
 
-def _to_json_value(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
+    """Return a value of JSON with NaN and infinities as strings, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _to_json_value(part) for key, part in value.items()}
-    return [_to_json_value(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: to_json_value(part) for key, part in value.items()}
+    return [to_json_value(part) for part in value] if isinstance(value, list | tuple) else value

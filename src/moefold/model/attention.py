@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.model.indexer import Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
+from moefold.model.lora import LowRankAdapters
 from moefold.model.norm import FullWidthQKNorm, HeadL2Norm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.block_attention import (
@@ -138,6 +140,7 @@ class TokenMixer(nn.Module, ABC):
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
+        self.lora: LowRankAdapters | None = None
 
     @abstractmethod
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
@@ -211,8 +214,14 @@ class Attention(SelfAttention):
         self.norm_after_rope = cfg.qk_norm_after_rope
         self.normalizes_nope = cfg.qk_norm_nope
 
-    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute grouped-query attention, as `SelfAttention.forward`."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | NoRope,
+        documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
+    ) -> Tensor:
+        """Compute grouped-query attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
         columns = [
             self._shard_of(self.wq, self.bq, slice(None), x.dtype),
             self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
@@ -221,15 +230,20 @@ class Attention(SelfAttention):
         if self.wg is not None:
             columns.append((local_param(self.wg, x.dtype), None))
         projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
+        if self.lora is not None:
+            names = ("wq", "wk", "wv", "wg")[: len(projected)]
+            rows = {"wk": self.kv_rows, "wv": self.kv_rows}
+            projected = self.lora.add_columns(projected, x, names, self.sequence_parallel, rows)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected[:3])
         query, key = self._normalize_and_rotate(query, key, rope)
-        attended = self._attend(x, (query, key, value), rope, documents)
+        attended = self._attend(x, (query, key, value), rope, documents, selection)
         if self.wg is not None:
             attended = gate_heads(attended, projected[3])
         wo = local_param(self.wo, x.dtype)
-        out = self.sequence_parallel.linear_reduce_scatter(
-            attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
-        )
+        heads = attended.flatten(2)
+        out = self.sequence_parallel.linear_reduce_scatter(heads, wo, self.wgrad_store, self.kernels.linear_backend)
+        if self.lora is not None:
+            out = self.lora.add_row(out, heads, "wo", self.sequence_parallel)
         return out if self.bo is None else out + local_param(self.bo, x.dtype)
 
     def _attend(
@@ -238,6 +252,7 @@ class Attention(SelfAttention):
         heads: tuple[Tensor, Tensor, Tensor],
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
+        selection: Selection | None = None,
     ) -> Tensor:
         """Compute the core attention of queries, keys and values, [S/cp, B, heads of this rank, D] each.
 
@@ -246,6 +261,7 @@ class Attention(SelfAttention):
             heads: queries, keys and values.
             rope: of the positions of this rank's context shard.
             documents: see `CoreAttention`.
+            selection: of sparse attention, if several layers share it.
         """
         return self.core_attention(*heads, documents, self._local_sinks(x), self.scale)
 

@@ -126,8 +126,8 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     dtype = like.dtype
     attention = block.attention
     assert isinstance(attention, Attention)
-    assert block.attention_norm is not None
-    assert block.ffn_norm is not None
+    assert isinstance(block.attention_norm, RMSNorm)
+    assert isinstance(block.ffn_norm, RMSNorm)
 
     def linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = dtype) -> LinearWeights:
         return LinearWeights(local_param(weight, dtype), None if bias is None else local_param(bias, dtype))

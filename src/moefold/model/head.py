@@ -16,7 +16,7 @@ from moefold.model.loss import (
     token_losses,
 )
 from moefold.model.loss_metrics import LossMetricRecorder
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import build_norm
 from moefold.model.tp_interface import (
     ContextParallel,
     NoContextParallel,
@@ -33,12 +33,16 @@ CPU_CHUNK_TOKENS = 512
 
 
 class Head(nn.Module):
-    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied."""
+    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied.
+
+    The bias [V] (`model.head_bias`) is a parameter of the head in any case.
+    """
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
+        self.norm = build_norm(cfg)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
+        self.bias = nn.Parameter(torch.empty(cfg.vocab_size)) if cfg.head_bias else None
         self.input_factor = 1.0 / cfg.logits_divisor
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
@@ -56,13 +60,15 @@ class Head(nn.Module):
         return linear(
             self._gathered_input(x),
             self._weight_shard(x, tied_weight),
+            self._bias_shard(x),
             wgrad_store=self.wgrad_store,
             linear_backend=Fp32OutputLinear(self.gemm),
         )
 
     def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
-        return linear(self._gathered_input(x), self._weight_shard(x, tied_weight), wgrad_store=self.wgrad_store)
+        weight_shard = self._weight_shard(x, tied_weight)
+        return linear(self._gathered_input(x), weight_shard, self._bias_shard(x), wgrad_store=self.wgrad_store)
 
     def losses(
         self,
@@ -97,7 +103,7 @@ class Head(nn.Module):
             ops=self.cross_entropy_ops,
             softmax=softmax,
         )
-        return chunked_token_losses(x_all, weight_shard, labels, options)
+        return chunked_token_losses(x_all, weight_shard, labels, options, self._bias_shard(x))
 
     def _gathered_input(self, x: Tensor) -> Tensor:
         """Return the input of the projection, whose factor divides the logits; all-gather over tp."""
@@ -109,6 +115,13 @@ class Head(nn.Module):
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None
         return local_param(weight, x.dtype)
+
+    def _bias_shard(self, x: Tensor) -> Tensor | None:
+        """Return this rank's biases of the logits in the dtype of x, [V/tp], divided as the logits are; None: none."""
+        if self.bias is None:
+            return None
+        bias = local_param(self.bias, x.dtype)
+        return bias if self.input_factor == 1.0 else bias * self.input_factor
 
 
 class ModelOutput:

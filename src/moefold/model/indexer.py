@@ -81,12 +81,16 @@ class SelectedKeyCache(Protocol):
         """
         ...
 
+    def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Cache the tokens of this pass in a layer that selects none; returns keys and values as `extend` does."""
+        ...
+
 
 class LightningIndexer(nn.Module):
     """Projections of the indexer, selection of keys, and the indexer's loss.
 
     Tensor parallelism splits its queries, not its heads: a rank scores its own tokens, [S/(cp*tp), B, ...], against all
-    keys. `parallelize` replaces `sequence_parallel` and `keys` (context parallelism), a decoder sets `cache`.
+    keys. `parallelize` replaces `sequence_parallel` and `keys` (context parallelism).
 
     Args:
         cfg: sizes.
@@ -106,7 +110,6 @@ class LightningIndexer(nn.Module):
         self.sliding_window = window
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.keys: KeyGather = WholeKeys()
-        self.cache: SelectedKeyCache | None = None
         self.stage: IndexerStage = "sparse"
         self.loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
         """This rank's part of the loss of the step, with its coefficient; a micro-batch counts when its gradient
@@ -118,7 +121,7 @@ class LightningIndexer(nn.Module):
         self._is_interleaved = cfg.index_rope_interleaved
 
     def set_training(self, stage: IndexerStage, coefficient: float, num_micro_batches: int) -> None:
-        """Set the stage, the coefficient of the loss, and the number of micro-batches of a global batch."""
+        """Set the stage, the coefficient of each layer's loss, and the number of micro-batches of a global batch."""
         self.stage = stage
         self._coefficient = coefficient
         self.set_micro_batches(num_micro_batches)
@@ -135,6 +138,11 @@ class LightningIndexer(nn.Module):
     def is_dense(self) -> bool:
         """Return whether attention is dense: in the warm-up stage, in which only the indexer learns."""
         return self.stage == "warmup"
+
+    @property
+    def learns(self) -> bool:
+        """Return whether losses are computed."""
+        return self.training and self._coefficient > 0
 
     def project(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
         """Compute the projections: queries of this rank's own tokens, keys of whole samples.
@@ -193,7 +201,7 @@ class LightningIndexer(nn.Module):
     def attach_selected_loss(
         self,
         attended: Tensor,
-        index: IndexTensors,
+        index: IndexTensors | None,
         selected_SBK: Tensor,
         sums_SBK: Tensor,
         documents: PackedDocuments | None,
@@ -202,13 +210,14 @@ class LightningIndexer(nn.Module):
 
         Args:
             attended: output of attention; its gradient is unchanged.
-            index: projections of this rank's own queries.
+            index: projections of this rank's own queries; None where the indexer does not learn.
             selected_SBK: keys of the queries of the context shard, [S/cp, B, K].
             sums_SBK: attention probabilities summed over this rank's heads.
             documents: with the weights of the tokens, if there is padding.
         """
-        if not self._learns:
+        if not self.learns:
             return attended
+        assert index is not None
         own_selected = self.sequence_parallel.own_rows(selected_SBK)
         target = _normalized(self.sequence_parallel.scatter(sums_SBK))
         return self._attach(attended, selected_index_loss(index, own_selected, target, self._weights(index, documents)))
@@ -216,7 +225,7 @@ class LightningIndexer(nn.Module):
     def attach_dense_loss(
         self,
         attended: Tensor,
-        index: IndexTensors,
+        index: IndexTensors | None,
         visible: VisibleKeys,
         query: Tensor,
         key: Tensor,
@@ -231,7 +240,7 @@ class LightningIndexer(nn.Module):
 
         Args:
             attended: output of dense attention.
-            index: projections of this rank's own queries.
+            index: as of `attach_selected_loss`.
             visible: keys that the queries of the context shard see.
             query: queries of attention, [S/cp, B, A, D].
             key: keys of whole samples, [S, B, G, D].
@@ -239,8 +248,9 @@ class LightningIndexer(nn.Module):
             scale: factor of the scores of attention.
             sinks: of attention.
         """
-        if not self._learns:
+        if not self.learns:
             return attended
+        assert index is not None
         num_own = len(index.query)
         num_keys = len(key)
         parts = len(query) // num_own
@@ -264,10 +274,6 @@ class LightningIndexer(nn.Module):
             losses.append(visible_index_loss(block, is_visible_own, target, weights_SB[start:stop]))
         return self._attach(attended, torch.stack(losses).sum())
 
-    @property
-    def _learns(self) -> bool:
-        return self.training and self._coefficient > 0
-
     def _weights(self, index: IndexTensors, documents: PackedDocuments | None) -> Tensor:
         """Return the share of each of this rank's own queries in the loss, [S, B]: equal, or 0 for padding."""
         if documents is not None and documents.token_weights is not None:
@@ -288,6 +294,91 @@ class LightningIndexer(nn.Module):
 
             attached.register_hook(count)
         return attached
+
+
+class Selection:
+    """Selected keys of one micro-batch: the layer with the indexer sets them, layers without one after it read them.
+
+    A recomputed layer sets the same keys again.
+    """
+
+    def __init__(self) -> None:
+        self._indexer: LightningIndexer | None = None
+        self._selected: Tensor | None = None
+        self.index: IndexTensors | None = None
+        """Projections from which the losses of all layers are computed; None where the indexer does not learn."""
+
+    @staticmethod
+    def begin(own: LightningIndexer | None, shared: "Selection | None") -> "Selection":
+        """Return the selection of a layer.
+
+        Args:
+            own: indexer of the layer; None: an earlier layer selects.
+            shared: selection of the layers that share one; None: no other layer reads it.
+        """
+        selection = shared or Selection()
+        selection._indexer = own or selection._indexer
+        return selection
+
+    @property
+    def indexer(self) -> LightningIndexer:
+        """The indexer that selects."""
+        assert self._indexer is not None, "no earlier layer of this stage has an indexer"
+        return self._indexer
+
+    @property
+    def selected(self) -> Tensor:
+        """The selected keys, int32 [S/cp, B, K], or slots of a decoder's cache, [R, 1, K]."""
+        assert self._selected is not None, "no keys are selected"
+        return self._selected
+
+    def select(
+        self,
+        own: LightningIndexer | None,
+        inputs: tuple[Tensor, Tensor],
+        rope: Rope | NoRope,
+        visible: VisibleKeys,
+    ) -> None:
+        """Select keys, if the layer has an indexer; communicates over tp and cp.
+
+        Args:
+            own: as of `begin`.
+            inputs: of the layer, and of the queries of the indexer, [S/(cp*tp), B, ...].
+            rope: of the positions of this rank's context shard.
+            visible: keys that each query sees.
+        """
+        if own is None:
+            return
+        index = own.project(*inputs, rope)
+        # Without a loss no backward pass would free the graph of the projections.
+        self.index = index if own.learns else None
+        self._selected = None if own.is_dense else own.select(index, visible)
+
+    def extend(
+        self,
+        own: LightningIndexer | None,
+        inputs: tuple[Tensor, Tensor],
+        rope: Rope | NoRope,
+        cache: SelectedKeyCache,
+        key_value: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.
+
+        Args:
+            own: as of `begin`.
+            inputs: as of `select`.
+            rope: of the rows.
+            cache: of the layer.
+            key_value: as of `SelectedKeyCache.extend`.
+
+        Returns:
+            All cached keys and values.
+        """
+        if own is None:
+            return cache.store(*key_value)
+        index = own.project_rows(*inputs, rope)
+        keys, values, self._selected = cache.extend(index, *key_value, own.top_k, own.sliding_window)
+        return keys, values
 
 
 def _normalized(sums: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.config.model import ModelConfig
+from moefold.cost.adapter_spec import is_adapter
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
-BIASES = ("bq", "bk", "bv", "bo", "ba", "bias", "b_gate", "b_up", "b_down")
+EXPERT_ADAPTERS = ".experts.lora."
+BIASES = ("bq", "bk", "bv", "bo", "ba", "bb", "bc", "bias", "conv_bias", "b_gate", "b_up", "b_down")
 OUTPUT_WEIGHTS = ("wo", "w_down")
 WEIGHTED_NORMS = ("attention.norm.weight", "indexer.key_norm.weight")
 """Norms that multiply by their weight in models whose other norms multiply by 1 + weight."""
@@ -30,8 +32,9 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
     (zero-centred ones zero), biases zero; the convolutions and decays of linear attention have the ranges of their
-    papers. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in
-    float32 on the CPU. At most one whole logical tensor is in memory at a time.
+    papers. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs), as in the library PEFT. Each logical
+    tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in float32 on the CPU.
+    At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in _logical_parts(name, parameter):
@@ -46,7 +49,7 @@ def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, .
     """Return (name, global shape, local slices, local values) of each logical tensor that is local in part."""
     values, starts = local_slice(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
-    if not name.endswith(EXPERT_PARAMETERS):
+    if not name.endswith(EXPERT_PARAMETERS) and EXPERT_ADAPTERS not in name:
         return [(name, tuple(parameter.shape), index, values)]
     first = starts[0]
     expert_shape = tuple(parameter.shape[1:])
@@ -68,6 +71,8 @@ def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
     """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
+    if is_adapter(name):
+        return _initial_adapter(name, shape, leaf, seed)
     if leaf in BIASES:
         return torch.zeros(shape)
     if "norm" in name:
@@ -85,6 +90,30 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
         return steps + torch.log(-torch.expm1(-steps))
     std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
     return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def _initial_adapter(name: str, shape: tuple[int, ...], leaf: str, seed: int) -> Tensor:
+    """Return A [r, in], of an expert [in, r], or B, which is zero."""
+    if leaf.endswith("_b"):
+        return torch.zeros(shape)
+    inputs = shape[0] if EXPERT_ADAPTERS in name else shape[1]
+    generator = torch.Generator().manual_seed(seed_for(seed, name))
+    return torch.empty(shape).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+
+
+@torch.no_grad()
+def draw_adapter_outputs(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
+    """Draw the local shards of the B of all adapters from a normal distribution with init_std; no communication.
+
+    With the B of a new run, which is zero, the A of every adapter has a gradient of zero: a comparison of gradients
+    would show nothing.
+    """
+    for name, parameter in module.named_parameters():
+        if not is_adapter(name) or not name.endswith("_b"):
+            continue
+        for whole_name, shape, index, part in _logical_parts(name, parameter):
+            generator = torch.Generator().manual_seed(seed_for(seed, whole_name))
+            part.copy_(torch.empty(shape).normal_(0.0, cfg.init_std, generator=generator)[index])
 
 
 def seed_for(seed: int, name: str) -> int:

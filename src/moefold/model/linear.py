@@ -111,7 +111,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, linear_backend: LinearBackend, wgrad_sink: WeightGradSink
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # The gradient of a frozen weight is not computed, and its input not saved.
+        ctx.has_wgrad = wgrad_sink.is_delayed or ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if ctx.has_wgrad else None, weight)
         ctx.args = linear_backend, wgrad_sink
         return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
@@ -124,6 +126,8 @@ class _Linear(torch.autograd.Function):
         if isinstance(linear_backend, UnquantizedLinear) and not wgrad_sink.is_delayed:
             # Upcast once for both GEMMs; a delayed one keeps the gradient in its own precision.
             grad_MN = linear_backend.gemm.upcast(grad_MN)
-        grad_x = linear_backend.input_gradient(grad_MN, weight).view_as(x)
+        grad_x = linear_backend.input_gradient(grad_MN, weight).unflatten(0, grad.shape[:-1])
+        if not ctx.has_wgrad:
+            return grad_x, None, None, None
         grad_weights = wgrad_sink.resolve(lambda: [linear_backend.weight_gradient(grad_MN, x.flatten(0, -2))], 1)
         return grad_x, *grad_weights, None, None

@@ -135,8 +135,10 @@ class ChunkOptions:
     """Temperature and entropy."""
 
 
-def chunked_token_losses(x: Tensor, weight: Tensor, labels: Tensor, options: ChunkOptions) -> TokenLosses:
-    """Compute `token_losses` of the logits x @ weight.T, a chunk of tokens at a time.
+def chunked_token_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, options: ChunkOptions, bias: Tensor | None = None
+) -> TokenLosses:
+    """Compute `token_losses` of the logits x @ weight.T + bias, a chunk of tokens at a time.
 
     The backward pass recomputes the logits of a chunk: one GEMM more than the three without chunks. It saves x and two
     numbers a token. Each reduction is called once, for all tokens together.
@@ -146,13 +148,14 @@ def chunked_token_losses(x: Tensor, weight: Tensor, labels: Tensor, options: Chu
         weight: rows of this rank, [V/tp, H].
         labels: int64 [...].
         options: chunk size, vocabulary rows, kernels.
+        bias: of the same rows, [V/tp]; None: none.
 
     Returns:
-        [...]: as of `token_losses`; the gradient of `weight` is summed over chunks in float32 at least.
+        [...]: as of `token_losses`; the gradients of `weight` and `bias` are summed over chunks in float32 at least.
     """
     # Without a backward pass there is no use for saved exponentials.
     options = replace(options, saves_exponentials=options.saves_exponentials and torch.is_grad_enabled())
-    return TokenLosses(*_ChunkedCrossEntropy.apply(x, weight, labels, options))
+    return TokenLosses(*_ChunkedCrossEntropy.apply(x, weight, bias, labels, options))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -186,7 +189,7 @@ class _CrossEntropy(torch.autograd.Function):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: ChunkOptions
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: ChunkOptions
     ) -> tuple[Tensor, Tensor | None]:
         row_N = options.vocab_range.local_rows(labels, len(weight))
         softmax = options.softmax
@@ -194,7 +197,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dots: list[Tensor] = []
         exps: list[Tensor] = []
         for x_CH, row_C in zip(x.flatten(0, -2).split(options.chunk), row_N.split(options.chunk), strict=True):
-            logits_CV = _chunk_logits(x_CH, weight, options)
+            logits_CV = _chunk_logits(x_CH, weight, bias, options)
             if options.saves_exponentials:
                 statistics.append(exponentiate_(logits_CV, row_C))
                 exps.append(logits_CV)
@@ -208,14 +211,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         merged = _merge_over_ranks(local, row_N, options.vocab_range, torch.cat(dots) if dots else None)
         # The factor of the saved exponentials, or else the log-normaliser to subtract from the logits.
         normalizer_N = merged.share_N / merged.total_N if options.saves_exponentials else merged.normalizer_N
-        ctx.save_for_backward(x, weight, row_N, normalizer_N, *exps)
+        ctx.save_for_backward(x, weight, bias, row_N, normalizer_N, *exps)
         ctx.options = options
         return _outputs(ctx, merged, labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, row_N, normalizer_N, *exps = ctx.saved_tensors
+        x, weight, bias, row_N, normalizer_N, *exps = ctx.saved_tensors
         options = ctx.options
         gemm = options.gemm
         x_NH = x.flatten(0, -2)
@@ -223,6 +226,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x_NH = torch.empty_like(x_NH)
         weight_VH = gemm.upcast(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        grad_bias_V = None if bias is None else torch.zeros_like(bias, dtype=grad_VH.dtype)
         # One buffer for all chunks: the page faults of a new allocation cost more than the multiplication.
         buffer = torch.empty_like(exps[0]) if exps else grad_VH[:0]
         for i, start in enumerate(range(0, len(x_NH), options.chunk)):
@@ -233,21 +237,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if not gemm.accepts_fp32_weight(weight):
                     scaled_CV = scaled_CV.to(weight.dtype)
             else:
-                logits_CV = _chunk_logits(x_NH[chunk], weight, options)
+                logits_CV = _chunk_logits(x_NH[chunk], weight, bias, options)
                 is_in_place = gemm.accepts_fp32_weight(weight) or logits_CV.dtype == weight.dtype
                 scaled_CV = logits_CV if is_in_place else torch.empty_like(logits_CV, dtype=weight.dtype)
                 options.ops.gradient_out(scaled_CV, logits_CV, row_N[chunk], normalizer_N[chunk], grad_N[chunk])
                 del logits_CV
             gemm.matmul_out(grad_x_NH[chunk], scaled_CV, weight_VH.t())
             gemm.add_weight_gradient(grad_VH, scaled_CV, gemm.upcast(x_NH[chunk]))
+            if grad_bias_V is not None:
+                grad_bias_V += scaled_CV.sum(0, dtype=grad_bias_V.dtype)
             # Freed before the logits of the next chunk are allocated.
             del scaled_CV
-        return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), None, None
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight.dtype)
+        return grad_x_NH.view_as(x), grad_VH.to(weight.dtype), grad_bias, None, None
 
 
-def _chunk_logits(x_CH: Tensor, weight: Tensor, options: ChunkOptions) -> Tensor:
+def _chunk_logits(x_CH: Tensor, weight: Tensor, bias: Tensor | None, options: ChunkOptions) -> Tensor:
     """Compute the logits of a chunk over the temperature, in float32 at least, [C, V/tp]."""
     logits_CV = options.gemm.matmul_fp32(x_CH, weight)
+    if bias is not None:
+        logits_CV += bias
     return logits_CV if options.softmax.temperature == 1 else logits_CV.div_(options.softmax.temperature)
 
 

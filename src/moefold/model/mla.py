@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
+from moefold.model.indexer import Selection
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
@@ -86,17 +87,23 @@ class LatentAttention(SelfAttention):
         self._has_wide_values = cfg.v_head_dim > cfg.head_size
         self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
 
-    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute latent attention, as `SelfAttention.forward`."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | NoRope,
+        documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
+    ) -> Tensor:
+        """Compute latent attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
         own = self._latents(x)
         gathered = self._all_gather_latents(own)
-        attended = self._attend(x, own, gathered, rope, documents)
+        attended = self._attend(x, own, gathered, rope, documents, selection)
         if self.wg is not None:
             attended = gate_heads(attended, self._gate(x, gathered[0], self.wg))
         wo = local_param(self.wo, x.dtype)
-        return self.sequence_parallel.linear_reduce_scatter(
-            attended.flatten(2), wo, self.wgrad_store, self.kernels.linear_backend
-        )
+        heads = attended.flatten(2)
+        out = self.sequence_parallel.linear_reduce_scatter(heads, wo, self.wgrad_store, self.kernels.linear_backend)
+        return out if self.lora is None else self.lora.add_row(out, heads, "wo", self.sequence_parallel)
 
     def _attend(
         self,
@@ -105,6 +112,7 @@ class LatentAttention(SelfAttention):
         gathered: tuple[Tensor, Tensor, Tensor],
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
+        selection: Selection | None = None,
     ) -> Tensor:
         """Compute attention from the latents.
 
@@ -114,6 +122,7 @@ class LatentAttention(SelfAttention):
             gathered: the same of all tokens of the context shard, [S/cp, B, ...].
             rope: of the positions of this rank's context shard.
             documents: see `CoreAttention`.
+            selection: of sparse attention, if several layers share it.
 
         Returns:
             [S/cp, B, A, v].
@@ -126,6 +135,10 @@ class LatentAttention(SelfAttention):
         return self._expand_values(attended)
 
     @property
+    def _query_name(self) -> str:
+        return "wq" if self.wq_up is None else "wq_up"
+
+    @property
     def _query_weight(self) -> Tensor:
         weight = self.wq if self.wq_up is None else self.wq_up
         assert weight is not None
@@ -134,11 +147,13 @@ class LatentAttention(SelfAttention):
     def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
         """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
         if self.wq_down is None:
-            return self._project(source, weight)
+            return self._project(source, weight, "wg")
         columns = [(local_param(weight, x.dtype), None)]
         backend = self.kernels.linear_backend
-        (gate,) = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
-        return gate
+        gates = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
+        if self.lora is not None:
+            gates = self.lora.add_columns(gates, x, ("wg",), self.sequence_parallel)
+        return gates[0]
 
     def _expanded_attention(
         self,
@@ -153,19 +168,27 @@ class LatentAttention(SelfAttention):
         pads_heads = self._pads_heads(latents[0].device, documents)
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            query = linear(
-                source, weights[0], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
-            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
-            key_value = linear(
-                latent, weights[1], wgrad_store=wgrad_store, linear_backend=self.kernels.linear_backend
-            ).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+            backend = self.kernels.linear_backend
+            query = linear(source, weights[0], wgrad_store=wgrad_store, linear_backend=backend)
+            key_value = linear(latent, weights[1], wgrad_store=wgrad_store, linear_backend=backend)
+            if self.lora is not None:
+                adapters = iter(weights[2:])
+                query, key_value = (
+                    self.lora.add_pair(y, x, next(adapters), next(adapters)) if name in self.lora else y
+                    for y, x, name in ((query, source, self._query_name), (key_value, latent, "wkv_up"))
+                )
+            query = query.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
+            key_value = key_value.unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             query, key, value = self._expand_heads(query, key_value, shared_key, rope)
             if pads_heads:
                 return self._pad_heads(query, key, value)
             # A copy of the values, so that backward does not save the non-rotated keys too.
             return query, key, value.contiguous()
 
-        weights = query_weight, local_param(self.wkv_up, query_weight.dtype)
+        weights = [query_weight, local_param(self.wkv_up, query_weight.dtype)]
+        if self.lora is not None:
+            adapted = [name for name in (self._query_name, "wkv_up") if name in self.lora]
+            weights += [part for name in adapted for part in self.lora.pair(name, query_weight.dtype)]
         with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
             attended = self.core_attention(query, key, value, documents, None, None if pads_heads else self._scale)
         return attended[..., : self.v_head_dim] if pads_heads else attended
@@ -213,7 +236,7 @@ class LatentAttention(SelfAttention):
         Returns:
             [S, B, A, latent + rope].
         """
-        query = self._project(source, self._query_weight).unflatten(
+        query = self._project(source, self._query_weight, self._query_name).unflatten(
             -1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)
         )
         nope, rotated = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
@@ -226,7 +249,10 @@ class LatentAttention(SelfAttention):
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the up projections of the keys [A, nope, latent] and of the values [A, v, latent]."""
-        up_AOR = local_param(self.wkv_up, dtype).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        up = local_param(self.wkv_up, dtype)
+        if self.lora is not None and "wkv_up" in self.lora:
+            up = up + self.lora.product("wkv_up", dtype)
+        up_AOR = up.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         key_up, value_up = up_AOR.split((self.qk_nope_head_dim, self.v_head_dim), 1)
         return key_up, value_up
 
@@ -237,8 +263,10 @@ class LatentAttention(SelfAttention):
         """
         source = x
         if self.wq_down is not None and self.query_norm is not None:
-            source = self.query_norm(self._project(x, self.wq_down))
-        latent, shared_key = self._project(x, self.wkv_down).split((self.wkv_up.shape[1], self.qk_rope_head_dim), -1)
+            source = self.query_norm(self._project(x, self.wq_down, "wq_down"))
+        latent, shared_key = self._project(x, self.wkv_down, "wkv_down").split(
+            (self.wkv_up.shape[1], self.qk_rope_head_dim), -1
+        )
         latent = self.key_value_norm(latent)
         if self._query_latent_scale != 1.0:
             source = source * self._query_latent_scale
@@ -253,10 +281,12 @@ class LatentAttention(SelfAttention):
         )
         return source, latent, shared_key
 
-    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(
+    def _project(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Apply a matrix, and its adapter if it has one, to the same tokens; local."""
+        y = linear(
             x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.kernels.linear_backend
         )
+        return y if self.lora is None else self.lora.add(y, x, name)
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
         """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.config.model import ModelConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.ops.norm import cpu_rms_norm
@@ -29,7 +30,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
-        return self.normalize(x, self.local_weight(x))[0]
+        return self.normalize(x, *self.local_parameters(x))[0]
+
+    def local_parameters(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of `normalize` after x."""
+        return (self.local_weight(x),)
 
     def normalize(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
         """Normalise as a function of tensors only, for recomputation."""
@@ -106,8 +111,26 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., size]; no communication."""
-        weight = local_param(self.weight, x.dtype)
-        return F.layer_norm(x, x.shape[-1:], weight, local_param(self.bias, x.dtype), self.eps)
+        return self.normalize(x, *self.local_parameters(x))[0]
+
+    def local_parameters(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of `normalize` after x.
+
+        On a CPU they are in float32 at least, as torch then computes and saves mean and deviation in that type.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
+        return local_param(self.weight, dtype), local_param(self.bias, dtype)
+
+    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
+        """Normalise as a function of tensors only, for recomputation."""
+        return (F.layer_norm(x, x.shape[-1:], weight, bias, self.eps),)
+
+
+def build_norm(model: ModelConfig) -> RMSNorm | LayerNorm:
+    """Build a norm of the residual stream, of the kind `model.norm`."""
+    if model.norm == "layernorm":
+        return LayerNorm(model.hidden_size, model.norm_eps)
+    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
 
 
 def _identity(squares: Tensor) -> Tensor:

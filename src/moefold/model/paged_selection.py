@@ -80,12 +80,18 @@ class PagedSelection:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Cache the tokens of this pass, then select keys for them; see `SelectedKeyCache`. Local."""
         rows = self._pass.current
-        keys = self._keys.write(key.squeeze(1), rows.slots_R)
-        values = None if value is None else self._values.write(value.squeeze(1), rows.slots_R)
+        keys, values = self.store(key, value)
         index_keys = self._index_keys.write(index.key, rows.slots_R).squeeze(2)
         selected = select_slots(index, index_keys, rows, top_k, window, self._last)
-        flat_values = None if values is None else values.flatten(0, 1).unsqueeze(1)
-        return keys.flatten(0, 1).unsqueeze(1), flat_values, selected.unsqueeze(1)
+        return keys, values, selected.unsqueeze(1)
+
+    def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Cache the tokens of this pass; see `SelectedKeyCache`. Local."""
+        slots_R = self._pass.current.slots_R
+        keys = self._keys.write(key.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
+        if value is None:
+            return keys, None
+        return keys, self._values.write(value.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
 
 
 def select_slots(

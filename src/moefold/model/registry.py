@@ -1,6 +1,7 @@
 """Registry of the blocks of a layer: attention by `model.attention`, feed-forward networks by the layer's letter."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -31,7 +32,7 @@ def _build_moe_layer(cfg: Config, number: int) -> MoELayer:
         cfg.moe,
         loss_scale=1.0 / num_micro_batches,
         micro_batches_per_rank=cfg.num_micro_batches,
-        jitter_seed=seed_for(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
+        noise_seed=seed_for(cfg.run.seed, f"layers.{number}.ffn.router.jitter"),
         shared=shared,
     )
 
@@ -41,6 +42,8 @@ ATTENTION_BUILDERS: dict[str, Callable[[ModelConfig, int], TokenMixer]] = {
     "mla": LatentAttention,
     "sparse_gqa": SparseAttention,
     "sparse_mla": SparseLatentAttention,
+    "shared_sparse_gqa": partial(SparseAttention, has_indexer=False),
+    "shared_sparse_mla": partial(SparseLatentAttention, has_indexer=False),
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "gla": GatedLinearAttention,

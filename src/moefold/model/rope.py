@@ -15,6 +15,7 @@ def build_rope(
     dtype: torch.dtype,
     kernel: RopeKernel | None = None,
     frequencies: Tensor | None = None,
+    seq_len: int = 0,
 ) -> Rope:
     """Build the RoPE of tokens at the given positions.
 
@@ -25,13 +26,14 @@ def build_rope(
         kernel: fused RoPE kernel; None: PyTorch operations.
         frequencies: `rope_frequencies` on the device of the positions, so that the host need not wait for their copy;
             None: computed and copied.
+        seq_len: as of `rope_frequencies`.
     """
     if frequencies is None:
-        frequencies = rope_frequencies(cfg).to(positions.device)
+        frequencies = rope_frequencies(cfg, seq_len).to(positions.device)
     positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
     angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    scale = attention_factor(cfg)
+    scale = attention_factor(cfg, seq_len)
     cos = (scale * angles.cos()).to(dtype)
     sin = (scale * angles.sin()).to(dtype)
     return Rope(cos, sin, cfg.rope_interleaved, kernel, _temperature_without_rope(cfg, positions_SB, dtype))
@@ -46,8 +48,13 @@ def _temperature_without_rope(cfg: ModelConfig, positions_SB: Tensor, dtype: tor
     return NoRope(scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32)))
 
 
-def rope_frequencies(cfg: ModelConfig) -> Tensor:
-    """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling."""
+def rope_frequencies(cfg: ModelConfig, seq_len: int = 0) -> Tensor:
+    """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling.
+
+    Args:
+        cfg: sizes, base and scaling.
+        seq_len: tokens of the longest sequence, by which LongRoPE selects its factors; 0: within the original context.
+    """
     rotated = cfg.rotary_dim
     theta = cfg.rope_theta
     if cfg.rope_scaling == "ntk":
@@ -57,11 +64,28 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         return unscaled
     if cfg.rope_scaling == "linear":
         return unscaled / cfg.rope_scaling_factor
+    if cfg.rope_scaling == "longrope":
+        factors = cfg.rope_long_factors if exceeds_original_context(cfg, seq_len) else cfg.rope_short_factors
+        return unscaled / torch.tensor(factors, dtype=torch.float64)
     return _yarn(cfg, unscaled) if cfg.rope_scaling == "yarn" else _llama3(cfg, unscaled)
 
 
-def attention_factor(cfg: ModelConfig) -> float:
-    """Return the factor of the rotated parts of queries and keys: YaRN's temperature (arXiv:2309.00071 sec. 3.4)."""
+def exceeds_original_context(cfg: ModelConfig, seq_len: int) -> bool:
+    """Return whether LongRoPE uses its long factors for sequences of at most `seq_len` tokens (arXiv:2402.13753).
+
+    All sequences of a run or command have the same factors, since cached keys are rotated already.
+    """
+    return seq_len > cfg.rope_original_seq_len
+
+
+def attention_factor(cfg: ModelConfig, seq_len: int = 0) -> float:
+    """Return the factor of the rotated parts of queries and keys, given `seq_len` as for `rope_frequencies`.
+
+    YaRN's temperature (arXiv:2309.00071 sec. 3.4), or that of LongRoPE (arXiv:2402.13753 sec. 3.3).
+    """
+    if cfg.rope_scaling == "longrope":
+        given = cfg.rope_long_mscale if exceeds_original_context(cfg, seq_len) else cfg.rope_short_mscale
+        return given or math.sqrt(1 + math.log(cfg.rope_scaling_factor) / math.log(cfg.rope_original_seq_len))
     if cfg.rope_scaling != "yarn":
         return 1.0
     if cfg.rope_attention_factor:

@@ -8,14 +8,16 @@ from torch import Tensor, nn
 from moefold.config.model import ModelConfig
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens, StateShapes
 from moefold.model.local_param import local_param
+from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import causal_convolution
+from moefold.ops.rope import NoRope, Rope
 
 
 class ShortConvolution(LinearAttention):
     """Gated short convolution: wo ((wc x) * convolution((wb x) * (wv x))), as wide as the hidden state.
 
-    The convolution is causal, of each channel, and starts from zeros at each document. There is no activation, no norm
-    and no recurrence.
+    With `model.linear_conv_bias` each projection and the convolution has a bias. The convolution is causal, of each
+    channel, and starts from zeros at each document. There is no activation, no norm and no recurrence.
 
     Args:
         cfg: sizes.
@@ -31,14 +33,26 @@ class ShortConvolution(LinearAttention):
         self.wv = nn.Parameter(torch.empty(hidden, hidden))
         self.conv = nn.Parameter(torch.empty(hidden, cfg.linear_conv_kernel))
         self.wo = nn.Parameter(torch.empty(hidden, hidden))
+        has_bias = cfg.linear_conv_bias
+        self.bb = nn.Parameter(torch.empty(hidden)) if has_bias else None
+        self.bc = nn.Parameter(torch.empty(hidden)) if has_bias else None
+        self.bv = nn.Parameter(torch.empty(hidden)) if has_bias else None
+        self.conv_bias = nn.Parameter(torch.empty(hidden)) if has_bias else None
+        self.bo = nn.Parameter(torch.empty(hidden)) if has_bias else None
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the gate before the convolution, the one after it, and the values; see base class."""
-        return tuple(self.column_linear(x, self.wb, self.wc, self.wv))
+        columns = [
+            (local_param(weight, x.dtype), None if bias is None else local_param(bias, x.dtype))
+            for weight, bias in ((self.wb, self.bb), (self.wc, self.bc), (self.wv, self.bv))
+        ]
+        backend = self.kernels.linear_backend
+        return tuple(self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend))
 
     def core_weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the convolution, [C, K]."""
-        return (local_param(self.conv, dtype),)
+        """Return the convolution, [C, K], and its bias, [C], if it has one."""
+        bias = () if self.conv_bias is None else (local_param(self.conv_bias, dtype),)
+        return (local_param(self.conv, dtype), *bias)
 
     def state_shapes(self, weights: Sequence[Tensor]) -> StateShapes:
         """See base class."""
@@ -56,4 +70,11 @@ class ShortConvolution(LinearAttention):
         values = self.convolved(projected)
         kernel = self.kernels.convolution
         mixed = causal_convolution(values, weights[0], preceding.previous_KBC, preceding.num_previous_SB, kernel=kernel)
+        if len(weights) > 1:
+            mixed = mixed + weights[1]
         return projected[1] * mixed, None
+
+    def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
+        """Compute the layer; see base class."""
+        y = super().forward(x, rope, documents)
+        return y if self.bo is None else y + local_param(self.bo, x.dtype)

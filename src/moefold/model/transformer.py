@@ -14,20 +14,22 @@ from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.head import Head, ModelOutput
-from moefold.model.indexer import LightningIndexer
+from moefold.model.indexer import LightningIndexer, Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
+from moefold.model.lora import attach_adapters
 from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import LayerNorm, RMSNorm, build_norm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
+from moefold.topology.selection_groups import selection_sources, shares_selections
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -46,40 +48,54 @@ class Block(nn.Module):
         model = cfg.model
         has_input_norms = model.norm_placement != "post"
         has_output_norms = model.norm_placement != "pre"
-        self.attention_norm = _norm(model, has_input_norms)
+        self.attention_norm = build_norm(model) if has_input_norms else None
         name = attention_name(model, model.all_block_kinds[number])
         self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
         if chunk_size := model.all_layer_chunks[number]:
             assert isinstance(self.attention, SelfAttention)
             self.attention.limit_to_chunks(chunk_size)
-        self.attention_output_norm = _norm(model, has_output_norms)
-        self.ffn_norm = _norm(model, has_input_norms)
+        self.attention_output_norm = build_norm(model) if has_output_norms else None
+        self.ffn_norm = build_norm(model) if has_input_norms else None
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
-        self.ffn_output_norm = _norm(model, has_output_norms)
+        self.ffn_output_norm = build_norm(model) if has_output_norms else None
         self.has_rope = model.rope_layers[number]
+        self.shared_selection: int | None = None
+        """Number of the layer that selects the keys of this one, if layers share selections."""
+        if shares_selections(model) and not model.all_block_kinds[number].endswith("L"):
+            self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope], Tensor] | None = None
 
     def forward(
-        self, x: Tensor, rope: Rope, columns: TokenColumns = NO_COLUMNS, documents: PackedDocuments | None = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        columns: TokenColumns = NO_COLUMNS,
+        documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
     ) -> LayerOutput:
         """Compute the layer, [S/(cp*tp), B, H] -> same; with a shortcut (`model.moe_shortcut`), see `LayerOutput`.
 
-        An MoE layer may need `columns` of the micro-batch.
+        An MoE layer may need `columns` of the micro-batch, and sparse attention the `selection` that layers share.
         """
         if self.fused is not None:
             return self.fused(x, rope)
-        x = self._attend(x, rope, documents)
+        x = self._attend(x, rope, documents, selection)
         with self._normalized(self.ffn_norm, x) as (normed,):
             y = self.ffn(normed, columns) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
             return self._add_ffn(x, y)
 
     def forward_resumable(
-        self, x: Tensor, rope: Rope, columns: TokenColumns = NO_COLUMNS, documents: PackedDocuments | None = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        columns: TokenColumns = NO_COLUMNS,
+        documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
     ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
-        x = self._attend(x, rope, documents)
+        x = self._attend(x, rope, documents, selection)
         with self._normalized(self.ffn_norm, x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
                 return self._add(x, self.ffn(normed), self.ffn_output_norm)
@@ -95,29 +111,24 @@ class Block(nn.Module):
         shared, routed = y
         return self._add(x, shared, None), self._scale(routed)
 
-    def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None) -> Tensor:
+    def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None, selection: Selection | None) -> Tensor:
         """Add attention to the residual stream."""
+        shared = () if selection is None else (selection,)
         with self._normalized(self.attention_norm, x) as (normed,):
-            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents)
+            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
             return self._add(x, y, self.attention_output_norm)
 
-    def _normalized(self, norm: RMSNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
+    def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
         """Return a context with the input of attention or of the feed-forward network."""
-        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, norm.local_weight(x))
+        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, *norm.local_parameters(x))
 
-    def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Add an output to the residual stream."""
         return x + self._scale(y if norm is None else norm(y))
 
     def _scale(self, y: Tensor) -> Tensor:
         """Multiply an output by the factor with which it is added to the residual stream."""
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
-
-
-def _norm(model: ModelConfig, is_present: bool) -> RMSNorm | None:
-    if not is_present:
-        return None
-    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
 
 
 class MTPBlock(Block):
@@ -130,14 +141,12 @@ class MTPBlock(Block):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
-        eps = cfg.model.norm_eps
-        zero_centered = cfg.model.zero_centered_norms
-        self.embedding_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
-        self.hidden_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.embedding_norm = build_norm(cfg.model)
+        self.hidden_norm = build_norm(cfg.model)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = RMSNorm(hidden, eps, zero_centered=zero_centered)
+        self.output_norm = build_norm(cfg.model)
 
     def forward(
         self,
@@ -145,6 +154,7 @@ class MTPBlock(Block):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
         embedded: Tensor | None = None,
     ) -> Tensor:
         """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
@@ -152,7 +162,7 @@ class MTPBlock(Block):
         Returns:
             Normalised hidden states, [S/(cp*tp), B, H].
         """
-        y = super().forward(self._project(x, embedded), rope, columns, documents)
+        y = super().forward(self._project(x, embedded), rope, columns, documents, selection)
         assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
         return self.output_norm(y)
 
@@ -162,11 +172,12 @@ class MTPBlock(Block):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all."""
         x = self._project(x, embedded)
-        y = yield from super().forward_resumable(x, rope, columns, documents)
+        y = yield from super().forward_resumable(x, rope, columns, documents, selection)
         assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
         return self.output_norm(y)
 
@@ -196,6 +207,23 @@ class _Shortcut:
             return x
         x, self._routed = output
         return x
+
+
+class _Selections:
+    """The selection of the current layer and of those that share it; that of earlier layers is freed."""
+
+    def __init__(self) -> None:
+        self._source = -1
+        self._selection: Selection | None = None
+
+    def of(self, block: Block) -> Selection | None:
+        """Return the selection that a layer makes or reads; None if no layers share selections."""
+        if block.shared_selection is None:
+            return None
+        if block.shared_selection != self._source:
+            self._source = block.shared_selection
+            self._selection = Selection()
+        return self._selection
 
 
 class Embedding(nn.Module):
@@ -239,9 +267,12 @@ class Transformer(nn.Module):
             self.head = Head(model)
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
+        attach_adapters(self, cfg)
         num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
-        for indexer in self.indexers():
-            indexer.set_training(cfg.train.indexer_stage, cfg.train.indexer_loss, num_micro_batches)
+        for number, indexer in self.indexers().items():
+            # The mean over the layers that attend to its selection.
+            coefficient = cfg.train.indexer_loss / selection_sources(model).count(number)
+            indexer.set_training(cfg.train.indexer_stage, coefficient, num_micro_batches)
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None
@@ -256,7 +287,7 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model).to(positions.device)
+            self._rope_frequencies = rope_frequencies(self.cfg.model, self.cfg.train.seq_len).to(positions.device)
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
@@ -274,8 +305,9 @@ class Transformer(nn.Module):
         args = self._block_args(columns, document_bounds)
         x = self._embed(x) if self.is_first else x
         shortcut = _Shortcut()
+        selections = _Selections()
         for block in self._blocks():
-            x = shortcut.add(block(x, *args))
+            x = shortcut.add(block(x, *args, selections.of(block)))
         if not self.is_last:
             return self._hidden_output(x)
         if "labels" not in columns:
@@ -284,7 +316,7 @@ class Transformer(nn.Module):
         terms = self.loss(self._output(x), columns)
         mtp_losses = []
         for depth, block in enumerate(self._mtp_blocks()):
-            x = block(x, *args, self.embedding(_mtp_tokens(columns, depth)))
+            x = block(x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
             mtp_losses.append(self._mtp_loss(x, columns, depth))
         return self._with_mtp_term(terms, mtp_losses)
 
@@ -295,22 +327,23 @@ class Transformer(nn.Module):
         args = self._block_args(columns, document_bounds)
         x = self._embed(x) if self.is_first else x
         shortcut = _Shortcut()
+        selections = _Selections()
         for block in self._blocks():
-            x = shortcut.add((yield from block.forward_resumable(x, *args)))
+            x = shortcut.add((yield from block.forward_resumable(x, *args, selections.of(block))))
         if not self.is_last:
             return self._hidden_output(x)
         x = self.head.norm(x)
         terms = self.loss(self._output(x), columns)
         mtp_losses = []
         for depth, block in enumerate(self._mtp_blocks()):
-            x = yield from block.forward_resumable(x, *args, self.embedding(_mtp_tokens(columns, depth)))
+            x = yield from block.forward_resumable(x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
             mtp_losses.append(self._mtp_loss(x, columns, depth))
         return self._with_mtp_term(terms, mtp_losses)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; where only the indexers learn, the vectors have a gradient, which reaches every layer."""
+        """Embed tokens; where the embedding is frozen, the vectors have a gradient, which reaches every layer."""
         x: Tensor = self.embedding(tokens)
-        return x.requires_grad_() if self.cfg.trains_indexers_only and torch.is_grad_enabled() else x
+        return x.requires_grad_() if self.cfg.freezes_weights and torch.is_grad_enabled() else x
 
     def _blocks(self) -> list[Block]:
         """Return the layers of this stage, without those of multi-token prediction."""
@@ -391,15 +424,17 @@ class Transformer(nn.Module):
         return self._build_rope(positions_SB)
 
     def _build_rope(self, positions: Tensor) -> Rope:
-        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies)
+        seq_len = self.cfg.train.seq_len
+        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
 
-    def indexers(self) -> list[LightningIndexer]:
-        """Return the indexers of the sparse attention of this stage."""
-        return [module for module in self.modules() if isinstance(module, LightningIndexer)]
+    def indexers(self) -> dict[int, LightningIndexer]:
+        """Return the indexers of the sparse attention of this stage by the number of their layer in the whole model."""
+        found = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
+        return {i: indexer for i, indexer in found.items() if indexer is not None}
 
 
 def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:

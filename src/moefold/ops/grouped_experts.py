@@ -53,14 +53,14 @@ class GroupedExpertOps:
         self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, probs_R: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `ExpertOps`; saves the offsets and, if asked, the gate and up projections."""
-        offsets_E = _offsets(options.tokens_per_expert, x.device)
+        offsets_E = row_offsets(options.tokens_per_expert, x.device)
         hidden, fc1_outputs = self.fc1_activation(_gather(x, options), weights, offsets_E, options, probs_R)
         saved = (offsets_E, *fc1_outputs)
         hidden_rows = GatheredRows(hidden)
         if weights.down_bias_EH is None:
             return self.grouped_gemm_combine(hidden_rows, weights.down_EFH, offsets_E, options.permute_map), saved
         y_RH = self.grouped_gemm(hidden_rows, weights.down_EFH, offsets_E)
-        bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
+        bias_RH = expand_to_rows(weights.down_bias_EH, offsets_E, len(y_RH))
         y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
         return y_RH if options.permute_map is None else self.combine(y_RH, options.permute_map), saved
 
@@ -84,7 +84,7 @@ class GroupedExpertOps:
         grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
         hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
         if grad_probs_R is not None and weights.down_bias_EH is not None:
-            bias_RH = _expand_to_rows(weights.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_probs_R.dtype)
+            bias_RH = expand_to_rows(weights.down_bias_EH, offsets_E, grad_rows.num_rows).to(grad_probs_R.dtype)
             columns = grad_rows.materialized[:, options.bias_slice].to(grad_probs_R.dtype)
             grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
         gate_t = weights.gate_EHF.transpose(1, 2)
@@ -130,8 +130,8 @@ class GroupedExpertOps:
         g = self.grouped_gemm(rows, weights.gate_EHF, offsets_E)
         u = self.grouped_gemm(rows, weights.up_EHF, offsets_E)
         if weights.gate_bias_EF is not None and weights.up_bias_EF is not None:
-            g += _expand_to_rows(weights.gate_bias_EF, offsets_E, len(g))
-            u += _expand_to_rows(weights.up_bias_EF, offsets_E, len(u))
+            g += expand_to_rows(weights.gate_bias_EF, offsets_E, len(g))
+            u += expand_to_rows(weights.up_bias_EF, offsets_E, len(u))
         return g, u
 
     def grouped_gemm(
@@ -206,7 +206,7 @@ def _split_by_expert(rows: GatheredRows, offsets_E: Tensor) -> tuple[Tensor, ...
     return rows.materialized.tensor_split(offsets_E.tolist())
 
 
-def _offsets(tokens_per_expert: Sequence[int], device: torch.device) -> Tensor:
+def row_offsets(tokens_per_expert: Sequence[int], device: torch.device) -> Tensor:
     """Return the end offset of each expert's rows, int32 [E] on the device, without a sync."""
     if isinstance(tokens_per_expert, LazyCounts):
         return tokens_per_expert.counts_E.cumsum(0, dtype=torch.int32)
@@ -218,7 +218,7 @@ def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
     return GatheredRows(x) if options.permute_map is None else options.permute_map.gather(x)
 
 
-def _expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+def expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
     """Gather the value of each row's expert, [R, N]; of any expert for rows after the last one's."""
     row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
     expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=len(values_EN) - 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import Group
 from moefold.config.schema import Config, TrainConfig
-from moefold.cost.layer_spec import model_weights
+from moefold.cost.adapter_spec import training_weights
 from moefold.cost.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import MOMENTUM, build_optimizer
@@ -139,7 +139,7 @@ def build_muon(
         stage: the ranks that together hold the parameters.
         state_store: store of the moments; None: on the device.
     """
-    weights = model_weights(cfg.model)
+    weights = training_weights(cfg.model, cfg.lora)
     groups = cfg.train.muon_groups
     matrices = {name: p for name, p in parameters.items() if weights[name].in_muon_groups(groups)}
     fallback = build_optimizer(

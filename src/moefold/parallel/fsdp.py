@@ -34,12 +34,12 @@ from moefold.comm.torch_compat import (
     suspended_fsdp_hooks,
 )
 from moefold.config.schema import Config
-from moefold.cost.layer_spec import model_weights
+from moefold.cost.adapter_spec import training_weights
 from moefold.cost.param_spec import expert_dp_dim
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import TORCH_DTYPES, MTPBlock, Transformer
+from moefold.model.transformer import TORCH_DTYPES, Block, MTPBlock, Transformer
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
 # gradients of its inputs are computed, so it must find tensors in what the router returns (registered there) and what
@@ -52,7 +52,7 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     """Replace every meta parameter of a stage by its DTensor shard over tp, or over (ep, etp); no communication."""
     tp_mesh = groups.dense_mesh["tp"]
     expert_mesh = groups.expert_mesh["ep", "etp"]
-    weights = model_weights(stage.cfg.model)
+    weights = training_weights(stage.cfg.model, stage.cfg.lora)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             weight = weights[f"{module_name}.{leaf}"]
@@ -62,6 +62,21 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
             else:
                 sharded = _meta_shard(parameter, tp_mesh, (_placement(weight.tp_shard_dim(groups.layout.tp)),))
             module.register_parameter(leaf, nn.Parameter(sharded))
+
+
+def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
+    """Convert the meta parameters that are read in the type of the master weights to it."""
+    for module, leaf in _full_precision_parameters(stage):
+        module.register_parameter(leaf, nn.Parameter(getattr(module, leaf).to(dtype)))
+
+
+def _full_precision_parameters(stage: Transformer) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the parameters outside of routers that are read in the type of the master weights: module and name."""
+    weights = training_weights(stage.cfg.model, stage.cfg.lora)
+    for module_name, module in stage.named_modules():
+        for leaf, _ in list(module.named_parameters(recurse=False)):
+            if weights[f"{module_name}.{leaf}"].in_exponent:
+                yield module, leaf
 
 
 def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
@@ -80,7 +95,11 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
     )
     full_precision = MixedPrecisionPolicy(reduce_dtype=master, cast_forward_inputs=False)
+    exempt_names: dict[nn.Module, list[str]] = {}
+    for module, leaf in _full_precision_parameters(stage):
+        exempt_names.setdefault(module, []).append(leaf)
     for block in stage.layers.values():
+        assert isinstance(block, Block)
         if isinstance(block.ffn, MoELayer):
             fully_shard(
                 block.ffn.experts,
@@ -91,11 +110,23 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config)
             )
             if policy.param_dtype is not None:
                 fully_shard(block.ffn.router, mesh=dense, mp_policy=full_precision, reshard_after_forward=False)
-        fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
+        exempt = exempt_names.get(block.attention, ()) if policy.param_dtype is not None else ()
+        ignored = {block.attention.get_parameter(leaf) for leaf in exempt}
+        fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
+        if exempt:
+            # FSDP has one type for the parameters of a module: these are a group of their own on the same module.
+            others = {p for name, p in block.attention.named_parameters() if name not in exempt}
+            fully_shard(
+                block.attention,
+                mesh=dense,
+                mp_policy=full_precision,
+                reshard_after_forward=False,
+                ignored_params=others,
+            )
     fully_shard(stage, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
-    for module in _fsdp_modules(stage):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for fsdp_module in _fsdp_modules(stage):
+        fsdp_module.set_gradient_divide_factor(1.0)
+        fsdp_module.set_force_sum_reduction_for_comms(True)
     _prefetch_next_block(stage)
 
 

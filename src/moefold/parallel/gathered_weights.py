@@ -6,8 +6,8 @@ from torch import Tensor
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import World
 from moefold.cost.shard_boxes import Box
-from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import reshard_parameters
+from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import check_boxes, gather_dtypes, weight_sharding, weight_tensors
 
@@ -38,7 +38,7 @@ class GatheredWeights:
         """Read the current weights from now on; call it between two training steps."""
         # A gathered parameter is no shard.
         reshard_parameters(self._model.stages)
-        self._local = {name: local_tensor(tensor).detach() for name, tensor in weight_tensors(self._model).items()}
+        self._local = {name: values.detach() for name, values in merged_shards(self._model).items()}
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor in training."""

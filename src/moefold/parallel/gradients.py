@@ -18,20 +18,27 @@ NORM_EPS = 1e-6
 
 
 @torch.no_grad()
-def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], tp: Group) -> None:
-    """Sum over tp the gradients of parameters replicated over tp: norms, router, K/V of few groups.
+def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Group, axis: str = "tp") -> None:
+    """Sum over tp or etp the gradients of parameters that are replicated over it and were computed in parts.
 
-    Under sequence parallelism each tp rank has a partial gradient (of its tokens or heads). One all-reduce a step;
-    every rank of a tensor-parallel group calls it after all micro-batches and the data-parallel reduction.
+    Under sequence parallelism each tp rank has a partial gradient (of its tokens or heads): of norms, the router, K/V
+    of few groups and adapters. Under expert tensor parallelism each etp rank has that of its columns: of the experts'
+    adapters. One all-reduce a step; every rank of the group calls it after all micro-batches and the data-parallel
+    reduction.
+
+    Args:
+        parameters: parameters of this rank by name.
+        group: the ranks of the axis.
+        axis: "tp" or "etp", the last dim of the device mesh of the parameters.
     """
-    if tp.size == 1:
+    if group.size == 1:
         return
-    grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None and _is_tp_replicated(p.grad)]
+    grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None and _is_replicated(p.grad, axis)]
     if not grads:
         # A stage with only the embedding or the output head has none, on every rank of the group.
         return
     flat = torch.cat([grad.flatten() for grad in grads])
-    all_reduce_sum_(flat, tp)
+    all_reduce_sum_(flat, group)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 
@@ -80,12 +87,12 @@ def _to_local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _is_tp_replicated(grad: Tensor) -> bool:
+def _is_replicated(grad: Tensor, axis: str) -> bool:
     if not isinstance(grad, DTensor):
         return False
     names = grad.device_mesh.mesh_dim_names
     assert names is not None
-    return names[-1] == "tp" and grad.placements[-1].is_replicate()
+    return names[-1] == axis and grad.placements[-1].is_replicate()
 
 
 def num_replicas(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from moefold.model.module_wrapper import CallContext, Function, Wrapper, wrap_ca
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
-from moefold.model.norm import FullWidthQKNorm, RMSNorm
+from moefold.model.norm import FullWidthQKNorm, LayerNorm, RMSNorm
 from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
 from moefold.parallel.layer_parts import forward_method
@@ -29,6 +29,7 @@ from moefold.topology.schedules import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),
+    (LayerNorm, "normalize", "norms"),
     (FullWidthQKNorm, "forward", "norms"),
     (TokenMixer, "forward", "attention"),
     (LinearAttention, "mix", "core attention"),

@@ -14,7 +14,6 @@ from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.head import Head
-from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
@@ -24,6 +23,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
 from moefold.model.paged_selection import PagedSelection
 from moefold.model.recurrent_cache import RecurrentStates
+from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -112,7 +112,7 @@ class PagedDecoder:
     | attribute | becomes |
     | --- | --- |
     | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
-    | `cache` of an indexer of sparse attention | the keys, values and index keys of each row's sample |
+    | `selected_keys` of sparse attention | the keys, values and index keys of each row's sample |
     | `state_cache` of linear attention | the states of each row's sample |
     | `sequence_parallel` | one for any number of tokens |
     | `sequence_parallel` of the head | `PickedRows` |
@@ -175,9 +175,9 @@ class PagedDecoder:
             states = RecurrentStates(self._pass)
             self._state_caches.append(states)
             self._replace(module, "state_cache", states)
-        if isinstance(module, LightningIndexer) and not module.is_dense:
+        if isinstance(module, SparseAttention | SparseLatentAttention):
             cache = PagedSelection(self._pass, self._size.num_pages, self._size.page_positions)
-            self._add_cache(module, "cache", cache)
+            self._add_cache(module, "selected_keys", cache)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window

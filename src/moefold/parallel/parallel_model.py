@@ -76,9 +76,11 @@ class ParallelModel:
             self.offload.begin_step()
         with self.cast_copies.fresh(), self.weight_cache.step():
             loss = self.runner.forward_backward(batch)
-        sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
         cfg = self.stages[0].cfg
-        if cfg.model.last_stage_needs_embedding and not cfg.trains_indexers_only:
+        sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
+        if cfg.trains_adapters_only:
+            sum_replicated_gradients(self.named_parameters, self.groups.moe.etp, "etp")
+        if cfg.model.last_stage_needs_embedding and not cfg.freezes_weights:
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
         return loss
 

@@ -10,6 +10,7 @@ from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
+from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
@@ -19,7 +20,7 @@ from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
-from moefold.parallel.fsdp import master_weight_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.fsdp import keep_full_precision, master_weight_dtype, shard_data_parallel, shard_model_parallel
 from moefold.parallel.graphed_modules import apply_cuda_graphs
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.parallel_model import ParallelModel, make_runner
@@ -86,7 +87,7 @@ def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopie
 def freeze_all_but_indexers(stage: Transformer) -> None:
     """Leave gradients to the parameters of the indexers alone: the warm-up stage of sparse attention."""
     stage.requires_grad_(False)
-    for indexer in stage.indexers():
+    for indexer in stage.indexers().values():
         indexer.requires_grad_(True)
 
 
@@ -116,6 +117,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
     # change too often to be compiled.
     if not for_training:
+        assert not cfg.lora.rank, "weights of inference have the adapters merged"
         run = replace(cfg.run, compile="none")
         train = replace(cfg.train, precision="dtype")
         moe = replace(cfg.moe, dispatch_precision="dtype")
@@ -128,6 +130,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.to(master_weight_dtype(cfg) if for_training else stage.dtype)
         for layer in stage.moe_layers().values():
             layer.router.to(master_weight_dtype(cfg))
+        keep_full_precision(stage, master_weight_dtype(cfg))
         apply_tensor_parallel(stage, groups.attn.tp)
         apply_expert_parallel(stage, groups, positions, dispatcher)
         apply_context_parallel(stage, cfg.parallel, groups)
@@ -141,9 +144,11 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             apply_cuda_graphs(stage, kernels.weight_cache, recorders, has_router=has_router)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
+        # FSDP reads which parameters are frozen.
         if for_training and cfg.trains_indexers_only:
-            # FSDP reads which parameters are frozen.
             freeze_all_but_indexers(stage)
+        if for_training and cfg.trains_adapters_only:
+            freeze_all_but_adapters(stage)
         if layout.world_size > 1 and for_training:
             shard_data_parallel(stage, groups, cfg)
         stage.to_empty(device=groups.device)

@@ -21,6 +21,7 @@ from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import (
     MAX_SCRATCH_BYTES,
@@ -106,10 +107,13 @@ class WeightSender:
 
     @torch.no_grad()
     def send(self) -> list[PendingSend]:
-        """Copy the weights that the sampling ranks need from this rank, and start to send them; local."""
+        """Copy the weights that the sampling ranks need from this rank, and start to send them.
+
+        Local; with adapters collective over a pipeline stage, whose ranks gather them.
+        """
         # A gathered parameter is no shard.
         reshard_parameters(self._model.stages)
-        weights = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._model).items()}
+        weights = merged_shards(self._model)
         sends = []
         for part in self._own:
             buffer = torch.empty(part.num_bytes, dtype=torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import World
+from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
 from moefold.cost.stages import plan_stages
@@ -22,6 +23,7 @@ from moefold.model.init import local_slice
 from moefold.model.local_param import local_tensor, parameter_over
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
 
 MAX_SCRATCH_BYTES = 1 << 26
@@ -102,7 +104,7 @@ class WeightTransfer:
             return self._copy(started_s)
 
     def _copy(self, started_s: float) -> TransferStats:
-        source = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._source).items()}
+        source = merged_shards(self._source)
         shared = self._share_parameters(source) if self._shares else frozenset()
         target = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._target).items()}
         copied_bytes = 0
@@ -191,8 +193,9 @@ def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
 
 
 def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
-    """Return the parameters and buffers of this rank by their names in the full model."""
-    return {**model.named_parameters, **model.named_buffers}
+    """Return the parameters and buffers of this rank by their names in the full model, without those of adapters."""
+    parameters = {name: parameter for name, parameter in model.named_parameters.items() if not is_adapter(name)}
+    return {**parameters, **model.named_buffers}
 
 
 def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:

@@ -16,7 +16,7 @@ from moefold.planner.cost_model.gemm import (
 from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.memory.budget import RESERVE_FRACTION, default_reserve_gib
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.planner import Planner, PlanRequest, format_mapping
+from moefold.planner.planner import Planner, PlanRequest, format_mapping, legal_context
 from moefold.planner.search.constraints import AXIS_KEYS, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.topology.dispatchers import dispatcher_of
@@ -98,7 +98,8 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
 
 
 def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed: dict[str, object]) -> PlanRequest:
-    cfg = replace(base, parallel=replace(base.parallel, world_size=num_ranks))
+    parallel = replace(base.parallel, world_size=num_ranks, context=legal_context(base))
+    cfg = replace(base, parallel=parallel)
     train = cfg.train
     device = _device_with_memory(machine, num_ranks)
     precision = PLANNER_NAMES[train.precision]

@@ -17,7 +17,7 @@ from moefold.planner.search.space import HOST
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.pipeline_layout import format_layout
+from moefold.topology.pipeline_layout import even_stages, format_layout
 from moefold.validate.config import check_config
 from moefold.validate.unused_planned import without_idle_attention_keys
 
@@ -60,11 +60,12 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
             "moments": HOST if OFFLOADED_OPTIMIZER in m.offload else "none",
         }
     )
-    uneven = cfg.model.num_layers % (m.pp * m.vpp) or cfg.model.mtp_layers
-    if m.pp > 1 and (uneven or cfg.parallel.pipeline_layout == "auto"):
+    if m.pp > 1 and cfg.parallel.pipeline_layout in ("", "auto"):
         # Write the priced stages: "auto" would also consider how tp and ep shard the weights.
         parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(m.pp * m.vpp)
-        cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))
+        is_even = parts == even_stages(cfg.model.num_layers, cfg.model.mtp_layers, m.pp * m.vpp)
+        if cfg.parallel.pipeline_layout == "auto" or not is_even:
+            cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))
     if cfg.train.offload:
         # The memory model assumes that every offload copy has finished.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))

@@ -18,6 +18,7 @@ from moefold.convert.hf_config import read_model_config
 from moefold.cost.flops import TRAIN_TO_FORWARD, keys_per_token
 from moefold.cost.layer_spec import attention_spec
 from moefold.errors import ConfigError
+from moefold.hub import CONFIG_PATTERNS, is_hub_url, snapshot
 from moefold.recipe import load_config
 
 BF16_BYTES = 2
@@ -169,9 +170,11 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     layers = []
     kinds: dict[LayerKind, int] = {}
     for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True):
-        mixer = replace(_mixer_from_config(model, kind, window), chunk_size=chunk)
-        layer = LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, kind))
-        layers.append(kinds.setdefault(layer, len(kinds)))
+        layers.append(kinds.setdefault(_layer_from_config(model, kind, window, chunk), len(kinds)))
+    mtp_kind = -1
+    if model.mtp_layers and model.mtp_block_kind != model.block_kinds[-1]:
+        layer = _layer_from_config(model, model.mtp_block_kind, model.layer_windows[-1], model.layer_chunks[-1])
+        mtp_kind = kinds.setdefault(layer, len(kinds))
     return ModelSpec(
         name=model.preset or "model",
         hidden_size=model.hidden_size,
@@ -179,9 +182,15 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
         kinds=tuple(kinds),
         layers=tuple(layers),
         mtp_layers=model.mtp_layers,
+        mtp_kind_override=mtp_kind,
         tie_embeddings=model.tie_embeddings,
         config=model,
     )
+
+
+def _layer_from_config(model: ModelConfig, kind: str, window: int, chunk_size: int) -> LayerKind:
+    mixer = replace(_mixer_from_config(model, kind, window), chunk_size=chunk_size)
+    return LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, kind))
 
 
 def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer:
@@ -206,6 +215,7 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
     # Sparse latent attention is computed in the space of the latents, which all heads share as one key head.
     is_sparse_latent = bool(model.index_topk) and model.attention == "mla"
     latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
+    has_indexer = bool(indexer)
     return TokenMixer(
         kind=model.attention,
         num_params=num_params,
@@ -221,8 +231,8 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
         selected_keys=model.index_topk,
         values_in_keys=is_sparse_latent,
         index_params=sum(weight.numel for weight in indexer),
-        index_width=model.index_head_dim if model.index_topk else 0,
-        index_flops=2 * model.index_heads * (model.index_head_dim + 1) if model.index_topk else 0,
+        index_width=model.index_head_dim if has_indexer else 0,
+        index_flops=2 * model.index_heads * (model.index_head_dim + 1) if has_indexer else 0,
     )
 
 
@@ -493,6 +503,8 @@ def load_model_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: it is none of these.
     """
+    if is_hub_url(name):
+        return model_spec_from_config(read_model_config(snapshot(name, "model", patterns=CONFIG_PATTERNS)))
     path = Path(name)
     if path.suffix == ".toml":
         return model_spec_from_config(load_config(path).model)

@@ -16,6 +16,7 @@ from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
+from moefold.planner.lengths.strategy import ContextKind
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
@@ -62,6 +63,15 @@ class PlanRequest:
             self,
             base_config=replace(self.base_config, parallel=replace(self.base_config.parallel, world_size=num_gpus)),
         )
+
+
+def legal_context(cfg: Config) -> ContextKind:
+    """Return the kind of context parallelism to search with: the recipe's, or the only one of sparse attention.
+
+    Without context parallelism `parallel.context` has no effect.
+    """
+    is_sparse = cfg.model.index_topk > 0 and cfg.model.has_softmax_attention
+    return "allgather" if is_sparse and cfg.parallel.context in ("ring", "ulysses") else cfg.parallel.context
 
 
 class Planner:

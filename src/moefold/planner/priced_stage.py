@@ -8,8 +8,13 @@ def check_priced_stage(cfg: Config) -> None:
     """Check that the time model has the passes of a recipe's training stage.
 
     Raises:
-        ConfigError: the recipe is the warm-up of indexers, whose attention is dense.
+        ConfigError: the recipe trains adapters alone, or is the warm-up of indexers, whose attention is dense.
     """
+    if cfg.trains_adapters_only:
+        raise ConfigError(
+            f"lora.rank={cfg.lora.rank} has no predicted step time: the time model has the gradients of all weights; "
+            "plan with lora.rank=0, whose mappings have room for adapters, and add [lora] to the recipe"
+        )
     if cfg.trains_indexers_only:
         raise ConfigError(
             "train.indexer_stage='warmup' has no predicted step time: the time model has attention over selected keys "

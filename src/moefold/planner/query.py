@@ -21,7 +21,7 @@ from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import default_reserve_gib
-from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, read_model
+from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, legal_context, read_model
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
@@ -103,7 +103,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         base_with_precision,
         run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
         moe=replace(base.moe, capacity_factor=factor),
-        parallel=replace(p, world_size=num_gpus, mapping="given"),
+        parallel=replace(p, world_size=num_gpus, mapping="given", context=legal_context(base)),
         train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
     )
     if options.lengths is not None and not is_recipe:

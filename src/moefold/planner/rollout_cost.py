@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from moefold.config.schema import Config
-from moefold.cost.block_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.hardware import Device
 from moefold.cost.kv_cache import cached_width, layer_state_bytes
+from moefold.cost.linear_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.rollout_memory import rollout_weight_bytes, sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.unit_memory import compute_dtype_bytes
@@ -77,9 +77,9 @@ class SamplingCost:
         per_rank = ceil(cfg.rl.updates * cfg.train.global_batch_size / degrees.dp)
         item = compute_dtype_bytes(cfg)
         num_linear = model.attention_letters.count("L")
-        num_cached = ceil((model.num_layers - num_linear) / degrees.pp)
-        width = cached_width(model, degrees.tp, rollout.cache) * item
-        rollout_bytes = lengths.total * num_cached * width
+        cached = [kind for kind in model.block_kinds if not kind.endswith("L")]
+        width = sum(cached_width(model, degrees.tp, rollout.cache, kind) for kind in cached) / max(1, len(cached))
+        rollout_bytes = ceil(lengths.total * ceil(len(cached) / degrees.pp) * width) * item
         if num_linear:
             rollout_bytes += ceil(num_linear / degrees.pp) * layer_state_bytes(model, degrees.tp, item)
         slots = max(1, min(rollout.slots, per_rank, int(rollout.cache_gib * 2**30 // rollout_bytes)))

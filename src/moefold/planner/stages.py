@@ -12,8 +12,9 @@ from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.stage_partition import fastest_stages
 from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
-from moefold.topology.pipeline_layout import StageParts
+from moefold.topology.pipeline_layout import StageParts, even_stages
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import stage_starts
 
 
 def build_chunk(
@@ -100,6 +101,8 @@ def make_stage_splitter(model_spec: ModelSpec, seq_len: int) -> StageSplitter:
 class RecipeStageSplitter:
     """Splitter by a recipe's `parallel.pipeline_layout`; without one, even if the layers divide, balanced otherwise.
 
+    Balanced also where an even split would part layers that share a selection of keys.
+
     Args:
         cfg: the recipe; of its mapping only the layout counts.
         model_spec: its model.
@@ -129,12 +132,18 @@ class RecipeStageSplitter:
         """Return the chunks as `StageParts`; balancing uses the weights of the whole model, not of a shard."""
         cfg = self._cfg
         layout = cfg.parallel.pipeline_layout
-        if not layout and (cfg.model.num_layers % num_chunks or cfg.model.mtp_layers):
+        if not layout and not self._splits_evenly(num_chunks):
             layout = "auto"
         if layout in ("", "auto") and num_chunks == 1:
             layout = ""
         uncut = replace(cfg, parallel=ParallelConfig(world_size=num_chunks, pp=num_chunks, pipeline_layout=layout))
         return fastest_stages(uncut) if layout == "auto" else stage_parts(uncut)
+
+    def _splits_evenly(self, num_chunks: int) -> bool:
+        model = self._cfg.model
+        if model.num_layers % num_chunks or model.mtp_layers:
+            return False
+        return all(stage.layers.start in stage_starts(model) for stage in even_stages(model.num_layers, 0, num_chunks))
 
 
 def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:

@@ -5,6 +5,7 @@ It has the ranks of training, or `rollout.ranks` ranks of its own, which follow 
 
 from dataclasses import replace
 
+from moefold.config.lora import LoraConfig
 from moefold.config.schema import Config, ParallelConfig
 
 ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
@@ -36,7 +37,7 @@ def fetches_experts(cfg: Config) -> bool:
 
 
 def rollout_config(cfg: Config) -> Config:
-    """Return the recipe of the inference model that samples, without cp, ZeRO and virtual stages."""
+    """Return the recipe of the inference model that samples: merged adapters, no cp, ZeRO and virtual stages."""
     p = cfg.parallel
     degrees = rollout_degrees(cfg)
     parallel = ParallelConfig(
@@ -58,4 +59,4 @@ def rollout_config(cfg: Config) -> Config:
         micro_batch_size=1,
         global_batch_size=cfg.rl.group_size * max(1, parallel.dp),
     )
-    return replace(cfg, parallel=parallel, train=train)
+    return replace(cfg, parallel=parallel, train=train, lora=LoraConfig())

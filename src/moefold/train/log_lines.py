@@ -6,6 +6,7 @@ from signal import Signals
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
 from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
@@ -61,7 +62,10 @@ def _describe_model(cfg: Config) -> str:
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
     zero = f" and {model.zero_experts} without computation" if model.zero_experts else ""
     experts = f", {model.num_experts} experts{zero}, top {model.top_k}" if "M" in model.layer_kinds else ""
-    return f"{name}{format_count(count.total)} parameters{active}; {model.num_layers} layers{experts}"
+    adapters = adapter_weights(model, cfg.lora)
+    trained = sum(weight.numel for weight in adapters.values())
+    lora = f"; {format_count(trained)} parameters in adapters of rank {cfg.lora.rank} are trained" if adapters else ""
+    return f"{name}{format_count(count.total)} parameters{active}; {model.num_layers} layers{experts}{lora}"
 
 
 def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:

@@ -1,7 +1,6 @@
 """Reference model of the KL penalty: a second set of weights under the training mapping, without gradients."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
-from moefold.convert.preflight import resolve_weights_folder
+from moefold.convert.preflight import resolve_weights_folder, weights_path
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
@@ -63,7 +62,7 @@ class ReferenceModel:
         if not self.source:
             return ""
         # A run may have newer checkpoints when training is resumed.
-        folder = folder or str(current_world().all_gather_object(resolve_weights_folder(Path(self.source)))[0])
+        folder = folder or str(current_world().all_gather_object(resolve_weights_folder(weights_path(self.source)))[0])
         cfg = self._cfg
         is_upcycled = cfg.rl.reference == "start" and not cfg.checkpoint.init_from
         checkpoint = replace(cfg.checkpoint, every=0, at_end=False, init_from="" if is_upcycled else folder)

@@ -419,7 +419,7 @@ class RolloutLoader(DataLoader):
         for layer in self._model.moe_layers().values():
             layer.set_micro_batches(count * self._groups.attn.dp.size, count)
         for stage in self._model.stages:
-            for indexer in stage.indexers():
+            for indexer in stage.indexers().values():
                 indexer.set_micro_batches(count * self._groups.attn.dp.size)
         if self._reference is not None:
             reference = self._reference.log_probs(batch)

@@ -14,6 +14,8 @@ import logging
 import os
 import re
 import socket
+import struct
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,6 +41,7 @@ from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
 from moefold.metrics.step_metrics import METRICS_FILE
+from moefold.remote_path import to_path
 
 SETTINGS_FILE = "config.json"
 Settings = dict[str, Any]
@@ -158,7 +161,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         return "checkpoint.resume='never'"
     checkpoints = named_checkpoints(checkpoint_folder(cfg))
     if resume != "auto":
-        given = Path(resume)
+        given = to_path(resume)
         # Checkpoints of later steps are rejected by name at the start.
         is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
@@ -253,24 +256,28 @@ _POLL_INTERVAL_S = 0.2
 logger = logging.getLogger(__name__)
 
 
+_IS_MACOS = sys.platform == "darwin"
+_FLOCK = "@qqihh" if _IS_MACOS else "@hhqqi4x"
+"""Layout of `struct flock`: start, length, process, type, whence on macOS; type, whence, start, length, process on
+Linux."""
+
+
 def is_in_use(folder: Path) -> bool:
     """Return whether another process holds the lock of a folder; do not call it for a lock that this process holds.
 
-    Closing the file would release every lock of this process on it: fcntl locks belong to the process.
+    The lock is only asked about, never taken, so that a job that starts at this moment gets it. Closing the file would
+    release every lock of this process on it: fcntl locks belong to the process.
     """
+    fields = (
+        (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET) if sys.platform == "darwin" else (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    )
     try:
-        file = (folder / LOCK_FILE).open("r+b", buffering=0)
+        with (folder / LOCK_FILE).open("rb", buffering=0) as file:
+            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *fields)))
     except OSError:
+        # There is no lock file, or the file system has no locks.
         return False
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return True
-        except OSError:
-            # A file system without locks.
-            return False
-    return False
+    return bool(found[3 if _IS_MACOS else 0] != fcntl.F_UNLCK)
 
 
 class RunLock:

@@ -36,6 +36,7 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"run.seed": cfg.run.seed, "run.steps": cfg.run.steps, "run.dtype": cfg.run.dtype}
+        | {f"lora.{key}": value for key, value in asdict(cfg.lora).items()}
         | model
     )
 

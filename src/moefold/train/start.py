@@ -20,6 +20,7 @@ from moefold.launch.fitting import check_training, choose_checked_device
 from moefold.launch.meet_client import is_loopback_host, parse_address
 from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, with_world_size
+from moefold.remote_path import RemoteError, RemotePath, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.run_folder import RunFolder, choose_run_folder
@@ -78,7 +79,7 @@ def check_resume(cfg: Config) -> None:
     """
     if cfg.checkpoint.resume in ("auto", "never"):
         return
-    path = Path(cfg.checkpoint.resume)
+    path = to_path(cfg.checkpoint.resume)
     name = f"checkpoint.resume={cfg.checkpoint.resume!r}"
     if path.is_dir():
         if inner := _list_checkpoints(path):
@@ -97,17 +98,23 @@ def check_initial_weights(cfg: Config) -> None:
     Raises:
         ConfigError: they cannot be used.
     """
+    if cfg.trains_adapters_only:
+        from moefold.convert.preflight import check_initial_adapters
+
+        check_initial_adapters(cfg)
     initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
     if cfg.rl.reference != "start":
         initial_weights["rl.reference"] = cfg.rl.reference
     for key, path in initial_weights.items():
         if path:
-            from moefold.convert.preflight import init_from_unsupported_reason
+            from moefold.convert.preflight import init_from_unsupported_reason, weights_path
 
             # Reference weights are never upcycled.
             upcycle_from = "" if key == "rl.reference" else cfg.model.upcycle_from
             model = replace(cfg.model, upcycle_from=upcycle_from)
-            if reason := init_from_unsupported_reason(replace(cfg, model=model), Path(path)):
+            with reworded_errors((r"^'", f"{key}: '")):
+                folder = weights_path(path)
+            if reason := init_from_unsupported_reason(replace(cfg, model=model), folder):
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 
@@ -156,8 +163,16 @@ def probe_folder(key: str, path: str) -> None:
     Raises:
         ConfigError: it cannot be created.
     """
-    folder = Path(path)
     name = f"{key}={path!r}"
+    if is_remote(path):
+        if path.startswith("memory://"):
+            raise ConfigError(f"{name} would end with the process; name a folder, or a URL of a store such as s3://")
+        try:
+            RemotePath(path).check_writable()
+        except RemoteError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        return
+    folder = Path(path)
     existing = folder.absolute()
     try:
         while not existing.exists():

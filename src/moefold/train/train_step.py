@@ -167,7 +167,7 @@ class TrainingStep:
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
-        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers()]
+        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
@@ -231,7 +231,7 @@ class TrainingStep:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.moment_updates += 1
-            if not self._cfg.trains_indexers_only:
+            if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)

@@ -1,13 +1,15 @@
 """Entry point of each rank of `moefold train`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobSplit
 from moefold.config.schema import Config
@@ -18,11 +20,15 @@ from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
+from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
+from moefold.remote_path import is_remote
 from moefold.train.callbacks.callback import Callback
+from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import StopSignals
+from moefold.train.start import RunSetup
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 
@@ -35,6 +41,11 @@ class TrainOutcome:
     """Exit status: 0, or 128 + the number of the signal that stopped the run."""
     run_dir: Path
     """Run folder."""
+    metrics: dict[str, Any] | None = None
+    """Metrics of the last step, as in metrics.jsonl; None if this call trained no step, or on ranks that only sample.
+    """
+    checkpoint: Path | None = None
+    """Newest complete checkpoint of the run; None if it saves none."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,17 @@ class ProgramParts:
     """The samples of data.kind="program"."""
     callbacks: Sequence[Callback] = ()
     """Further hooks of the training loop."""
+    on_step: Callable[[dict[str, Any]], None] | None = None
+    """Called with the metrics of each step, on each rank that trains."""
+
+
+def finished_outcome(setup: RunSetup) -> TrainOutcome | None:
+    """Return the outcome of a run whose checkpoint has all steps already; None if steps are left."""
+    if not setup.is_finished:
+        return None
+    run_dir = Path(setup.folder.cfg.run.dir)
+    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
+    return TrainOutcome(0, run_dir, records[-1] if records else None, setup.resume)
 
 
 def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
@@ -69,6 +91,7 @@ def train_on_rank(
     Raises:
         ConfigError: training found an error in the recipe, in a job of one rank; in larger jobs, ranks print it and
             exit.
+        RunError: the run failed, in a job of one rank or in a program's own process.
     """
     layout = check_config(cfg)
     if cfg.run.deterministic:
@@ -80,7 +103,7 @@ def train_on_rank(
     failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
     joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start)
-    with failing, joined as (device, link), watchdog:
+    with failing, joined as (device, link), watchdog, ExitStack() as cleanup:
         if link is not None:
             link.recorder = watchdog.flight_recorder
         if link is not None and split.samples(rank_env.rank):
@@ -91,9 +114,11 @@ def train_on_rank(
                 SamplingWorker(cfg, layout, groups, link).run()
             return TrainOutcome(0, Path(cfg.run.dir))
         groups = ParallelGroups.create(layout, device, watchdog.flight_recorder)
+        cleanup.callback(groups.release)
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
+        reporting = StepReporting(program.on_step)
         messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
         trainer = Trainer(
             folder.cfg,
@@ -101,7 +126,7 @@ def train_on_rank(
             [message for message in messages if message],
             loss=program.loss,
             data=program.data,
-            callbacks=program.callbacks,
+            callbacks=(*program.callbacks, reporting),
             link=link,
         )
         with ExitStack() as locks:
@@ -110,7 +135,9 @@ def train_on_rank(
                 for lock in _run_locks(folder.cfg):
                     locks.enter_context(lock)
                 _reject_other_run(cfg, folder)
-            return TrainOutcome(trainer.run(stop), Path(folder.cfg.run.dir))
+            status = trainer.run(stop)
+            saved = complete_checkpoints(checkpoint_folder(folder.cfg))
+            return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, saved[-1] if saved else None)
 
 
 def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
@@ -132,6 +159,7 @@ def _run_locks(cfg: Config) -> list[RunLock]:
     # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
     wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
     folders = {"run.dir": cfg.run.dir}
-    if cfg.checkpoint.dir and cfg.checkpoint.saves:
+    # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
+    if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
         folders["checkpoint.dir"] = cfg.checkpoint.dir
     return [RunLock(Path(folder), key, wait_s) for key, folder in folders.items()]

@@ -19,6 +19,7 @@ from moefold.topology.layout import Layout, fold
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
+from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
@@ -28,7 +29,7 @@ from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
-from moefold.validate.sparse import SPARSE_TRAINING_RULES
+from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -82,12 +83,13 @@ RANGES = (
     RangeRule("must be at most 0 (0: none)", lambda bound: bound <= 0, "model", "linear_decay_bound"),
     RangeRule(*POSITIVE, "model", "swiglu_alpha swiglu_limit"),
     RangeRule(*POSITIVE, "model", "norm_eps init_std rope_low_freq_factor rope_high_freq_factor"),
+    RangeRule(*POSITIVE, "model", "sparsemixer_jitter"),
     RangeRule(*POSITIVE, "model", "rope_beta_fast rope_beta_slow"),
     RangeRule(
         "must be at least 0 (0: not given)",
         lambda factor: factor >= 0,
         "model",
-        "rope_attention_factor rope_mscale rope_mscale_all_dim",
+        "rope_attention_factor rope_mscale rope_mscale_all_dim rope_short_mscale rope_long_mscale",
     ),
     RangeRule("must be greater than 1", lambda base: base > 1, "model", "rope_theta"),
     RangeRule("must lie in (0, 1]: above 0 and at most 1", lambda part: 0 < part <= 1, "model", "rope_fraction"),
@@ -143,6 +145,8 @@ RANGES = (
     RangeRule(*_at_least(0), "align", "gamma"),
     RangeRule("must be at least 1 (0: none)", lambda cap: cap >= 1 or cap == 0, "align", "weight_cap"),
     RangeRule("must be a finite number", math.isfinite, "align", "want"),
+    RangeRule("must be at least 0 (0: no adapters)", lambda rank: rank >= 0, "lora", "rank"),
+    RangeRule(*POSITIVE, "lora", "alpha"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
@@ -213,6 +217,7 @@ RULES = (
     *MODEL_RULES,
     *ROUTING_RULES,
     *SHORTCUT_RULES,
+    *SELECTION_STAGE_RULES,
     *PARALLEL_RULES,
     *TRAIN_RULES,
     *RECOMPUTE_RULES,
@@ -250,6 +255,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     training_only = (
         *TRAINING_ONLY_RULES,
         *SPARSE_TRAINING_RULES,
+        *LORA_RULES,
         *ALIGN_RULES,
         *RL_RULES,
         *ROLLOUT_RULES,

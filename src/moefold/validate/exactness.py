@@ -81,6 +81,8 @@ def _mapping(cfg: Config) -> Iterator[str]:
 
 
 def _model(cfg: Config) -> Iterator[str]:
+    if cfg.lora.rank:
+        yield f"lora.rank={cfg.lora.rank}: the products of adapters are added in another order; train all weights"
     model = cfg.model
     is_latent = model.attention == "mla"
     if is_latent and cfg.rollout.cache != "heads" and not model.index_topk:
@@ -121,6 +123,8 @@ def _routing(cfg: Config) -> Iterator[str]:
         yield f"moe.choice={moe.choice!r}: a token's experts depend on other tokens, or on its place; choose 'topk'"
     if moe.input_jitter > 0:
         yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
+    if cfg.model.router_softmax == "sparsemixer" and moe.sparsemixer_sampling:
+        yield "moe.sparsemixer_sampling=true: training samples a token's experts; set false"
     if moe.replay:
         yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"
     if moe.router_dtype == "float64" and cfg.run.dtype != "float64":

@@ -4,7 +4,14 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.model import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, ModelConfig, expand_layer_pattern
+from moefold.config.model import (
+    ATTENTION_KINDS,
+    INDEX_KINDS,
+    LAYER_KINDS,
+    ROPE_KINDS,
+    ModelConfig,
+    expand_layer_pattern,
+)
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
@@ -16,6 +23,7 @@ def validate_layer_pattern(cfg: Config) -> Iterator[str]:
     yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
     yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
     yield from _validate_pattern(cfg, "rope_pattern", ROPE_KINDS)
+    yield from _validate_pattern(cfg, "index_pattern", INDEX_KINDS)
 
 
 def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
@@ -95,6 +103,9 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if model.rope_scaling == "none":
         return
+    if model.rope_scaling == "longrope":
+        yield from _validate_longrope(model)
+        return
     if model.rope_scaling_factor == 1:
         yield (
             f"model.rope_scaling={model.rope_scaling!r} changes nothing with model.rope_scaling_factor=1.0; "
@@ -111,6 +122,26 @@ def validate_rope_scaling(cfg: Config) -> Iterator[str]:
         yield (
             f"model.rope_scaling='ntk' needs more than the {model.rotary_dim} dimensions that RoPE rotates; "
             "choose 'linear', or more dimensions"
+        )
+
+
+def _validate_longrope(model: ModelConfig) -> Iterator[str]:
+    """Check that LongRoPE has a positive factor for each rotated pair, and a defined attention factor."""
+    pairs = model.rotary_dim // 2
+    for key in ("rope_short_factors", "rope_long_factors"):
+        factors = getattr(model, key)
+        if len(factors) != pairs:
+            yield (
+                f"model.{key} has {len(factors)} numbers, and model.rope_scaling='longrope' needs one for each of the "
+                f"{pairs} pairs of dims that RoPE rotates; give {pairs}"
+            )
+        elif wrong := [factor for factor in factors if not 0 < factor < math.inf]:
+            yield f"model.{key} has the number {wrong[0]}, and divides frequencies; give finite numbers above 0"
+    has_factors = model.rope_short_mscale > 0 and model.rope_long_mscale > 0
+    if model.rope_original_seq_len == 1 and not has_factors:
+        yield (
+            "model.rope_original_seq_len=1 has the logarithm 0, by which the attention factor of longrope divides; "
+            "give the context length of the first training, or rope_short_mscale and rope_long_mscale"
         )
 
 
@@ -257,6 +288,11 @@ def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if not model.zero_centered_norms:
         return
+    if model.norm != "rmsnorm":
+        yield (
+            f"model.zero_centered_norms=true does not go with model.norm={model.norm!r}, whose weights start at 1; set "
+            "zero_centered_norms=false, or norm='rmsnorm'"
+        )
     if model.attention == "mla":
         yield (
             "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; "

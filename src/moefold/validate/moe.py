@@ -31,6 +31,7 @@ def validate_routing(cfg: Config) -> Iterator[str]:
     yield from _validate_zero_experts(cfg.model)
     yield from _validate_expert_groups(cfg.model)
     yield from _validate_choice(cfg.model, cfg.moe)
+    yield from _validate_sparse_mixer(cfg.model, cfg.moe)
     yield from _validate_capacity(cfg.model, cfg.moe)
     yield from _validate_padding(cfg)
     yield from _validate_replay(cfg.moe)
@@ -147,6 +148,24 @@ def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             if model.num_experts > 1
             else f"{name} needs more experts than expert 0, and model.num_experts=1; choose 2 or more"
         )
+
+
+def _validate_sparse_mixer(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+    """Check that nothing else than the logits decides over the choices of a SparseMixer."""
+    if model.router_softmax != "sparsemixer":
+        return
+    others = {
+        f"moe.choice={moe.choice!r}": (moe.choice != "topk", "choice='topk'"),
+        "model.expert_bias=true": (model.expert_bias, "expert_bias=false"),
+        f"model.num_groups={model.num_groups}": (model.num_groups > 1, "num_groups=1"),
+        f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
+    }
+    for name, (is_set, way_out) in others.items():
+        if is_set:
+            yield (
+                f"model.router_softmax='sparsemixer' does not go with {name}: it chooses by the logits alone, and the "
+                f"weights of a token have no fixed sum; choose {way_out}, or router_softmax='pre'"
+            )
 
 
 def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:

@@ -146,6 +146,11 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "the noise would differ between sampling and training",
             "set 0.0",
         ),
+        f"model.router_softmax={cfg.model.router_softmax!r}": (
+            cfg.model.router_softmax == "sparsemixer" and moe.sparsemixer_sampling,
+            "training would sample other experts than rollouts have",
+            "set moe.sparsemixer_sampling=false",
+        ),
         f"moe.trace_every={moe.trace_every}": (moe.trace_every > 0, "batches of rollouts vary in size", "set 0"),
         f"moe.replay={moe.replay!r}": (bool(moe.replay), "a trace has the tokens of another run", "leave it out"),
         f"train.precision={cfg.train.precision!r}": (

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from moefold.config.schema import Config
+from moefold.topology.pipeline_layout import even_stages, parse_layout
+from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -28,6 +30,74 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
             f"model.index_topk={top_k} selects all keys of model.sliding_window={model.sliding_window}; choose less "
             f"than {model.sliding_window}, or a model.attention_pattern without W"
         )
+
+
+def validate_shared_selections(cfg: Config) -> Iterator[str]:
+    """Check that a layer which shares a selection follows one with an indexer and the same window."""
+    model = cfg.model
+    name = f"model.index_pattern={model.index_pattern!r}"
+    try:
+        kinds = model.block_kinds
+        windows = model.layer_windows
+    except ValueError:
+        return
+    mixers = [kind[1:] for kind in kinds if not kind.endswith("L")]
+    if mixers and mixers[0] == "S":
+        yield (
+            f"{name} begins with a layer S, which attends to the keys that a layer before it selects; let the first "
+            "layer of softmax attention be F"
+        )
+        return
+    for number, source in enumerate(selection_sources(model)[: model.num_layers]):
+        if windows[number] != windows[source]:
+            yield (
+                f"{name} lets layer {number} attend to the keys that layer {source} selects, and "
+                f"model.attention_pattern={model.attention_pattern!r} gives them different sliding windows; let layer "
+                f"{number} be F in index_pattern"
+            )
+            return
+
+
+def validate_selection_stages(cfg: Config) -> Iterator[str]:
+    """Check that layers which share a selection are on one pipeline stage."""
+    return selection_stage_errors(cfg, cfg.parallel.pipeline_layout)
+
+
+def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
+    """Yield the errors of `validate_selection_stages` with this layout instead of that of the recipe."""
+    model = cfg.model
+    try:
+        is_shared = shares_selections(model)
+        starts = stage_starts(model)
+        stages = parse_layout(pipeline_layout) if pipeline_layout not in ("", "auto") else ()
+    except ValueError:
+        return
+    if not is_shared:
+        return
+    num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
+    if num_stages == 1:
+        return
+    num_groups = len(starts) - 1
+    name = f"model.index_pattern={model.index_pattern!r}"
+    if num_stages > num_groups + 2:
+        yield (
+            f"{name} has {num_groups} groups of layers that share a selection of keys, each on one pipeline stage, and "
+            f"parallel.pp*parallel.virtual_stages={num_stages} stages are more than these, the embedding and the loss; "
+            f"choose {num_groups + 2} or less"
+        )
+        return
+    if pipeline_layout == "auto":
+        return
+    for number, stage in enumerate(stages or even_stages(model.num_layers, model.mtp_layers, num_stages)):
+        first = stage.layers.start
+        if stage.layers and first not in starts:
+            yield (
+                f"{name} lets layer {first} attend to the keys that layer {selection_sources(model)[first]} selects, "
+                f"and pipeline stage {number} of {num_stages} begins with layer {first}; choose "
+                f"parallel.pipeline_layout='auto', or stages that begin with one of the layers "
+                f"{', '.join(map(str, starts[:-1]))}"
+            )
+            return
 
 
 def validate_selection_length(cfg: Config) -> Iterator[str]:
@@ -58,7 +128,8 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
 
 
-SPARSE_ATTENTION_RULES = (validate_sparse_attention,)
+SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_shared_selections)
+SELECTION_STAGE_RULES = (validate_selection_stages,)
 SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
 """Rules for recipes that train: a model is also used with longer and shorter texts than those of its training."""
 
@@ -70,7 +141,8 @@ UNUSED_SPARSE_KEYS = (
         "choose a pattern with F",
     ),
     UnusedKeyRule(
-        "model.index_heads model.index_head_dim model.index_rope_interleaved train.indexer_stage train.indexer_loss",
+        "model.index_heads model.index_head_dim model.index_rope_interleaved model.index_pattern "
+        "train.indexer_stage train.indexer_loss",
         lambda cfg: not cfg.model.index_topk,
         "model.index_topk=0 attends to all keys",
         "set model.index_topk",

@@ -8,6 +8,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
+from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
 """Kinds of data whose documents form one stream, which `data.packing` cuts into samples."""
@@ -91,6 +92,26 @@ def validate_resume(cfg: Config) -> Iterator[str]:
     """Check that checkpoint.resume is not empty."""
     if not cfg.checkpoint.resume:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
+
+
+def validate_local_paths(cfg: Config) -> Iterator[str]:
+    """Check that what a run writes all the time, or maps into memory, is on this machine or a mounted disk."""
+    folders = {
+        "run.dir": (cfg.run.dir, "name a local folder, and the remote one by checkpoint.dir"),
+        "train.offload_dir": (cfg.train.offload_dir, "name a folder of a local disk"),
+        "moe.replay": (cfg.moe.replay, "copy the run there and name the folder"),
+        "parallel.schedule_csv": (cfg.parallel.schedule_csv, "copy the file here"),
+        "rollout.folder": (cfg.rollout.folder, "name a local folder"),
+    }
+    for key, (folder, way_out) in folders.items():
+        if is_remote(folder):
+            yield f"{key}={folder!r} must be a path of this machine, not a URL; {way_out}"
+    for key, folder in (("checkpoint.dir", cfg.checkpoint.dir), ("checkpoint.resume", cfg.checkpoint.resume)):
+        if folder.startswith(HUB_SCHEME):
+            yield (
+                f"{key}={folder!r} must be a folder: checkpoints of a run are not kept on the hub; name a local folder "
+                "or one of a store such as s3://"
+            )
 
 
 def validate_init_from(cfg: Config) -> Iterator[str]:
@@ -188,6 +209,7 @@ TRAIN_RULES = (
     validate_packing,
     validate_resume,
     validate_init_from,
+    validate_local_paths,
 )
 
 

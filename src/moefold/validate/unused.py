@@ -13,6 +13,7 @@ from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
 from moefold.validate.exactness import inexact_settings
+from moefold.validate.lora import UNUSED_LORA_KEYS
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
@@ -22,12 +23,15 @@ from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
+from moefold.validate.unused_rope import ROPE_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
     *LINEAR_ATTENTION_RULES,
     *LAYER_RULES,
+    *ROPE_RULES,
     *UNUSED_SPARSE_KEYS,
+    *UNUSED_LORA_KEYS,
     *UNUSED_SITES_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
@@ -39,7 +43,8 @@ UNUSED_KEY_RULES = (
         "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
         "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
-        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch",
+        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch "
+        "model.sparsemixer_jitter moe.sparsemixer_sampling",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -117,37 +122,6 @@ UNUSED_KEY_RULES = (
         "choose model.attention='gqa'",
     ),
     UnusedKeyRule(
-        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
-        lambda cfg: not cfg.model.has_rope,
-        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
-        "choose patterns with such a layer",
-    ),
-    UnusedKeyRule(
-        "model.rope_scaling_factor",
-        lambda cfg: cfg.model.rope_scaling == "none",
-        "model.rope_scaling='none' scales nothing",
-        "choose model.rope_scaling='linear', 'llama3', 'yarn' or 'ntk'",
-    ),
-    UnusedKeyRule(
-        "model.rope_original_seq_len",
-        lambda cfg: cfg.model.rope_scaling not in ("llama3", "yarn"),
-        "only model.rope_scaling='llama3' and 'yarn' read it",
-        "choose one of these",
-    ),
-    UnusedKeyRule(
-        "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
-        "model.rope_mscale_all_dim",
-        lambda cfg: cfg.model.rope_scaling != "yarn",
-        "only model.rope_scaling='yarn' reads it",
-        "choose model.rope_scaling='yarn'",
-    ),
-    UnusedKeyRule(
-        "model.rope_low_freq_factor model.rope_high_freq_factor",
-        lambda cfg: cfg.model.rope_scaling != "llama3",
-        "only model.rope_scaling='llama3' reads it",
-        "choose model.rope_scaling='llama3'",
-    ),
-    UnusedKeyRule(
         "moe.drop_policy moe.drop_scope",
         lambda cfg: cfg.moe.capacity_factor == 0 and cfg.moe.eval_capacity_factor <= 0,
         "moe.capacity_factor=0.0 drops nothing",
@@ -164,6 +138,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.router_score != "softmax",
         "only model.router_score='softmax' reads it",
         "set model.router_normalize for other scores",
+    ),
+    UnusedKeyRule(
+        "model.sparsemixer_jitter moe.sparsemixer_sampling",
+        lambda cfg: cfg.model.router_softmax != "sparsemixer",
+        "only model.router_softmax='sparsemixer' reads it",
+        "choose model.router_softmax='sparsemixer'",
     ),
     UnusedKeyRule(
         "model.router_normalize",

@@ -19,7 +19,7 @@ LINEAR_ATTENTION_RULES = (
     UnusedKeyRule(
         "model.linear_attention model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim "
         "model.linear_value_head_dim model.linear_conv_kernel model.linear_gate_rank model.linear_full_rank_gates "
-        "model.linear_decay_bound",
+        "model.linear_decay_bound model.linear_conv_bias",
         lambda cfg: not cfg.model.has_linear_attention,
         "no layer of model.attention_pattern is L",
         "choose a pattern with L",
@@ -35,6 +35,12 @@ LINEAR_ATTENTION_RULES = (
         lambda cfg: _has_kind(cfg, "gla"),
         "model.linear_attention='gla' has no convolution",
         "choose another model.linear_attention",
+    ),
+    UnusedKeyRule(
+        "model.linear_conv_bias",
+        lambda cfg: _has_kind(cfg, "gated_deltanet", "kda", "gla"),
+        "only model.linear_attention='short_convolution' has it",
+        "choose 'short_convolution'",
     ),
     UnusedKeyRule(
         "model.linear_gate_rank",

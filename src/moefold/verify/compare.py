@@ -1,6 +1,6 @@
 """Comparison of a distributed run with the oracle: the largest relative error of every number and tensor, by name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,13 +10,16 @@ from torch import Tensor
 from moefold.config.schema import Config
 from moefold.data import ProgramData, Sampler
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.model.init import init_weights
+from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
 from moefold.verify.oracle_objectives import OracleObjective, recipe_objective
+
+ROUNDING_SHARE = 1e-13
+"""Share of the largest gradient of its layer up to which a gradient is zero but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class OracleRecord:
     weights: Weights
     steps: tuple[OracleStep, ...]
     eval_loss: float
+    rounding_gain: float = 0.0
+    """Most that AdamW moves a weight in all steps together, over the magnitude of a tiny gradient: steps * lr / eps."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ def run_oracle(
     size = cfg.train.global_batch_size
     model = build_model(cfg)
     init_weights(model, cfg.model, cfg.run.seed)
+    draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     oracle = Oracle(
         cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective or recipe_objective(cfg)
@@ -72,7 +78,8 @@ def run_oracle(
     on_progress("oracle, evaluation")
     eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
-    return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss)
+    gain = num_steps * cfg.train.lr / cfg.train.eps
+    return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain)
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
@@ -80,6 +87,11 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
 
     The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
     number, its relative deviation. A tensor that is missing on one side has an infinite error.
+
+    A parameter whose gradient is zero but for rounding (`rounded_zero_gradients`) has no magnitude of its own: the
+    deviation of its gradient is divided by the largest gradient of its layer, and that of its weight, less what AdamW
+    makes of rounding, by the largest weight. A gradient that is exactly zero in the oracle and more than
+    rounding on a rank has an infinite error.
     """
     errors = []
     for rank, record in enumerate(ranks):
@@ -89,9 +101,22 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
                 errors.append(NamedError(name, _relative_error(getattr(actual, term), getattr(expected, term))))
             errors += _layer_errors(f"step {i + 1}", f"(rank {rank})", actual.moe_layers, expected.moe_layers)
         errors.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
-    for part in ("initial", "gradients", "weights"):
-        errors += _tensor_errors(part, getattr(oracle, part), [getattr(record, part) for record in ranks])
+    yardsticks = {"initial": {}, **_yardsticks(oracle)}
+    for part, of_tensors in yardsticks.items():
+        errors += _tensor_errors(part, getattr(oracle, part), of_tensors, [getattr(record, part) for record in ranks])
     return sorted(errors, key=lambda error: -error.error)
+
+
+def rounded_zero_gradients(gradients: Weights) -> list[str]:
+    """Return the parameters whose gradient is zero but for rounding, by comparison with the others of their layer.
+
+    Such a gradient is zero by the mathematics, as that of the biases of keys without RoPE: a constant added to all
+    scores of a query changes no probability.
+    """
+    of_layers = _layer_scales(gradients)
+    return [
+        name for name, own in _own_scales(gradients).items() if 0 < own <= ROUNDING_SHARE * of_layers[_layer_of(name)]
+    ]
 
 
 def token_chunks(cfg: Config) -> list[list[int]]:
@@ -144,7 +169,56 @@ def _layer_errors(
     return errors
 
 
-def _tensor_errors(part: str, expected: Weights, actual: Sequence[Weights]) -> list[NamedError]:
+def _layer_of(name: str) -> str:
+    """Return the layer of a parameter, or the part of the model outside of layers."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "layers" else words[0]
+
+
+def _own_scales(tensors: Weights) -> dict[str, float]:
+    """Return the largest magnitude of each tensor."""
+    return {name: float(tensor.abs().max()) for name, tensor in tensors.items()}
+
+
+def _layer_scales(tensors: Weights) -> dict[str, float]:
+    """Return the largest magnitude of the tensors of each layer."""
+    scales: dict[str, float] = {}
+    for name, scale in _own_scales(tensors).items():
+        scales[_layer_of(name)] = max(scale, scales.get(_layer_of(name), 0.0))
+    return scales
+
+
+@dataclass(frozen=True)
+class _Yardstick:
+    """How the deviation of a tensor without a magnitude of its own is judged."""
+
+    rounding: float
+    """Deviation that rounding explains."""
+    scale: float
+    """Divisor of the rest; 0: any rest is infinitely wrong."""
+
+
+def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
+    """Return the yardsticks of gradients and of weights that have no magnitude of their own."""
+    of_gradients = _layer_scales(oracle.gradients)
+    of_weights = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
+    gradients = {}
+    weights = {}
+    for name in rounded_zero_gradients(oracle.gradients):
+        layer = _layer_of(name)
+        rounding = ROUNDING_SHARE * of_gradients[layer]
+        gradients[name] = _Yardstick(0.0, of_gradients[layer])
+        weights[name] = _Yardstick(rounding * oracle.rounding_gain, of_weights[layer])
+    for name, own in _own_scales(oracle.gradients).items():
+        if own == 0:
+            # Its weight keeps its own scale: later steps may have a gradient, as of an expert without tokens.
+            gradients[name] = _Yardstick(ROUNDING_SHARE * of_gradients[_layer_of(name)], 0.0)
+    return {"gradients": gradients, "weights": weights}
+
+
+def _tensor_errors(
+    part: str, expected: Weights, yardsticks: Mapping[str, _Yardstick], actual: Sequence[Weights]
+) -> list[NamedError]:
     errors = []
     names = set(expected).union(*actual)
     for name in sorted(names):
@@ -152,19 +226,21 @@ def _tensor_errors(part: str, expected: Weights, actual: Sequence[Weights]) -> l
         if not gathered or name not in expected:
             errors.append(NamedError(f"{part} {name} (missing on one side)", float("inf")))
         errors += [
-            NamedError(f"{part} {name}", _max_relative_error(tensor, expected[name]))
+            NamedError(f"{part} {name}", _tensor_error(tensor, expected[name], yardsticks.get(name)))
             for tensor in gathered
             if name in expected
         ]
     return errors
 
 
-def _max_relative_error(actual: Tensor, expected: Tensor) -> float:
+def _tensor_error(actual: Tensor, expected: Tensor, yardstick: _Yardstick | None) -> float:
     if actual.shape != expected.shape:
         return float("inf")
-    scale = float(expected.abs().max())
     deviation = float((actual.double() - expected).abs().max())
-    return _error_ratio(deviation, scale)
+    if yardstick is None:
+        return _error_ratio(deviation, float(expected.abs().max()))
+    beyond_rounding = deviation - min(deviation, yardstick.rounding)
+    return _error_ratio(beyond_rounding, yardstick.scale)
 
 
 def _relative_error(actual: float, expected: float) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import Dataset, ProgramData, open_dataset
+from moefold.model.init import draw_adapter_outputs
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
@@ -72,6 +73,8 @@ def run_on_groups(
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")
     model = parallelize(cfg, groups, loss)
+    for stage in model.stages:
+        draw_adapter_outputs(stage, cfg.model, cfg.run.seed)
     dataset = data or open_samples(cfg)
     loader = BatchSharder(dataset.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)

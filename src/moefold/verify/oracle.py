@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.topology.selection_groups import selection_sources
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
@@ -27,6 +28,7 @@ from moefold.verify.oracle_attention import (
 )
 from moefold.verify.oracle_indexer import OracleIndexer
 from moefold.verify.oracle_linear import linear_attention
+from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -102,11 +104,10 @@ class Oracle:
     ) -> None:
         self.cfg = cfg
         self._objective = objective
-        self.weights = {
-            name: w.detach().double().requires_grad_(not cfg.trains_indexers_only or ".indexer." in name)
-            for name, w in weights.items()
-        }
+        leaves = {name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()}
+        self.weights: Weights = AdaptedWeights(leaves, cfg.lora)
         self._index_losses: list[Tensor] = []
+        self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._optimizer = OracleOptimizer(cfg, self.weights)
         self._steps = 0
@@ -126,7 +127,7 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            if not self.cfg.trains_indexers_only:
+            if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
             loss=float(terms.lm.detach()),
@@ -192,7 +193,7 @@ class Oracle:
         self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
-        return self._norm("head.norm", x)
+        return self._hidden_norm("head.norm", x)
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -219,10 +220,10 @@ class Oracle:
         return x + factor * self._output_norm(f"{name}.ffn", output)
 
     def _input_norm(self, name: str, x: Tensor) -> Tensor:
-        return x if self.cfg.model.norm_placement == "post" else self._norm(f"{name}_norm", x)
+        return x if self.cfg.model.norm_placement == "post" else self._hidden_norm(f"{name}_norm", x)
 
     def _output_norm(self, name: str, x: Tensor) -> Tensor:
-        return x if self.cfg.model.norm_placement == "pre" else self._norm(f"{name}_output_norm", x)
+        return x if self.cfg.model.norm_placement == "pre" else self._hidden_norm(f"{name}_output_norm", x)
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
@@ -233,7 +234,10 @@ class Oracle:
     def _target_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities [B, n] of targets [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        logits = hidden @ self.weights[head].T / self.cfg.model.logits_divisor / temperature
+        logits = hidden @ self.weights[head].T
+        if self.cfg.model.head_bias:
+            logits = logits + self.weights["head.bias"]
+        logits = logits / self.cfg.model.logits_divisor / temperature
         return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
     def _mtp_loss(
@@ -254,14 +258,22 @@ class Oracle:
             # The input at position i is token i + depth, or token 0 past the end.
             tokens = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
             vectors = self.weights["embedding.weight"][tokens] * model.embedding_multiplier
-            embedded = self._norm(f"{name}.embedding_norm", vectors)
-            joined = torch.cat((embedded, self._norm(f"{name}.hidden_norm", hidden)), -1)
+            embedded = self._hidden_norm(f"{name}.embedding_norm", vectors)
+            joined = torch.cat((embedded, self._hidden_norm(f"{name}.hidden_norm", hidden)), -1)
             projected = joined @ self.weights[f"{name}.projection"].T
             hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
-            hidden = self._norm(f"{name}.output_norm", hidden)
+            hidden = self._hidden_norm(f"{name}.output_norm", hidden)
             log_probs = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
             total = total - (log_probs * target_weights[depth]).sum()
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
+
+    def _hidden_norm(self, name: str, x: Tensor) -> Tensor:
+        """Return a norm of the residual stream."""
+        if self.cfg.model.norm == "rmsnorm":
+            return self._norm(name, x)
+        centered = x - x.mean(-1, keepdim=True)
+        deviation = (centered.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
+        return centered / deviation * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
@@ -318,9 +330,7 @@ class Oracle:
             masked = masked | (chunk[:, :, None] != chunk[:, None, :])
         index = None
         if model.index_topk:
-            index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=has_rope)
-            source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
-            index.score(x.detach(), source.detach(), masked)
+            index = self._index(name, x, masked, layer)
             masked = index.masked
         outputs = []
         probabilities = []
@@ -336,13 +346,25 @@ class Oracle:
             outputs.append(probabilities[-1] @ value[:, :, group])
         if index is not None:
             divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
-            self._index_losses.append(divergence[is_token].sum())
+            num_layers = selection_sources(model).count(selection_sources(model)[layer])
+            self._index_losses.append(divergence[is_token].sum() / num_layers)
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
             gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
             attended = attended * gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
         result = attended @ self.weights[f"{name}.wo"].T
         return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
+
+    def _index(self, name: str, x: Tensor, masked: Tensor, layer: int) -> OracleIndexer:
+        """Return the selection of a layer: its own, or that of an earlier layer in the same micro-batch."""
+        model = self.cfg.model
+        if selection_sources(model)[layer] != layer:
+            return self._indexers[selection_sources(model)[layer]]
+        index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=model.rope_layers[layer])
+        source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
+        index.score(x.detach(), source.detach(), masked)
+        self._indexers[layer] = index
+        return index
 
     def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
@@ -386,6 +408,13 @@ class Oracle:
         if model.shared_expert_gate:
             shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
         return shared
+
+
+def _is_trained(cfg: Config, name: str) -> bool:
+    """Return whether a parameter has a gradient."""
+    if cfg.lora.rank:
+        return ".lora." in name
+    return not cfg.trains_indexers_only or ".indexer." in name
 
 
 def _gradient(weight: Tensor) -> Tensor:

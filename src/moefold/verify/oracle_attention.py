@@ -89,9 +89,10 @@ def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int, *, is_interleaved
     Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope_interleaved.
     """
     half = rotary_dim // 2
-    frequency = torch.tensor([_inv_freq(model, i, rotary_dim) for i in range(half)], dtype=torch.float64)
-    angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
-    rotation = torch.polar(torch.full_like(angle, _attention_factor(model)), angle)[:, None, :]
+    length = x.shape[1]
+    frequency = torch.tensor([_inv_freq(model, i, rotary_dim, length) for i in range(half)], dtype=torch.float64)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    rotation = torch.polar(torch.full_like(angle, _attention_factor(model, length)), angle)[:, None, :]
     if model.rope_interleaved if is_interleaved is None else is_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
         rotated = torch.view_as_real(pairs * rotation).flatten(-2)
@@ -105,7 +106,11 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1 + mscale * math.log(factor) / 10
 
 
-def _attention_factor(model: ModelConfig) -> float:
+def _attention_factor(model: ModelConfig, length: int) -> float:
+    original = model.rope_original_seq_len
+    if model.rope_scaling == "longrope":
+        given = model.rope_long_mscale if length > original else model.rope_short_mscale
+        return given or math.sqrt(1 + math.log(model.rope_scaling_factor, original))
     if model.rope_scaling != "yarn":
         return 1.0
     if model.rope_attention_factor > 0:
@@ -116,8 +121,11 @@ def _attention_factor(model: ModelConfig) -> float:
     return yarn_mscale(factor, 1.0)
 
 
-def _inv_freq(model: ModelConfig, i: int, rotary_dim: int) -> float:
+def _inv_freq(model: ModelConfig, i: int, rotary_dim: int, length: int) -> float:
     frequency = 1.0 / model.rope_theta ** (2 * i / rotary_dim)
+    if model.rope_scaling == "longrope":
+        is_long = length > model.rope_original_seq_len
+        return frequency / (model.rope_long_factors if is_long else model.rope_short_factors)[i]
     if model.rope_scaling == "none":
         return frequency
     if model.rope_scaling == "ntk":

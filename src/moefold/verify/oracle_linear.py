@@ -52,7 +52,13 @@ def _gated_norm(model: ModelConfig, weights: Mapping[str, Tensor], name: str, ou
 def _short_convolution(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     """Return the layer's output for the tokens of one document, [S, H]."""
     before, after, values = (x @ weights[f"{name}.w{letter}"].T for letter in "bcv")
-    return (after * _convolve(before * values, weights[f"{name}.conv"])) @ weights[f"{name}.wo"].T
+    if not model.linear_conv_bias:
+        return (after * _convolve(before * values, weights[f"{name}.conv"])) @ weights[f"{name}.wo"].T
+    before, after, values = (
+        part + weights[f"{name}.b{letter}"] for part, letter in zip((before, after, values), "bcv", strict=True)
+    )
+    mixed = _convolve(before * values, weights[f"{name}.conv"]) + weights[f"{name}.conv_bias"]
+    return (after * mixed) @ weights[f"{name}.wo"].T + weights[f"{name}.bo"]
 
 
 def _gla(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ MUON_GROUP_PATTERNS = {
     r"\.ffn\.(shared\.w_(gate|up|down)|latent_(down|up)\.weight)$": "shared_experts",
     r"\.ffn\.router\.weight$": "router",
     r"\.projection$": "mtp",
+    r"\.attention\.lora\.w\w+_(a|b)$": "attention",
+    r"\.ffn\.lora\.w\w+_(a|b)$": "dense_mlp",
+    r"\.ffn\.experts\.lora\.w\w+_(a|b)$": "experts",
+    r"\.ffn\.shared\.lora\.w\w+_(a|b)$": "shared_experts",
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.verify.oracle_sparse_mixer import SAMPLING_STREAM, MixedChoices, sparse_mixer
 
 UINT64_MASK = 2**64 - 1
 TIE_TOLERANCE = 2.0**-36
@@ -86,7 +87,7 @@ class OracleRouter:
         model = self._cfg.model
         moe = self._cfg.moe
         if moe.input_jitter and context.is_training:
-            x = x * (1 + moe.input_jitter * (2 * self._jitter_noise(layer, x.shape, context) - 1))
+            x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
         raw = _raw_scores(model.router_score, logits)
         thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
@@ -94,14 +95,20 @@ class OracleRouter:
             thresholds = torch.quantile(
                 raw.detach()[context.is_token], 1 - model.top_k / model.num_router_choices, dim=0
             )
-        values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
-        experts = torch.tensor(
-            [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
-        )
+        mixed = self._sparse_mixer(layer, logits, context)
+        if mixed is not None:
+            experts = mixed.experts
+        else:
+            values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
+            experts = torch.tensor(
+                [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
+            )
         if moe.replay and context.is_training:
             experts = self._replayed_choices(layer, context, len(x))
         chosen = raw.gather(-1, experts)
-        if model.router_score == "softmax" and model.router_softmax == "post":
+        if mixed is not None:
+            chosen = mixed.weights
+        elif model.router_score == "softmax" and model.router_softmax == "post":
             chosen = chosen / chosen.sum(-1, keepdim=True)
         elif model.router_score != "softmax" and model.router_normalize:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -112,6 +119,17 @@ class OracleRouter:
             kept[index] = 0.0
         scores = raw / raw.sum(-1, keepdim=True)
         return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops), context.is_token)
+
+    def _sparse_mixer(self, layer: int, logits: Tensor, context: RoutingContext) -> MixedChoices | None:
+        """Return the choices and weights of a SparseMixer; None: the router is another one."""
+        model = self._cfg.model
+        if model.router_softmax != "sparsemixer":
+            return None
+        noise = None
+        if context.is_training and self._cfg.moe.sparsemixer_sampling:
+            shape = torch.Size((*logits.shape[:2], model.top_k * (logits.shape[-1] + 1)))
+            noise = self._noise(layer, shape, context, stream=SAMPLING_STREAM)
+        return sparse_mixer(logits, model.top_k, model.sparsemixer_jitter, noise)
 
     def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
         """Read the choices of a micro-batch from the routing trace, [B, S, K]."""
@@ -264,12 +282,13 @@ class OracleRouter:
                 for *_, b, s, k in _by_priority(queue)[capacity:]:
                     yield b, s, k
 
-    def _jitter_noise(self, layer: int, shape: torch.Size, context: RoutingContext) -> Tensor:
+    def _noise(self, layer: int, shape: torch.Size, context: RoutingContext, stream: int = 0) -> Tensor:
         """Return uniform noise in [0, 1) for each feature of each token, by SplitMix64."""
         name = f"{self._cfg.run.seed}:layers.{layer}.ffn.router.jitter"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         golden = 0x9E3779B97F4A7C15
-        key = _splitmix64((int.from_bytes(digest, "little") >> 1) + context.step * golden)
+        seed = (int.from_bytes(digest, "little") >> 1) ^ stream
+        key = _splitmix64(seed + context.step * golden)
         noise = torch.empty(shape, dtype=torch.float64)
         for b in range(shape[0]):
             sample_key = _splitmix64(key + (context.first_sample + b) * golden)

@@ -14,6 +14,7 @@ from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.schedules import SCHEDULES
+from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
 
 HEAD_SIZE = 8
@@ -26,10 +27,14 @@ MAX_WINDOW = 5
 """Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
 MAX_INDEX_TOPK = MAX_WINDOW - 1
 """Limit of the selected keys: below the sliding window, so that a selection in a window leaves keys out."""
+MIN_MIXER_JITTER = 0.6
+"""Least sparsemixer_jitter: random logits differ by more than those of a trained router, and few would be close."""
 MAX_CONV_KERNEL = 3
 """Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
+MAX_LORA_RANK = 2
+"""Limit of the rank of adapters, which is below every side of a small matrix."""
 MAX_LAYERS_PER_STAGE = 2
 MAX_MTP_LAYERS = 2
 """Limit of the MTP layers of a small recipe."""
@@ -151,10 +156,12 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
         align=AlignConfig(),
+        lora=replace(cfg.lora, rank=min(cfg.lora.rank, MAX_LORA_RANK), init_from=""),
         rl=RLConfig(),
         rollout=RolloutConfig(),
         reward=RewardConfig(),
     )
+    small = replace(small, model=_keep_rope_factors(cfg, small))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
@@ -165,6 +172,16 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _keep_rope_factors(cfg: Config, small: Config) -> ModelConfig:
+    """Return the model with an original context of LongRoPE that selects the same of its factors."""
+    model = small.model
+    if model.rope_scaling != "longrope":
+        return model
+    seq_len = small.train.seq_len
+    is_long = cfg.train.seq_len > model.rope_original_seq_len
+    return replace(model, rope_original_seq_len=min(model.rope_original_seq_len, seq_len - 1) if is_long else seq_len)
 
 
 def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
@@ -187,24 +204,33 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
-    if model.moe_shortcut:
+    if model.moe_shortcut or shares_selections(model):
         # Each stage keeps a pair of layers.
         num_layers = 2 * stages
+    stage_sizes = [2] * stages
     if p.pipeline_layout not in ("", "auto"):
-        num_layers = sum(len(stage.layers) for stage in parse_layout(p.pipeline_layout))
+        stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
+        num_layers = sum(stage_sizes)
+    attention_pattern = _keep_kinds(model.attention_letters, num_layers)
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if p.context == "ulysses":
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)
+    rotary_dim = HEAD_SIZE // 2 if model.attention == "mla" else round(HEAD_SIZE * model.rope_fraction)
     return replace(
         model,
+        rope_short_factors=_spread(model.rope_short_factors, rotary_dim // 2),
+        rope_long_factors=_spread(model.rope_long_factors, rotary_dim // 2),
+        sparsemixer_jitter=max(model.sparsemixer_jitter, MIN_MIXER_JITTER)
+        if model.router_softmax == "sparsemixer"
+        else model.sparsemixer_jitter,
         preset="",
         num_layers=num_layers,
         layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp, p.tp),
-        attention_pattern=_keep_kinds(model.attention_letters, num_layers),
+        attention_pattern=attention_pattern,
         sliding_window=min(model.sliding_window, MAX_WINDOW),
         attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
         rope_pattern=_keep_kinds("".join("NR"[has_rope] for has_rope in model.rope_layers), num_layers),
@@ -224,6 +250,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         linear_conv_kernel=min(model.linear_conv_kernel, MAX_CONV_KERNEL),
         index_topk=min(model.index_topk, MAX_INDEX_TOPK),
         index_heads=min(model.index_heads, 3),
+        index_pattern=_shrink_index_pattern(attention_pattern, stage_sizes) if shares_selections(model) else "F",
         index_head_dim=HEAD_SIZE + 2,
         linear_gate_rank=min(model.linear_gate_rank, HEAD_SIZE),
         ffn_hidden_size=SHARD_WIDTH * p.tp,
@@ -236,6 +263,11 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )
+
+
+def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """Return `count` of the values at even distances; none of none."""
+    return tuple(values[i * len(values) // count] for i in range(count)) if values else ()
 
 
 def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
@@ -253,6 +285,17 @@ def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
         picked[0] = "D" if picked[0] == "M" else "M"
     return "".join(picked)
+
+
+def _shrink_index_pattern(letters: str, stage_sizes: list[int]) -> str:
+    """Return a pattern in which layers share the selection of one with the same window before them on their stage."""
+    pattern = ""
+    for size in stage_sizes:
+        source = ""
+        for letter in letters[len(pattern) : len(pattern) + size]:
+            pattern += "S" if letter == source else "F"
+            source = source if letter == "L" else letter
+    return pattern
 
 
 def _keep_kinds(letters: str, num_layers: int) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig
 from moefold.errors import ConfigError
+from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import (
     ALL_AXES_RULE,
     AXIS_KEYS,
@@ -18,6 +19,7 @@ from moefold.planner.search.constraints import (
     Restriction,
 )
 from moefold.planner.search.space import MappingSpace
+from moefold.planner.stages import RecipeStageSplitter
 from moefold.validate.config import RULES, check_config
 from moefold.validate.memory import OFFLOAD_PARTS
 from tests.planner.recipes import RECIPES, SMALL, on_ranks
@@ -136,6 +138,17 @@ def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
     found = {values["pp"] * values["vpp"] for values in MappingSpace(constraints, Restriction(one | FREE))}
     assert found == {1, 2}
+
+
+def test_no_stage_begins_between_layers_that_share_a_selection():
+    model = replace(SMALL, num_layers=4, index_topk=4, index_head_dim=SMALL.head_size, index_pattern="FS")
+    constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
+    one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
+    found = {values["pp"] * values["vpp"] for values in MappingSpace(constraints, Restriction(one | FREE))}
+    # Two groups, the embedding and the loss.
+    assert found == {1, 2, 4}
+    split = RecipeStageSplitter(constraints.base_config, model_spec_from_config(model))
+    assert {chunk.start for number in found for chunk in (stage.layers for stage in split.parts(number))} <= {0, 2, 4}
 
 
 def test_no_rule_reads_what_it_does_not_say():

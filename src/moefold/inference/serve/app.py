@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
+from moefold.host.listen import LOOPBACK_HOSTS, LOOPBACK_NAMES
 from moefold.inference.engine.requests import NewToken, Request
 from moefold.inference.serve.codec import PromptEncoder, SampleText, TextPiece
 from moefold.inference.serve.engine_loop import EngineLoop
@@ -31,9 +32,6 @@ from moefold.inference.serve.protocol import (
     usage_of,
 )
 
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "[")
-"""Host headers for them; starlette before 1.0 cuts an IPv6 address at its first colon."""
 PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health")
 DISCONNECT_POLL_S = 0.5
 """Interval at which a whole response checks that its client is still there."""

@@ -9,6 +9,7 @@ from moefold.config.schema import Config
 from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
 from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
@@ -131,7 +132,6 @@ def _check_options(options: ServeOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if options.max_length == 1:
         raise ConfigError("--max-length 1 leaves no room for a completion; set at least 2 (0: the context length)")
-    if not 0 <= options.port < 2**16:
-        raise ConfigError(f"--port {options.port} must lie in [0, 65535] (0: any that is free)")
+    check_port(options.port)
     if options.cache_gib <= 0:
         raise ConfigError(f"--cache-gib {options.cache_gib:g} must be above 0: the requests are not known in advance")

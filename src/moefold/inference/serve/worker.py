@@ -5,7 +5,7 @@ import threading
 
 import uvicorn
 
-from moefold.errors import ConfigError
+from moefold.host.listen import listen, url_of
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.load import load_model
@@ -19,8 +19,6 @@ from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.terminal import print_escaped
 
-BACKLOG = 128
-
 
 def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, and serve until the process is interrupted; return the exit status."""
@@ -30,7 +28,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         explain_oom(OOM_HINT),
     ):
         # A port in use is reported before the weights are read.
-        listener = _listen(job) if rank_env.rank == 0 else None
+        listener = listen(job.options.host, job.options.port) if rank_env.rank == 0 else None
         tokenizer = open_tokenizer(job.source, job.options.tokenizer)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
         engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
@@ -38,36 +36,9 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
             loop = EngineLoop(generation, loaded.groups)
             if listener is not None:
                 _start_http(CompletionServer(job, tokenizer, loop), loop, listener)
-                print_escaped(f"moefold: {job.name} at {_url(listener)}/v1", flush=True)
+                print_escaped(f"moefold: {job.name} at {url_of(listener)}/v1", flush=True)
             loop.run()
     return 0
-
-
-def _listen(job: ServeJob) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        ConfigError: the address is not one of this machine, or the port is in use.
-    """
-    host, port = job.options.host, job.options.port
-    try:
-        # A name may have several addresses; IPv4 is preferred, as clients of "localhost" try both.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        # The address :: stands for all addresses, those of IPv4 included.
-        is_dual = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
-    except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another port, or "
-            "an address of this machine"
-        ) from error
-
-
-def _url(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:

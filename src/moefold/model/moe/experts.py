@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.local_param import local_param
+from moefold.model.lora import LowRankAdapters
+from moefold.model.moe.adapted_experts import NO_ADAPTER, ExpertAdapters, adapted_experts
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.interface import ALL_COLUMNS, ExpertOps, ExpertOptions, ExpertWeights
@@ -65,6 +67,7 @@ class Experts(nn.Module):
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.saves_fc1 = True
         self.ops: ExpertOps = TORCH_EXPERT_OPS
+        self.lora: LowRankAdapters | None = None
         self.peer_weights: Sequence[Tensor] | None = None
         """Weights of all E experts in the order of `ExpertWeights`, [E, ...]; the parameters are views of a part."""
 
@@ -116,9 +119,20 @@ class Experts(nn.Module):
             expert_input.permute_map,
             self.saves_fc1,
         )
+        if self.lora is not None:
+            adapters = self._adapters(self.lora, expert_input.x.dtype)
+            return adapted_experts(expert_input.x, ExpertWeights(*weights), adapters, options, expert_input.probs_R)
         return fused_experts(
             expert_input.x, ExpertWeights(*weights), options, self.ops, expert_input.probs_R, wgrad_store
         )
+
+    @staticmethod
+    def _adapters(lora: LowRankAdapters, dtype: torch.dtype) -> ExpertAdapters:
+        """Return the local adapters of the three matrices."""
+        gate, up, down = (
+            lora.pair(name, dtype) if name in lora else NO_ADAPTER for name in ("w_gate", "w_up", "w_down")
+        )
+        return ExpertAdapters(gate, up, down, lora.scale)
 
 
 def _scale_input(expert_input: ExpertInput) -> ExpertInput:

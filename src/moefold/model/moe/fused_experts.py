@@ -65,4 +65,6 @@ class _FusedExperts(torch.autograd.Function):
         call: _Call = ctx.call
         weights = ExpertWeights(*tensors[:NUM_WEIGHTS])
         gradients = call.ops.backward(grad, x, weights, call.options, probs_R, tensors[NUM_WEIGHTS:])
+        if not call.wgrad_sink.is_delayed and not any(ctx.needs_input_grad[3:]):
+            return gradients.x, gradients.probs_R, None, *[None] * NUM_WEIGHTS
         return gradients.x, gradients.probs_R, None, *call.wgrad_sink.resolve(gradients.weights, NUM_WEIGHTS)

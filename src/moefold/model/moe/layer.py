@@ -51,7 +51,7 @@ class MoELayer(nn.Module):
         moe: expert choice, auxiliary losses and token dropping.
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
         micro_batches_per_rank: micro-batches that a rank computes in a step.
-        jitter_seed: 64-bit seed of the router's input jitter.
+        noise_seed: 64-bit seed of the router's noise.
         shared: shared expert, applied to every token, [S/(cp*tp), B, H] -> same.
     """
 
@@ -64,11 +64,11 @@ class MoELayer(nn.Module):
         *,
         loss_scale: float,
         micro_batches_per_rank: int = 1,
-        jitter_seed: int = 0,
+        noise_seed: int = 0,
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(model, moe, jitter_seed=jitter_seed)
+        self.router = Router(model, moe, noise_seed=noise_seed)
         self.experts = Experts(
             model.num_experts,
             model.expert_hidden_size,

@@ -1,9 +1,8 @@
 """Top-k router: chooses the experts of a token and their routing probabilities.
 
 The choice itself is not differentiable. A choice that depends on other tokens considers the whole micro-batch, so that
-no choice depends on the parallel mapping. Also here: recorded and replayed choices, the fused router kernel with its
-gradient, and counter-based jitter noise, equal under every mapping and when recomputed, because it depends on the token
-and not on the rank.
+no choice depends on the parallel mapping. Also here: recorded and replayed choices, and the fused router kernel with
+its gradient.
 """
 
 import math
@@ -19,7 +18,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
+from moefold.model.moe.sparse_mixer import mixer_weights, noise_width, sample_experts
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
+from moefold.model.moe.token_noise import SECOND_STREAM, uniform_noise
 from moefold.ops.elementwise import sigmoid, softplus
 from moefold.ops.split_gemm import upcast_linear
 from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
@@ -255,12 +256,12 @@ class Router(nn.Module):
     Args:
         model: sizes, score function and probabilities.
         moe: load balancing, jitter and precision.
-        jitter_seed: 64-bit seed of this layer's jitter noise.
+        noise_seed: 64-bit seed of this layer's noise: input jitter, or the samples of a SparseMixer.
     """
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, *, jitter_seed: int = 0) -> None:
+    def __init__(self, model: ModelConfig, moe: MoEConfig, *, noise_seed: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.num_router_choices, model.hidden_size))
         self.bias = nn.Parameter(torch.empty(model.num_router_choices)) if model.router_bias else None
@@ -273,18 +274,20 @@ class Router(nn.Module):
         self._step_on_device = torch.ones((), dtype=torch.int64, device="cpu")
         self._model = model
         self._moe = moe
-        self._jitter_seed = jitter_seed
+        self._noise_seed = noise_seed
+        self._is_sparse_mixer = model.router_softmax == "sparsemixer"
+        self._samples = self._is_sparse_mixer and moe.sparsemixer_sampling
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
     @property
     def step(self) -> int:
-        """Optimizer step; seeds the jitter noise."""
+        """Optimizer step; seeds the noise."""
         return self._step
 
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        if self._moe.input_jitter:
+        if self._moe.input_jitter or self._samples:
             # In place: a CUDA graph reads it at this address.
             self._step_on_device.fill_(step)
 
@@ -323,10 +326,16 @@ class Router(nn.Module):
             thresholds_E = quantile_thresholds(
                 raw_TE.detach(), self._model.top_k, token_positions.group, token_positions.is_token()
             )
-        ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
+        mixer_noise_TN = self._mixer_noise(token_positions)
+        if self._is_sparse_mixer:
+            ids_TK = sample_experts(logits_TE, self.top_k, self._model.sparsemixer_jitter, mixer_noise_TN)
+        else:
+            ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
-        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK).to(torch.promote_types(dtype, torch.float32))
+        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK, mixer_noise_TN).to(
+            torch.promote_types(dtype, torch.float32)
+        )
         is_softmax = self._model.router_score == "softmax"
         scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
         return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
@@ -370,18 +379,34 @@ class Router(nn.Module):
         if width == 0 or not self.training:
             return x_TH
         x_TH = x_TH.to(torch.promote_types(x_TH.dtype, self._min_dtype))
-        if self._step_on_device.device != x_TH.device:
-            self._step_on_device = torch.full((), self.step, dtype=torch.int64, device=x_TH.device)
-        noise_TH = uniform_noise(
-            self._jitter_seed,
-            self._step_on_device,
-            *token_positions.keys(),
-            x_TH.shape[1],
-            scale=2 * width,
-            shift=1 - width,
-            dtype=x_TH.dtype,
+        step = self._step_tensor(x_TH.device)
+        keys = token_positions.keys()
+        return x_TH * uniform_noise(
+            self._noise_seed, step, *keys, x_TH.shape[1], scale=2 * width, shift=1 - width, dtype=x_TH.dtype
         )
-        return x_TH * noise_TH
+
+    def _mixer_noise(self, token_positions: TokenPositions) -> Tensor | None:
+        """Return the uniform numbers in (0, 1) of a SparseMixer's choices, float64 [T, `noise_width`]; None: none."""
+        if not self._samples or not self.training:
+            return None
+        sample_ids_B, positions_S = token_positions.keys()
+        width = noise_width(self.top_k, self._model.num_router_choices)
+        # The shift keeps the logarithm of the smallest number finite; input jitter has another stream.
+        return uniform_noise(
+            self._noise_seed ^ SECOND_STREAM,
+            self._step_tensor(sample_ids_B.device),
+            sample_ids_B,
+            positions_S,
+            width,
+            scale=1 - 2.0**-52,
+            shift=2.0**-53,
+        )
+
+    def _step_tensor(self, device: torch.device) -> Tensor:
+        """Return the step as a tensor that a CUDA graph reads at a fixed address."""
+        if self._step_on_device.device != device:
+            self._step_on_device = torch.full((), self.step, dtype=torch.int64, device=device)
+        return self._step_on_device
 
     def _score(self, logits_TE: Tensor) -> Tensor:
         match self._model.router_score:
@@ -420,9 +445,13 @@ class Router(nn.Module):
             values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_top2)
         return topk_experts(values_TE, model.top_k)
 
-    def _routing_probs(self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    def _routing_probs(
+        self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor, mixer_noise_TN: Tensor | None
+    ) -> Tensor:
         model = self._model
-        if model.router_score == "softmax" and model.router_softmax == "post":
+        if self._is_sparse_mixer:
+            probs_TK = mixer_weights(logits_TE, ids_TK, model.sparsemixer_jitter, mixer_noise_TN)
+        elif model.router_score == "softmax" and model.router_softmax == "post":
             probs_TK = logits_TE.gather(1, ids_TK).softmax(-1)
         else:
             probs_TK = raw_TE.gather(1, ids_TK)
@@ -464,6 +493,8 @@ def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     """Return why the fused kernel does not support the router of a recipe; empty if it does."""
     if moe.choice != "topk":
         return f"moe.choice={moe.choice!r}"
+    if model.router_softmax == "sparsemixer":
+        return "model.router_softmax='sparsemixer'"
     if model.router_score == "sqrtsoftplus":
         return "model.router_score='sqrtsoftplus'"
     if moe.router_dtype != "float32":
@@ -499,77 +530,3 @@ class _FusedRouterFunction(torch.autograd.Function):
         _, probs, scores, _, sums, z, _ = grads
         logits_TE, ids_TK = ctx.saved_tensors
         return route_backward(logits_TE, ids_TK, (probs, scores, sums, z), ctx.options), None, None
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_A = 0xBF58476D1CE4E5B9
-_MIX_B = 0x94D049BB133111EB
-"""Constants of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as in `data.index_shuffle`."""
-
-
-CPU_CHUNK_ELEMENTS = 1 << 15
-GPU_CHUNK_ELEMENTS = 1 << 22
-"""Noise values computed at a time: on a CPU as many as fit a core's cache, on a GPU enough to keep it busy."""
-
-
-def uniform_noise(
-    seed: int,
-    step: int | Tensor,
-    sample_ids_B: Tensor,
-    positions_S: Tensor,
-    width: int,
-    *,
-    scale: float = 1.0,
-    shift: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """Return shift + scale * u with u uniform in [0, 1), a hash of (seed, step, sample, position, feature).
-
-    Temporaries are limited to a chunk of rows: the 64-bit hashes of all elements are never in memory at once.
-
-    Args:
-        seed: 64 bits, different for each layer.
-        step: optimizer step, or the same as a 0-dim int64 tensor on the device of sample_ids_B, which gives the same
-            noise.
-        sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
-        positions_S: of the tokens in their sample; or of each row, [rows].
-        width: features of a token.
-        scale: factor of u.
-        shift: added to it.
-        dtype: of the result; each value is rounded to it once, from float64.
-
-    Returns:
-        [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.
-    """
-    device = sample_ids_B.device
-    features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
-    key = torch.full((), _signed(seed), dtype=torch.int64, device=device)
-    # Products of int64 tensors wrap around, as `_signed` does.
-    step_key = step * _signed(_GOLDEN) if isinstance(step, Tensor) else _signed(step * _GOLDEN)
-    key_B = _mix(_mix(key + step_key) + sample_ids_B * _signed(_GOLDEN))
-    key_T = _mix(key_B + (positions_S.unsqueeze(1) + 1) * _signed(_GOLDEN)).flatten()
-    noise = torch.empty(len(key_T), width, dtype=dtype, device=device)
-    rows = max(1, (CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS) // max(1, width))
-    for chunk, out in zip(key_T.split(rows), noise.split(rows), strict=True):
-        bits = _shift_(_mix(chunk.unsqueeze(1) + features), 11)
-        # A power of two scales without rounding.
-        out.copy_(bits.double().mul_(scale * 2.0**-53).add_(shift))
-    return noise
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser, a bijection of 64 bits, in place; relies on wrap-around of int64 products."""
-    bits.bitwise_xor_(_shift_(bits.clone(), 30)).mul_(_signed(_MIX_A))
-    bits.bitwise_xor_(_shift_(bits.clone(), 27)).mul_(_signed(_MIX_B))
-    return bits.bitwise_xor_(_shift_(bits.clone(), 31))
-
-
-def _shift_(bits: Tensor, count: int) -> Tensor:
-    """Shift right in place and fill with zeros; torch's shift extends the sign."""
-    return bits.bitwise_right_shift_(count).bitwise_and_((1 << (64 - count)) - 1)
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the low 64 bits of `value`."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value

@@ -87,8 +87,8 @@ class DecodeCost:
         # Sparse attention reads the index keys of all tokens, and keys and values of the selected ones.
         sparse = model.index_topk > 0 and not kind.endswith("L")
         selected = min(keys, model.index_topk) if sparse else keys
-        index_width = model.index_head_dim if selected < keys else 0
-        width = 0 if kind.endswith("L") else cached_width(model, degrees.tp, self._cache)
+        index_width = model.index_head_dim if selected < keys and not kind.endswith("S") else 0
+        width = 0 if kind.endswith("L") else cached_width(model, degrees.tp, self._cache, kind)
         cached = selected * (width - index_width) + keys * index_width
         num_bytes = dense * self._itemsize + rows * cached * self._itemsize
         if kind.endswith("L"):

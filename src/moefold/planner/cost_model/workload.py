@@ -192,10 +192,12 @@ class RecordedRouting:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._trace = RoutingTrace(folder, "--trace")
         shape = self._trace.shape
-        if (shape.num_experts, shape.top_k) != (model.num_router_choices, model.top_k):
+        theirs = (shape.num_routed_experts, shape.zero_experts, shape.top_k)
+        ours = (model.num_experts, model.zero_experts, model.top_k)
+        if theirs != ours:
             raise ConfigError(
-                f"--trace={str(folder)!r} was traced with {shape.num_experts} choices of the router and model.top_k="
-                f"{shape.top_k}, and the model has {model.num_router_choices} and {model.top_k}; name a trace of it"
+                f"--trace={str(folder)!r} was traced with model.num_experts={theirs[0]}, zero_experts={theirs[1]} and "
+                f"top_k={theirs[2]}, and the model has {ours[0]}, {ours[1]} and {ours[2]}; name a trace of it"
             )
         if not self._trace.steps:
             raise ConfigError(f"--trace={str(folder)!r} holds no step; run with moe.trace_every at least once")

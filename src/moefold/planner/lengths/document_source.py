@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from moefold.config.schema import Config
+from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import Sample, stack_samples
 from moefold.errors import ConfigError
-from moefold.inference.source import parse_run_config, read_json_object
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.planner.lengths.samples import DocumentSamples, RecordedSamples, SampleLengths, StreamedSamples
 from moefold.validate.cuda_graphs import has_documents

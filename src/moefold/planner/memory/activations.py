@@ -19,7 +19,7 @@ from moefold.planner.memory.states import layer_letter
 from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
 from moefold.topology.dispatchers import ALL_GATHER, ALL_TO_ALL, dispatcher_spec
 
-ACTIVATION_PARTS = ("activations", "dispatch", "logits", "pipeline")
+ACTIVATION_PARTS: tuple[str, ...] = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
 """Parts of the memory ledger that are reported separately; the others are activations."""
 

@@ -281,7 +281,11 @@ def layer_letter(model_spec: ModelSpec, kind: int) -> str:
     """Return the runtime's kind of a kind of layers, one of `BLOCK_KINDS`."""
     layer = model_spec.kinds[kind]
     letter = "M" if layer.feed_forward is not None and layer.feed_forward.kind == "moe" else "D"
-    return letter + "L" * (layer.mixer is not None and layer.mixer.kind == "linear")
+    mixer = layer.mixer
+    if mixer is None:
+        return letter
+    is_shared = mixer.selected_keys > 0 and mixer.index_params == 0
+    return letter + "L" * (mixer.kind == "linear") + "S" * is_shared
 
 
 def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[ParamSpec, ...]:

@@ -33,6 +33,7 @@ from moefold.validate.parallel import (
 )
 from moefold.validate.planned_attention import validate_attention_pool
 from moefold.validate.shortcut import validate_shortcut
+from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk
 
 Rule = Callable[[Config], Iterator[str]]
@@ -108,6 +109,11 @@ def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
 
 
+def _validate_selection_split(cfg: Config) -> Iterator[str]:
+    """Check that layers that share a selection fit into stages, which the planner chooses if the recipe has none."""
+    return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
+
+
 def _moves_experts(dispatcher: str) -> bool:
     return dispatcher_spec(dispatcher).moves_experts
 
@@ -130,6 +136,7 @@ STAGE_RULES = (
     MappingRule(validate_schedule, ("pp", "schedule", "vpp")),
     MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
     MappingRule(validate_shortcut, ("pp", "vpp")),
+    MappingRule(_validate_selection_split, ("pp", "vpp")),
 )
 PIPELINE_RULES = (
     MappingRule(validate_batch_size, ("dp", "mbs")),
@@ -184,7 +191,7 @@ class MappingConstraints:
 
     def __init__(self, cfg: Config) -> None:
         raise_all(validate_ranges(cfg))
-        read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE}
+        read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
         raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
         uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
         raise_all(validate_routing(uncut))

@@ -1,9 +1,12 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor, nn
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
 from moefold.checkpoint.save_load import Resume, checkpoint_state, load_checkpoint, load_entries, resolve_resume
@@ -11,10 +14,12 @@ from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.init_from import load_initial_weights
+from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
 from moefold.optim.outer import OuterOptimizer
 from moefold.topology.fragments import fragments_due
+from moefold.train.adapter_weights import AdapterWeights
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
@@ -44,6 +49,7 @@ class Checkpointing(Callback):
         self.checkpoint_dp: int | None = None
         self._resumed_from: Path | None = None
         self._has_saved = False
+        self._adapters: AdapterWeights | None = None
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
@@ -51,11 +57,22 @@ class Checkpointing(Callback):
         resume = resolve_resume(run.cfg, run.data.fingerprints)
         self._resumed_from = resume.path
         run.data.open(None if resume.path is None else read_meta(resume.path))
+        if run.cfg.trains_adapters_only:
+            self._adapters = AdapterWeights.open(run.cfg, run.groups, resume.path)
+            self.init_message = self._adapters.load_base(run.training.model, is_first_rank=run.is_first_rank)
         if resume.path is not None:
             self._load(run, resume.path)
             run.is_resumed = True
+        elif self._adapters is not None:
+            self.init_message += self._adapters.load_initial(run.training.model)
+            run.data.start()
         else:
             self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+            if run.cfg.trains_indexers_only and not self.init_message:
+                self.init_message = (
+                    "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
+                    "to start with trained ones"
+                )
             if run.training.outer is not None:
                 run.training.outer.start()
             run.data.start()
@@ -115,7 +132,7 @@ class Checkpointing(Callback):
             prepare()
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
-        state = checkpoint_state(training.parameters, training.buffers, training.optimizer) | run.data.entries()
+        state = checkpoint_state(*self._stored(run), training.optimizer) | run.data.entries()
         if training.outer is not None:
             state |= training.outer.checkpoint_entries()
         position = TrainState(
@@ -126,6 +143,7 @@ class Checkpointing(Callback):
             guard=training.guard.state(),
             checked_step=run.position.checked_step,
             moment_updates=training.moment_updates,
+            lora={} if self._adapters is None else self._adapters.settings,
             sites=None if training.outer is None else training.outer.state(),
             **run.data.data_state(),
         )
@@ -134,10 +152,20 @@ class Checkpointing(Callback):
         self.total_save_s += waited_s
         self._has_saved = True
 
+    def _stored(self, run: TrainingContext) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Tensor]]:
+        """Return the parameters and buffers that checkpoints contain: those of adapters alone if no other is trained.
+
+        The buffers of frozen weights, such as the biases of experts, do not change.
+        """
+        training = run.training
+        if self._adapters is None:
+            return training.parameters, training.buffers
+        return {name: p for name, p in training.parameters.items() if is_adapter(name)}, {}
+
     def _load(self, run: TrainingContext, path: Path) -> None:
         """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = run.training
-        meta = load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
+        meta = load_checkpoint(path, *self._stored(run), training.optimizer)
         if training.outer is not None:
             self._load_outer(run.cfg, training.outer, path, meta)
         run.position.step = meta.step

@@ -1,30 +1,34 @@
 """Callbacks that write the metrics of each step, and the routing of traced steps."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.cost.flops import peak_bf16_tflops, train_flops_per_token
+from moefold.cost.flops import peak_bf16_tflops, step_flops_per_token
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
 
 class MetricsLogging(Callback):
-    """Callback that writes the metrics and the expert counts of each step, on rank 0."""
+    """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        self._flops_per_token = train_flops_per_token(cfg.model, cfg.train.seq_len).total
+        self._flops_per_token = step_flops_per_token(cfg)
         # The known device peaks are for bfloat16.
         self._peak_tflops = cfg.metrics.peak_tflops or (
             _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None
         )
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-        """Write the metrics of the step."""
+        """Compute and write the metrics of the step."""
         run.groups.recorder.set_phase("writing metrics")
+        run.metrics = self._metrics(run, step)
         if run.log is not None:
-            run.log.write(self._metrics(run, step), step.result.expert_counts)
+            run.log.write(run.metrics, step.result.expert_counts)
 
     def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
         result = step.result
@@ -64,6 +68,27 @@ class MetricsLogging(Callback):
             sites=step.sites,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
         )
+
+
+class StepReporting(Callback):
+    """Callback that passes the metrics of each step to a function of the program, on each rank, and keeps the last.
+
+    Args:
+        on_step: called with the record of metrics.jsonl.
+    """
+
+    def __init__(self, on_step: Callable[[dict[str, Any]], None] | None) -> None:
+        self._on_step = on_step
+        self.last: dict[str, Any] | None = None
+        """Metrics of the step that ended the run; None before it."""
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Report the step, and keep its metrics if it is the last one."""
+        assert run.metrics is not None, "the metrics are computed before the callbacks of a program run"
+        if step.is_last or step.signals:
+            self.last = run.metrics.to_record()
+        if self._on_step is not None:
+            self._on_step(run.metrics.to_record())
 
 
 def _device_peak_tflops(device: torch.device) -> float | None:

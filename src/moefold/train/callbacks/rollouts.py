@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import TextIO
 
 from moefold.inference.rollouts import rollout_records
-from moefold.metrics.writer import truncate_metrics
+from moefold.metrics.writer import ROLLOUTS_FILE, truncate_metrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.rollout_loader import RolloutLoader
 
-ROLLOUTS_FILE = "rollouts.jsonl"
-"""Name of the file of rollouts in the run folder: one JSON object per rollout."""
 SILENT_STEPS = 20
 """Steps without a mixed group after which the log says that nothing is learnt."""
 

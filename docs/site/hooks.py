@@ -1,0 +1,201 @@
+"""Hooks of the documentation site: navigation from docs/README.md, generated pages, links that leave docs/.
+
+The pages in docs/ are plain Markdown that a code host renders too. These hooks do what only the site needs.
+"""
+
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(?<!\\)(!?\[[^\]]*\]\()([^)\s]+)(\))")
+FENCE = re.compile(r"^\s*(```|~~~)")
+LIST_ITEM = re.compile(r"^(\s*)([*-]|\d+\.) +\S")
+PAGES_OF_FILES = {
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Files of the repository that have a page of another name."""
+PYTHON_PAGE = "python-reference.md"
+LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "sh", ".csv": "text", ".json": "json", ".jsonl": "json"}
+TABS = {
+    "Tasks": "Guides",
+    "Choosing a mapping": "Guides",
+    "When something goes wrong": "Guides",
+    "Reference": "Reference",
+    "How it works": "Internals",
+    "Measurements": "Internals",
+}
+"""The tab of the site under which the pages of a section of docs/README.md stand."""
+
+
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
+    """Append the pages that docs/README.md lists to the navigation, below those that mkdocs.yml lists."""
+    if str(ROOT / "src") not in sys.path:
+        sys.path.insert(0, str(ROOT / "src"))
+    listed = set(_paths_of(config.nav))
+    tabs: dict[str, list[object]] = {}
+    for section, paths in _sections_of_readme():
+        pages = [path for path in paths if path not in listed]
+        listed.update(pages)
+        if pages:
+            tabs.setdefault(TABS[section], []).append({section: pages})
+    design = sorted((ROOT / "docs/design").glob("[0-9]*.md"))
+    nav = [
+        {"Guides": ["pages.md", *tabs["Guides"]]},
+        {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE]},
+        {
+            "Internals": [
+                *tabs["Internals"],
+                {"Design notes": ["design/README.md", *(f"design/{path.name}" for path in design)]},
+                {"Project": ["contributing.md", "changelog.md"]},
+            ]
+        },
+    ]
+    config.nav = [*config.nav, *nav]
+    return config
+
+
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    """Add the generated pages: the Python interface, and files outside docs/ that pages link to."""
+    from mkdocs.structure.files import File
+
+    renamed = set(PAGES_OF_FILES) - {"README.md"}
+    pages = {f"docs/{file.src_uri}" for file in files.documentation_pages()} | renamed
+    linked = {found for path in pages for found in _linked_files(path, (ROOT / path).read_text())}
+    others = {path for path in linked if not path.startswith("docs/") and path != "README.md"}
+    for path in sorted(others | renamed):
+        files.append(File.generated(config, _page_of(path), content=_content_of(path)))
+    files.append(File.generated(config, PYTHON_PAGE, content=_python_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
+    """Adapt a page to the site: links to files outside docs/, and the blank lines that lists and tables need."""
+    uri = page.file.src_uri
+    names = {site: path for path, site in PAGES_OF_FILES.items() if path != "README.md"}
+    if uri in names:
+        return adapt(markdown, names[uri], uri)
+    return adapt(markdown, f"docs/{uri}" if (ROOT / "docs" / uri).exists() else uri, uri)
+
+
+def adapt(markdown: str, path: str, uri: str) -> str:
+    """Return the Markdown of a page of the repository as the site needs it.
+
+    Args:
+        markdown: the text.
+        path: the file in the repository, which relative links start from.
+        uri: the page of the site.
+    """
+    lines: list[str] = []
+    in_fence = False
+    for line in markdown.split("\n"):
+        if FENCE.match(line):
+            in_fence = not in_fence
+        elif not in_fence:
+            if _needs_blank_line(lines[-1] if lines else "", line):
+                lines.append("")
+            line = LINK.sub(lambda link: link[1] + _target(link[2], path, uri) + link[3], line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _needs_blank_line(before: str, line: str) -> bool:
+    """Return True at the first line of a list or table that follows a paragraph without a blank line.
+
+    Code hosts start a list there, Python-Markdown continues the paragraph.
+    """
+    if not before.strip() or before.startswith("#"):
+        return False
+    if item := LIST_ITEM.match(line):
+        is_in_list = LIST_ITEM.match(before) or before.startswith("  ")
+        return not is_in_list and not item[1]
+    return line.startswith("|") and not before.lstrip().startswith("|")
+
+
+def _target(link: str, path: str, uri: str) -> str:
+    """Return a link as the site needs it: from the page that a file has on the site to that of its target."""
+    target, hash_sign, anchor = link.partition("#")
+    if not target or ":" in target or target.startswith("/"):
+        return link
+    found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    page = _page_of(found)
+    return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
+
+
+def _page_of(path: str) -> str:
+    """Return the page of the site for a file or folder of the repository."""
+    if path in PAGES_OF_FILES:
+        return PAGES_OF_FILES[path]
+    if path.startswith("docs/"):
+        name = path.removeprefix("docs/")
+        return f"{name}/README.md" if (ROOT / path).is_dir() else name
+    return path if path.endswith(".md") else f"source/{path}.md"
+
+
+def _linked_files(path: str, markdown: str) -> Iterator[str]:
+    for _, link, _ in LINK.findall(markdown):
+        target = link.partition("#")[0]
+        if target and ":" not in target:
+            found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+            if (ROOT / found).exists():
+                yield found
+
+
+def _content_of(path: str) -> str:
+    """Return the page of a file outside docs/: Markdown as it is, other files as a block of code."""
+    source = ROOT / path
+    if source.is_dir():
+        names = sorted(child.name for child in source.iterdir() if not child.name.startswith(("_", ".")))
+        return f"# {path}\n\n" + "\n".join(f"* `{name}`" for name in names) + "\n"
+    if path.endswith(".md"):
+        return source.read_text()
+    return f"# {path}\n\n````{LANGUAGES.get(source.suffix, 'text')}\n{source.read_text()}````\n"
+
+
+def _python_page() -> str:
+    """Return the page of the Python interface, which mkdocstrings fills from the docstrings."""
+    import moefold
+
+    lines = [
+        "# Python reference",
+        "",
+        "Every name that `import moefold` offers, from the docstrings. [The Python API](api.md) explains how they are",
+        "used together.",
+        "",
+    ]
+    for name in sorted(moefold._MODULES, key=lambda name: (name[0].isupper(), name.lower())):
+        lines += [f"::: moefold.{moefold._MODULES[name]}.{name}", ""]
+    return "\n".join(lines)
+
+
+def _sections_of_readme() -> Iterator[tuple[str, list[str]]]:
+    """Yield each section of docs/README.md that lists pages, and the pages."""
+    text = (ROOT / "docs/README.md").read_text()
+    for part in text.split("\n## ")[1:]:
+        heading, _, body = part.partition("\n")
+        if heading in TABS:
+            rows = [line.split(" | ")[0] for line in body.splitlines() if line.startswith("| [")]
+            paths = [link for row in rows for _, link, _ in LINK.findall(row) if link.endswith(".md")]
+            yield heading, [path for path in paths if path != "design/README.md"]
+
+
+def _paths_of(nav: object) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        for value in nav.values():
+            yield from _paths_of(value)
+    elif isinstance(nav, list):
+        for value in nav:
+            yield from _paths_of(value)

@@ -1,0 +1,93 @@
+"""Static export of the board: a folder that a browser opens without a server. Torch-free."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from moefold.board.page import DATA_SCRIPT, STATIC_FILES, page
+from moefold.board.rollout_index import RolloutQuery
+from moefold.board.run_list import RunList
+from moefold.board.run_reader import RunReader
+from moefold.errors import ConfigError
+
+MAX_POINTS = 3000
+"""Points of a metric: its minima and maxima stay at any length of a run."""
+MAX_ROLLOUTS = 1000
+"""Newest rollouts of a run with their texts."""
+
+
+def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[str]:
+    """Read all runs to their ends and write the board into a folder, whole or not at all.
+
+    Returns:
+        Names of the exported runs.
+
+    Raises:
+        ConfigError: the folder exists and may not be replaced, or cannot be written.
+    """
+    if folder.exists() and not (force and _is_export(folder)):
+        way_out = "add --force to replace it" if _is_export(folder) else "it is no export of a board"
+        raise ConfigError(f"--export {str(folder)!r} exists already; {way_out}, or name another folder")
+    summaries: list[dict[str, Any]] = []
+    answers: dict[str, dict[str, Any]] = {}
+    for reader in runs.readers:
+        summary, answers[reader.run.key] = _answers(reader)
+        summaries.append(summary)
+    data = {"exported_s": time.time(), "runs": summaries, "data": answers}
+    try:
+        with _new_folder(folder) as draft:
+            (draft / "static").mkdir()
+            for name in STATIC_FILES:
+                content = files("moefold.board").joinpath("static", name).read_bytes()
+                (draft / "static" / name).write_bytes(content)
+            (draft / "index.html").write_text(page(is_export=True), encoding="utf-8")
+            # ASCII, so that no separator of lines ends the script.
+            (draft / DATA_SCRIPT).write_text(
+                f"window.MOEFOLD_BOARD = {json.dumps(data, allow_nan=False)};\n", encoding="ascii"
+            )
+    except OSError as error:
+        raise ConfigError(f"--export {str(folder)!r} cannot be written: {error.strerror or error}") from None
+    return [reader.run.name for reader in runs.readers]
+
+
+def _answers(reader: RunReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the summary of a run and every answer that the page asks for."""
+    reader.read()
+    while reader.summary()["has_more"]:
+        reader.read()
+    answers = {
+        "series": reader.series(max_points=MAX_POINTS),
+        "experts": reader.experts(),
+        "memory": reader.memory(),
+        "ranks": reader.ranks(),
+        "faults": reader.faults(),
+        "rollouts": reader.rollouts(RolloutQuery(limit=MAX_ROLLOUTS)),
+        "recipe": reader.recipe(),
+    }
+    return reader.summary(), answers
+
+
+def _is_export(folder: Path) -> bool:
+    return (folder / "index.html").is_file() and (folder / DATA_SCRIPT).is_file()
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder in a draft that takes its name at the end, so that an interrupted export leaves nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        if folder.exists():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

@@ -1,0 +1,38 @@
+"""The page of the board and its static files, served or exported. Torch-free."""
+
+from importlib.resources import files
+
+SCRIPT = "text/javascript; charset=utf-8"
+STATIC_FILES = {
+    "board.css": "text/css; charset=utf-8",
+    "uPlot.min.css": "text/css; charset=utf-8",
+    "uPlot.iife.min.js": SCRIPT,
+    "uPlot.LICENSE.txt": "text/plain; charset=utf-8",
+    "theme.js": SCRIPT,
+    "elements.js": SCRIPT,
+    "source.js": SCRIPT,
+    "curves.js": SCRIPT,
+    "heatmap.js": SCRIPT,
+    "experts.js": SCRIPT,
+    "memory.js": SCRIPT,
+    "ranks.js": SCRIPT,
+    "faults.js": SCRIPT,
+    "rollouts.js": SCRIPT,
+    "recipes.js": SCRIPT,
+    "board.js": SCRIPT,
+}
+"""Files in `static/` with their media types, scripts in the order in which the page loads them."""
+DATA_SCRIPT = "data.js"
+"""Script of an export that holds the data; the page of a server loads none."""
+
+
+def page(*, is_export: bool = False) -> str:
+    """Return the HTML of the page.
+
+    Args:
+        is_export: load the data of a static export.
+    """
+    html = files("moefold.board").joinpath("static", "index.html").read_text(encoding="utf-8")
+    mark = "<!-- data -->"
+    assert mark in html, "the page has a place for the script of the data"
+    return html.replace(mark, f'<script src="{DATA_SCRIPT}"></script>' if is_export else "")

@@ -1,0 +1,158 @@
+"""Index of rollouts.jsonl: numbers of every rollout in memory, texts read when they are shown. Torch-free.
+
+Texts are bytes of prompts and models: they are returned as plain strings, and no reader may interpret them.
+"""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.board.json_tail import JsonTail
+from moefold.bounded_read import MIB
+from moefold.metrics.expert_balance import finite_number
+from moefold.metrics.writer import ROLLOUTS_FILE
+
+MAX_SEARCH_BYTES = 32 * MIB
+"""Bytes of rollouts that one search reads; the answer says where the next one goes on."""
+MAX_TEXT_CHARS = 20_000
+"""Characters of a text that are returned; the rest is counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutQuery:
+    """Selection of rollouts, newest first."""
+
+    text: str = ""
+    """Text that the prompt or the completion contains, whatever the case; empty for all."""
+    step: int | None = None
+    """Step of training; None for all."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    before: int | None = None
+    """Number of a rollout: only earlier ones are read; None starts at the newest."""
+    limit: int = 20
+    """Most rollouts in the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPage:
+    """Answer to a query."""
+
+    rollouts: list[dict[str, Any]]
+    before: int | None
+    """`before` of the query that goes on; None at the oldest rollout."""
+    total: int
+    """Rollouts in the file."""
+
+
+class RolloutIndex:
+    """Positions, steps and rewards of the rollouts of a run.
+
+    Args:
+        run_dir: folder of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.tail = JsonTail(run_dir / ROLLOUTS_FILE)
+        self._generation = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offsets = array("q")
+        self._lengths = array("q")
+        self._steps = array("q")
+        self._rewards = array("d")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self) -> None:
+        """Read the new rollouts."""
+        lines = self.tail.read()
+        if self.tail.generation != self._generation:
+            self._generation = self.tail.generation
+            self._clear()
+        for line in lines:
+            step = line.record.get("step")
+            self._offsets.append(line.offset)
+            self._lengths.append(line.length)
+            self._steps.append(step if type(step) is int and 0 <= step < 2**53 else -1)
+            self._rewards.append(finite_number(line.record.get("reward")))
+
+    def find(self, query: RolloutQuery) -> RolloutPage:
+        """Return the rollouts of a query, newest first; reads at most `MAX_SEARCH_BYTES`."""
+        found: list[dict[str, Any]] = []
+        num_bytes = 0
+        next_before: int | None = None
+        for i in self._candidates(query):
+            if len(found) >= query.limit or num_bytes >= MAX_SEARCH_BYTES:
+                next_before = i + 1
+                break
+            length = self._lengths[i]
+            num_bytes += length
+            record = self.tail.read_line(self._offsets[i], length)
+            if record is None:
+                continue
+            rollout = shown_rollout(i, record)
+            if query.text.casefold() in _searched_text(rollout):
+                found.append(rollout)
+        return RolloutPage(rollouts=found, before=next_before, total=len(self))
+
+    def _candidates(self, query: RolloutQuery) -> Iterator[int]:
+        start = len(self) if query.before is None else max(0, min(query.before, len(self)))
+        for i in range(start - 1, -1, -1):
+            reward = self._rewards[i]
+            if query.step is not None and self._steps[i] != query.step:
+                continue
+            # A rollout without a reward fulfils no limit.
+            if query.min_reward is not None and not reward >= query.min_reward:
+                continue
+            if query.max_reward is not None and not reward <= query.max_reward:
+                continue
+            yield i
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One text of a prompt or a completion."""
+
+    role: str
+    """Role in a conversation; empty for a plain text."""
+    text: str
+    left_out: int
+    """Characters beyond `MAX_TEXT_CHARS`."""
+
+
+def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a rollout that the board shows; values of unexpected types become texts or None."""
+    numbers = {
+        key: None if (value := finite_number(record.get(key))) != value else value
+        for key in ("step", "reward", "adjusted_reward", "prompt_number", "sample_number", "tokens", "log_prob")
+    }
+    return {
+        "number": number,
+        **numbers,
+        "finish_reason": str(record.get("finish_reason", ""))[:100],
+        "prompt": [asdict(message) for message in _messages(record.get("prompt"))],
+        "completion": [asdict(message) for message in _messages(record.get("completion"))],
+    }
+
+
+def _messages(value: Any) -> list[Message]:
+    if isinstance(value, list):
+        parts = [
+            (str(part.get("role", "")), part.get("content")) if isinstance(part, dict) else ("", part) for part in value
+        ]
+    else:
+        parts = [("", value)]
+    texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in parts]
+    return [
+        Message(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
+        for role, text in texts
+    ]
+
+
+def _searched_text(rollout: Mapping[str, Any]) -> str:
+    return "\n".join(part["text"] for part in (*rollout["prompt"], *rollout["completion"])).casefold()

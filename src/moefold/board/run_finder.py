@@ -1,0 +1,104 @@
+"""Run folders below the paths that a user names. Torch-free."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.errors import ConfigError
+from moefold.metrics.step_metrics import METRICS_FILE
+from moefold.train.run_folder import SETTINGS_FILE
+
+MAX_DEPTH = 3
+"""Levels of folders below a named one that are searched."""
+MAX_FOLDERS = 5000
+"""Folders that one search opens."""
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run folder."""
+
+    path: Path
+    name: str
+    """Shortest end of its path that no other found run has."""
+
+    @property
+    def key(self) -> str:
+        """Identifier in URLs: it names no path."""
+        return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:12]
+
+
+def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
+    """Return the run folders among and below some folders, sorted by path.
+
+    Raises:
+        ConfigError: a folder does not exist, or neither is nor contains a run.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            what = "is not a folder" if path.exists() else "does not exist"
+            raise ConfigError(f"{str(path)!r} {what}; name the run.dir of a training run, or a folder of run folders")
+        runs = sorted(_runs_below(path.resolve()))
+        if not runs:
+            raise ConfigError(
+                f"{str(path)!r} holds no run: neither it nor a folder in it has {METRICS_FILE} or the {SETTINGS_FILE} "
+                "of a run; name the run.dir of a training run, or a folder of run folders"
+            )
+        found |= dict.fromkeys(runs)
+    return name_runs(list(found))
+
+
+def name_runs(paths: Sequence[Path]) -> list[FoundRun]:
+    """Name run folders by the shortest ends of their paths that are all different."""
+    length = 1
+    longest = max((len(path.parts) for path in paths), default=1)
+    while length < longest and len({path.parts[-length:] for path in paths}) < len(paths):
+        length += 1
+    return [FoundRun(path, "/".join(path.parts[-length:])) for path in paths]
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder has the files of a run; config.json alone must be that of moefold."""
+    if (folder / METRICS_FILE).is_file():
+        return True
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return False
+    try:
+        tree = read_json(path, MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and isinstance(tree.get("run"), dict) and isinstance(tree.get("parallel"), dict)
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Yield run folders, breadth first; run folders, hidden folders and links are not searched."""
+    level = [folder]
+    budget = MAX_FOLDERS
+    for depth in range(MAX_DEPTH + 1):
+        below: list[Path] = []
+        for path in level:
+            if budget <= 0:
+                return
+            budget -= 1
+            if is_run(path):
+                yield path
+            elif depth < MAX_DEPTH:
+                below += _subfolders(path)
+        level = below
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                Path(entry.path)
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            )
+    except OSError:
+        return []

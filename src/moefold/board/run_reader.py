@@ -1,0 +1,373 @@
+"""Everything that the board shows of one run, read while the run goes on. Torch-free.
+
+`RunReader.read` reads what the files have gained; the other methods answer from memory, as objects that JSON can hold.
+"""
+
+import base64
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moefold.board.expert_tail import ExpertCountsTail, shares_of
+from moefold.board.json_tail import JsonTail, last_record
+from moefold.board.metric_table import MetricTable
+from moefold.board.rollout_index import RolloutIndex, RolloutQuery
+from moefold.board.run_finder import FoundRun
+from moefold.board.step_ranges import StepRanges
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.metrics.expert_balance import Array, finite_number
+from moefold.metrics.step_metrics import MAX_STEP, METRICS_FILE
+from moefold.metrics.writer import FAULTS_FILE, to_json_value
+from moefold.train.run_folder import SETTINGS_FILE, is_in_use
+
+MAX_LAYERS = 4096
+MAX_LAYER_RANGES = 256
+LAYER_FIELDS = ("load", "load_cv", "dead_experts", "dropped_fraction", "router_entropy")
+"""Fields of `moe_layers` that are shown over the steps."""
+MAX_FAULTS = 1000
+"""Newest faults that are kept."""
+MAX_FAULT_CHARS = 20_000
+RECENT_STEPS = 100
+"""Steps whose slowest ranks are counted."""
+MAX_LOG2_SHARE = 2.0
+"""Shares beyond 1/4 and 4 times the mean have the end colours."""
+
+
+class RunReader:
+    """Reads the files of one run; safe to use from several threads.
+
+    Args:
+        run: the run folder.
+    """
+
+    def __init__(self, run: FoundRun) -> None:
+        self.run = run
+        self._lock = threading.RLock()
+        self._metrics = JsonTail(run.path / METRICS_FILE)
+        self._faults_tail = JsonTail(run.path / FAULTS_FILE)
+        self._counts = ExpertCountsTail(run.path)
+        self._rollouts = RolloutIndex(run.path)
+        self._last_record: dict[str, Any] = {}
+        self._peeked_s: float | None = None
+        self._settings: dict[str, Any] = {}
+        self._settings_stamp: tuple[int, int] | None = None
+        self._settings_problem = ""
+        self._metrics_generation = 0
+        self._faults_generation = 0
+        self._clear_faults()
+        self._clear_metrics()
+
+    def _clear_metrics(self) -> None:
+        self._table = MetricTable()
+        self._layers: tuple[int, ...] = ()
+        self._layer_ranges: StepRanges | None = None
+        self._memory: dict[str, Any] | None = None
+        self._slowest: deque[int] = deque(maxlen=RECENT_STEPS)
+        self._rank_times: dict[str, Any] | None = None
+        self._last_step = 0
+        self._num_invalid_steps = 0
+
+    def _clear_faults(self) -> None:
+        self._faults: deque[dict[str, Any]] = deque(maxlen=MAX_FAULTS)
+        self._num_faults = 0
+
+    def read(self) -> None:
+        """Read the lines and records that the files gained since the last call, up to a limit of bytes a file."""
+        with self._lock:
+            self._read_settings()
+            self._read_metrics()
+            self._read_faults()
+            self._counts.read()
+            self._rollouts.read()
+
+    def peek(self) -> None:
+        """Read the settings and the last line of the metrics, for the list of runs; no more than that is kept."""
+        with self._lock:
+            self._read_settings()
+            path = self.run.path / METRICS_FILE
+            modified_s = _modified_s(path)
+            if modified_s != self._peeked_s:
+                self._peeked_s = modified_s
+                self._last_record = last_record(path) or {}
+
+    def _newest(self, section: str, name: str) -> float | None:
+        """Return the newest value of a metric, of a run that was read or peeked at."""
+        if len(self._table):
+            return self._table.latest(f"{section}.{name}" if section else name)
+        found = self._last_record.get(section) if section else self._last_record
+        value = finite_number(found.get(name)) if isinstance(found, dict) else np.nan
+        return None if np.isnan(value) else value
+
+    def summary(self) -> dict[str, Any]:
+        """Return name, state, progress and newest numbers of the run, and the version of what has been read.
+
+        `version` changes whenever another answer may have changed.
+        """
+        with self._lock:
+            settings = self._settings
+            steps = settings.get("run.steps")
+            modified_s = _modified_s(self.run.path / METRICS_FILE)
+            return {
+                "key": self.run.key,
+                "name": self.run.name,
+                "path": str(self.run.path),
+                "state": self._state(),
+                "step": self._step(),
+                "steps": steps if type(steps) is int else None,
+                "age_s": None if modified_s is None else max(0.0, time.time() - modified_s),
+                "loss": self._newest("", "loss"),
+                "eval_loss": self._newest("", "eval_loss"),
+                "reward": self._newest("rl", "reward"),
+                "tokens_per_s": self._newest("", "tokens_per_s"),
+                "mapping": _mapping(settings),
+                "num_faults": self._num_faults,
+                "num_rollouts": len(self._rollouts),
+                "problems": self._problems(),
+                "read": min(self._metrics.read_fraction, self._rollouts.tail.read_fraction),
+                "has_more": self._metrics.has_more or self._rollouts.tail.has_more or self._faults_tail.has_more,
+                "version": self._version(),
+            }
+
+    def series(self, first: int = 0, last: int = MAX_STEP, max_points: int = 600) -> dict[str, Any]:
+        """Return every metric between two steps: `{name: {"steps": [...], "values": [...]}}`, null for a gap."""
+        with self._lock:
+            series = {}
+            for name in self._table.names:
+                steps, values = self._table.series(name, first, last, max_points)
+                series[name] = {"steps": steps, "values": values}
+            return {"series": series, "axes": self._axes(max_points)}
+
+    def experts(self) -> dict[str, Any]:
+        """Return the balance of layers over steps, and of experts if the run counts them.
+
+        `shares` has a byte for each range of steps, layer and expert, in base64: 0 for no token, 1 to 255 for the
+        logarithm of its tokens over the mean, from 1/4 to 4.
+        """
+        with self._lock:
+            answer: dict[str, Any] = {"layers": None, "experts": None}
+            ranges = self._layer_ranges
+            if ranges is not None and len(ranges):
+                means = ranges.means()
+                fields = {name: _nullable(means[:, i]) for i, name in enumerate(LAYER_FIELDS)}
+                answer["layers"] = {"numbers": list(self._layers), "steps": ranges.steps.tolist(), **fields}
+            counts = self._counts.ranges
+            if counts is not None and self._counts.header is not None:
+                levels = share_levels(shares_of(counts.means()))
+                answer["experts"] = {
+                    "numbers": list(self._counts.header.layers),
+                    "num_experts": self._counts.header.num_experts,
+                    "steps": counts.steps.tolist(),
+                    "is_sampled": self._counts.is_sampled,
+                    "max_log2_share": MAX_LOG2_SHARE,
+                    "shares": base64.b64encode(levels.tobytes()).decode("ascii"),
+                }
+            return answer
+
+    def memory(self) -> dict[str, Any]:
+        """Return the newest memory of every rank by part; the parts are null if the run measured none."""
+        with self._lock:
+            every = self._settings.get("metrics.memory_every")
+            return {"memory": self._memory, "every": every}
+
+    def ranks(self) -> dict[str, Any]:
+        """Return the newest times of ranks, how often each was the slowest, and the stragglers that were reported."""
+        with self._lock:
+            return {
+                "times": self._rank_times,
+                "steps": len(self._slowest),
+                "slowest": [{"rank": rank, "steps": count} for rank, count in Counter(self._slowest).most_common(32)],
+                "stragglers": [fault for fault in self._faults if fault.get("kind") == "straggler"],
+            }
+
+    def faults(self) -> dict[str, Any]:
+        """Return the newest faults, oldest first, and the number of all."""
+        with self._lock:
+            return {"faults": list(self._faults), "total": self._num_faults}
+
+    def rollouts(self, query: RolloutQuery) -> dict[str, Any]:
+        """Return the rollouts of a query."""
+        with self._lock:
+            return asdict(self._rollouts.find(query))
+
+    def recipe(self) -> dict[str, Any]:
+        """Return every setting of the run as "section.key"."""
+        with self._lock:
+            return {"settings": self._settings}
+
+    def _step(self) -> int:
+        step = self._last_record.get("step")
+        return self._last_step or (step if type(step) is int and 0 <= step <= MAX_STEP else 0)
+
+    def _version(self) -> str:
+        numbers = (
+            self._metrics.generation,
+            self._metrics.offset,
+            self._faults_tail.generation,
+            self._faults_tail.offset,
+            self._counts.generation,
+            self._rollouts.tail.generation,
+            self._rollouts.tail.offset,
+            *(self._settings_stamp or ()),
+        )
+        return ".".join(map(str, numbers))
+
+    def _problems(self) -> list[str]:
+        problems = [*self._metrics.problems, *self._faults_tail.problems, *self._rollouts.tail.problems]
+        problems += [text for text in (self._settings_problem, self._counts.problem) if text]
+        if self._num_invalid_steps:
+            problems.append(f"{METRICS_FILE}: {self._num_invalid_steps} lines have no step number")
+        if self._table.left_out:
+            problems.append(f"{METRICS_FILE}: metrics beyond the first {len(self._table.names)} are left out")
+        if not self._step() and not problems:
+            problems.append("no step yet")
+        return problems
+
+    def _state(self) -> str:
+        """Return "running" if a job holds the lock of the folder, else "finished" or "stopped"."""
+        if is_in_use(self.run.path):
+            return "running"
+        steps = self._settings.get("run.steps")
+        return "finished" if type(steps) is int and self._step() >= steps else "stopped"
+
+    def _read_settings(self) -> None:
+        path = self.run.path / SETTINGS_FILE
+        try:
+            status = path.stat()
+        except OSError:
+            self._settings_problem = f"{SETTINGS_FILE} is missing"
+            return
+        stamp = (status.st_mtime_ns, status.st_size)
+        if stamp == self._settings_stamp:
+            return
+        try:
+            tree = read_json(path, MAX_CONFIG_BYTES)
+            settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+            settings = to_json_value(settings)
+        except (OSError, ValueError, AttributeError) as error:
+            self._settings_problem = f"{SETTINGS_FILE} cannot be read: {error}"
+            return
+        self._settings_stamp = stamp
+        self._settings_problem = ""
+        self._settings = settings
+
+    def _read_metrics(self) -> None:
+        lines = self._metrics.read()
+        if self._metrics.generation != self._metrics_generation:
+            self._metrics_generation = self._metrics.generation
+            self._clear_metrics()
+        for line in lines:
+            step = line.record.get("step")
+            if type(step) is not int or not 0 <= step <= MAX_STEP:
+                self._num_invalid_steps += 1
+                continue
+            self._table.append(step, line.record)
+            self._last_step = step
+            self._add_layers(step, line.record)
+            self._add_ranks(step, line.record)
+
+    def _add_layers(self, step: int, record: Mapping[str, Any]) -> None:
+        layers = record.get("moe_layers")
+        if not isinstance(layers, list) or not 0 < len(layers) <= MAX_LAYERS:
+            return
+        if not all(isinstance(layer, dict) for layer in layers):
+            return
+        numbers = tuple(layer.get("layer") for layer in layers)
+        if not all(type(number) is int for number in numbers):
+            return
+        try:
+            # None, of a value that was not finite, becomes NaN.
+            values = np.array([[layer.get(field) for layer in layers] for field in LAYER_FIELDS], dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            return
+        if self._layer_ranges is None or numbers != self._layers:
+            self._layers = numbers
+            self._layer_ranges = StepRanges((len(LAYER_FIELDS), len(numbers)), MAX_LAYER_RANGES)
+        self._layer_ranges.append(step, values)
+
+    def _add_ranks(self, step: int, record: Mapping[str, Any]) -> None:
+        memory = record.get("memory_by_part")
+        if isinstance(memory, dict):
+            self._memory = {"step": step} | {
+                name: _part_bytes(memory.get(name)) for name in ("peak_bytes", "current_bytes")
+            }
+        times = record.get("rank_times")
+        if isinstance(times, dict) and type(times.get("slowest_rank")) is int:
+            self._slowest.append(times["slowest_rank"])
+            numbers = {name: finite_number(value) for name, value in times.items()}
+            self._rank_times = {"step": step} | {name: value for name, value in numbers.items() if not np.isnan(value)}
+
+    def _read_faults(self) -> None:
+        lines = self._faults_tail.read()
+        if self._faults_tail.generation != self._faults_generation:
+            self._faults_generation = self._faults_tail.generation
+            self._clear_faults()
+        for line in lines:
+            self._num_faults += 1
+            if line.length <= MAX_FAULT_CHARS:
+                self._faults.append(to_json_value(line.record))
+            else:
+                kept = {key: line.record.get(key) for key in ("time_s", "step", "kind", "action")}
+                self._faults.append(to_json_value(kept) | {"left_out": f"{line.length:,} bytes; see {FAULTS_FILE}"})
+
+    def _axes(self, max_points: int) -> dict[str, Any]:
+        """Return tokens and seconds of training at some steps, to draw metrics over them."""
+        axes: dict[str, Any] = {}
+        for name, metric in (("tokens", "tokens"), ("time_s", "step_time_s")):
+            if metric not in self._table.names:
+                continue
+            steps, values = self._table.column(metric)
+            numbers = np.nan_to_num(values)
+            if name == "time_s":
+                numbers = np.cumsum(numbers)
+            kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), max_points)).astype(np.int64))
+            axes[name] = {"steps": steps[kept].tolist(), "values": numbers[kept].tolist()}
+        return axes
+
+
+def share_levels(shares: Array) -> Array:
+    """Return shares of experts as bytes: 0 for 0, else 1 to 255 on the scale of log2 from -2 to 2."""
+    positive = shares > 0
+    log2 = np.log2(shares, out=np.zeros_like(shares), where=positive)
+    scaled = (np.clip(log2, -MAX_LOG2_SHARE, MAX_LOG2_SHARE) + MAX_LOG2_SHARE) / (2 * MAX_LOG2_SHARE)
+    levels: Array = np.where(positive, 1 + np.rint(scaled * 254), 0).astype(np.uint8)
+    return levels
+
+
+def _nullable(values: Array) -> list[list[float | None]]:
+    """Return a matrix with four digits for JSON, None for NaN."""
+    return [[None if np.isnan(value) else float(f"{value:.4g}") for value in row] for row in values.tolist()]
+
+
+def _part_bytes(value: Any) -> dict[str, list[float]]:
+    """Return the bytes of each part and rank, of lists of numbers only."""
+    if not isinstance(value, dict):
+        return {}
+    return {
+        str(part): [0.0 if np.isnan(number := finite_number(size)) else number for size in sizes]
+        for part, sizes in value.items()
+        if isinstance(sizes, list)
+    }
+
+
+def _mapping(settings: Mapping[str, Any]) -> str:
+    """Return the parallel degrees above 1 as a short text: "8 ranks: tp2 cp2 pp2 ep4"."""
+    world_size = settings.get("parallel.world_size")
+    if type(world_size) is not int:
+        return ""
+    degrees = {axis: settings.get(f"parallel.{axis}") for axis in ("tp", "cp", "pp", "ep", "etp")}
+    text = " ".join(f"{axis}{degree}" for axis, degree in degrees.items() if type(degree) is int and degree > 1)
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    return f"{ranks}: {text}" if text else ranks
+
+
+def _modified_s(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,65 @@
+"""Commit and removal of checkpoints, so that after a kill at any moment each one is complete or absent. Torch-free."""
+
+import shutil
+from pathlib import Path
+
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints, named_checkpoints, remote_step_folders, step_of
+from moefold.checkpoint.manifest import MANIFEST_FILE
+from moefold.remote_path import RemotePath
+
+
+def commit(tmp: Path, final: Path) -> None:
+    """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name.
+
+    In a remote folder both names are the same, and the manifest, which was written last, has committed it.
+    """
+    if isinstance(final, RemotePath):
+        return
+    if final.exists():
+        remove_checkpoint(final)
+    tmp.rename(final)
+
+
+def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
+
+    Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
+    The same holds for checkpoints without a description.
+
+    Args:
+        newest: the checkpoint that was just written; it stays.
+        keep: number of newest complete checkpoints to keep; 0 keeps all.
+        keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
+    """
+    folder = newest.parent
+    done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
+    for path in done[:-keep] if keep else ():
+        if not keep_every or step_of(path) % keep_every:
+            remove_checkpoint(path)
+    if isinstance(folder, RemotePath):
+        kept = {path.name for path in named_checkpoints(folder)} | {newest.name}
+        for unfinished in remote_step_folders(folder):
+            if unfinished.name not in kept:
+                unfinished.delete_tree()
+        return
+    for pattern in (".step-*.partial", ".step-*.old"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint atomically: after a kill, no partial folder remains under its name.
+
+    The manifest of a remote one goes first: without it, the rest is no checkpoint, and the next save deletes it.
+    """
+    if isinstance(path, RemotePath):
+        (path / MANIFEST_FILE).unlink(missing_ok=True)
+        path.delete_tree()
+        return
+    doomed = path.with_name(f".{path.name}.old")
+    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    if doomed.is_symlink():
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)

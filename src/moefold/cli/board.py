@@ -1,0 +1,121 @@
+"""`moefold board`: a page that shows runs side by side, from a local server or as a static export."""
+
+import argparse
+import importlib.util
+import secrets
+from pathlib import Path
+
+from moefold.cli.command_parser import CommandParser
+from moefold.errors import ConfigError
+from moefold.host.listen import LOOPBACK_NAMES, check_port, listen, url_of
+from moefold.terminal import print_escaped
+
+DEFAULT_PORT = 6007
+EPILOG = """RUNS are run folders, or folders of run folders, which are searched again while the board is open. The board
+only reads: it follows running jobs, and any number of boards may show one run.
+
+The server listens on this machine alone. From another machine, forward its port: ssh -L 6007:127.0.0.1:6007 HOST
+
+examples:
+  moefold board runs
+  moefold board runs/quickstart runs/other --port 9000
+  moefold board runs --export board
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Serve the board until interrupted, or export it.
+
+    Raises:
+        ConfigError: a run does not exist, the port is in use, or an option cannot work.
+    """
+    arguments = _parser().parse_args(argv)
+    _check_effect(arguments)
+    if arguments.export is not None:
+        return _export(arguments)
+    check_port(arguments.port)
+    is_loopback = arguments.host in LOOPBACK_NAMES
+    if not is_loopback and not arguments.allow_remote:
+        raise ConfigError(
+            f"--host {arguments.host} lets other machines read rollouts and recipes; forward a port instead (ssh -L), "
+            "or add --allow-remote, which asks for a token"
+        )
+    if is_loopback and arguments.allow_remote:
+        raise ConfigError(
+            f"--allow-remote has no effect on the loopback address {arguments.host}; give --host 0.0.0.0 or an address "
+            "of this machine, or leave it out"
+        )
+    _check_packages()
+    # numpy and starlette take a tenth of a second to import, which --help does not need.
+    import uvicorn
+
+    from moefold.board.app import make_app
+    from moefold.board.run_list import RunList
+
+    runs = RunList(arguments.runs)
+    token = secrets.token_urlsafe(24) if arguments.allow_remote or arguments.token else ""
+    with listen(arguments.host, arguments.port) as listener:
+        app = make_app(runs, token=token, is_loopback=is_loopback)
+        count = len(runs.readers)
+        address = f"{url_of(listener)}/{f'?token={token}' if token else ''}"
+        print_escaped(f"moefold: {count} run{'s' if count > 1 else ''} at {address}", flush=True)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from moefold.board.export import export_board
+    from moefold.board.run_list import RunList
+
+    names = export_board(RunList(arguments.runs), arguments.export, force=arguments.force)
+    index = arguments.export / "index.html"
+    print_escaped(f"wrote {len(names)} run{'s' if len(names) > 1 else ''}; open {index} in a browser")
+    return 0
+
+
+def _check_effect(arguments: argparse.Namespace) -> None:
+    """Check that every given option has an effect.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    if arguments.export is None:
+        if arguments.force:
+            raise ConfigError("--force replaces an export; name it with --export FOLDER")
+        return
+    defaults = _parser()
+    for name in ("host", "port", "allow_remote", "token"):
+        if getattr(arguments, name) != defaults.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--export serves nothing, so {option} has no effect; leave it out")
+
+
+def _check_packages() -> None:
+    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"the package {missing[0]} is not installed; pip install -e '.[board]', or write a static board with "
+            "--export FOLDER"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold board",
+        description="Show runs side by side in a browser: curves, balance of experts, memory and times of ranks,\n"
+        "faults, rollouts with their texts, and how their recipes differ. Follows runs that go on.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
+    parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port; 0: any that is free ({DEFAULT_PORT})")
+    parser.add_argument(
+        "--allow-remote", action="store_true", help="allow another host than the loopback; asks for a token"
+    )
+    parser.add_argument(
+        "--token", action="store_true", help="ask for a token on the loopback, too, which all users of a machine reach"
+    )
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write a static board and serve nothing")
+    parser.add_argument("--force", action="store_true", help="replace an export that exists")
+    return parser

@@ -1,0 +1,182 @@
+"""`moefold completion`: print a script that completes commands, options and recipe keys in a shell."""
+
+import argparse
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import shtab
+
+from moefold.cli.command_parser import CommandParser
+from moefold.cli.main import COMMANDS
+from moefold.config.presets import preset_names, shipped_files
+from moefold.config.suggestions import key_types, sections
+from moefold.terminal import print_escaped
+
+SHELLS = ("bash", "zsh", "fish")
+_OVERRIDE = re.compile(r"key=value|KEY=N")
+_RECIPE = re.compile(r"\.toml$")
+_PATH = re.compile(r"CKPT|DENSE|DIR|FILE|FOLDER|INPUT|MODEL|OTHER|OUT|PATH|REPORT|RUN")
+"""Metavars of arguments that are overrides, recipes, and files or folders."""
+
+EPILOG = """bash: add to ~/.bashrc
+  eval "$(moefold completion bash)"
+zsh: add to ~/.zshrc, after compinit
+  eval "$(moefold completion zsh)"
+fish: add to ~/.config/fish/config.fish
+  source (moefold completion fish | psub)
+The keys are those of this version: print the script again after an upgrade.
+"""
+
+# In bash, = ends a word: what is completed after it is the value of the key in front of it.
+_BASH = """
+_moefold_overrides() {
+  local key="" word="$1"
+  [[ "$word" == "=" ]] && { key="${COMP_WORDS[COMP_CWORD-1]}"; word=""; }
+  [[ -z "$key" && "${COMP_WORDS[COMP_CWORD-1]}" == "=" ]] && key="${COMP_WORDS[COMP_CWORD-2]}"
+  case "$key" in
+    "") compgen -W @KEYS@ -- "$word" ;;
+@VALUES@
+  esac
+}
+_moefold_complete() {
+  _shtab_moefold
+  [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
+  return 0
+}
+"""
+_BASH_END = "\ncomplete -o bashdefault -F _moefold_complete moefold\n"
+_ZSH = """
+_moefold_overrides() {
+  if [[ "$PREFIX" == *=* ]]; then
+    case "${PREFIX%%=*}" in
+@VALUES@
+      *) _files ;;
+    esac
+  else
+    compadd -S '' -- @KEYS@ || _files
+  fi
+}
+"""
+_FISH = """
+function _moefold_overrides
+  set -l word (commandline -ct)
+  switch $word
+@VALUES@
+    case '*'
+      printf '%s\\n' @KEYS@
+      test -n "$word"; and __fish_complete_path $word
+  end
+end
+"""
+_FISH_PATHS = "  __fish_complete_path (commandline -ct)\n"
+
+
+def run(argv: list[str]) -> int:
+    """Print the script."""
+    shell = _parser().parse_args(argv).shell
+    script: str = shtab.complete(_all_parsers(), shell, preamble=_overrides_function(shell))
+    # shtab lets zsh complete such arguments once only.
+    script = re.sub(r'"\(\*\)::?(.*:_moefold_overrides)"', r'"*:\1"', script)
+    print_escaped(script + (_BASH_END if shell == "bash" else ""))
+    return 0
+
+
+def _all_parsers() -> argparse.ArgumentParser:
+    """Return a parser of all commands, whose arguments say what completes them."""
+    parser = argparse.ArgumentParser(prog="moefold")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
+        parents = [module._parser()] if hasattr(module, "_parser") else []
+        _mark_arguments(parents)
+        commands.add_parser(name, help=summary, description=summary, parents=parents, add_help=not parents)
+    return parser
+
+
+def _mark_arguments(parsers: list[argparse.ArgumentParser]) -> None:
+    """Say for each argument of some parsers, and of their actions, what completes it."""
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                _mark_arguments(list(action.choices.values()))
+                continue
+            if isinstance(action.choices, dict):
+                # shtab takes a dict of choices for parsers.
+                action.choices = list(action.choices)
+            if completion := _completion(parser.prog, action):
+                action.complete = completion  # type: ignore[attr-defined]
+
+
+def _completion(prog: str, action: argparse.Action) -> dict[str, Any] | None:
+    """Return what completes an argument, in shtab's form; None: nothing, or its choices."""
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    if _OVERRIDE.search(metavar):
+        return {"bash": "_moefold_overrides", "zsh": "_moefold_overrides", "fish": "(_moefold_overrides)"}
+    if _RECIPE.search(metavar):
+        return dict(shtab.glob("*.toml"))
+    if prog == "moefold init" and not action.option_strings:
+        return _words("_moefold_recipes", sorted(shipped_files()))
+    if prog == "moefold plan" and action.dest == "model":
+        return _words("_moefold_presets", list(preset_names()))
+    if action.nargs != 0 and not action.choices and (action.type is Path or _PATH.search(metavar)):
+        return dict(shtab.FILE)
+    return None
+
+
+def _words(function: str, words: list[str]) -> dict[str, Any]:
+    """Return a completion by words, or by files where no word fits."""
+    listed = " ".join(map(shlex.quote, words))
+    return {
+        "bash": function,
+        "zsh": function,
+        "fish": f"({function})",
+        "preamble": {
+            "bash": f'\n{function}() {{\n  compgen -W {shlex.quote(listed)} -- "$1"\n  compgen -f -- "$1"\n}}\n',
+            "zsh": f"\n{function}() {{\n  compadd -- {listed}\n  _files\n}}\n",
+            "fish": f"\nfunction {function}\n  printf '%s\\n' {listed}\n{_FISH_PATHS}end\n",
+        },
+    }
+
+
+def _overrides_function(shell: str) -> str:
+    """Return the function that completes `section.key=value` in a shell."""
+    keys = [f"{section}.{key}=" for section in sections() for key in key_types(section)]
+    template = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}[shell]
+    values = "\n".join(_value_case(shell, key, words) for key, words in _key_values())
+    listed = " ".join(keys)
+    return template.replace("@KEYS@", shlex.quote(listed) if shell == "bash" else listed).replace("@VALUES@", values)
+
+
+def _value_case(shell: str, key: str, words: list[str]) -> str:
+    """Return the case of a key in the function of a shell: the words that its value may be."""
+    listed = " ".join(map(shlex.quote, words))
+    if shell == "bash":
+        return f'    {key}) compgen -W {shlex.quote(listed)} -- "$word" ;;'
+    if shell == "zsh":
+        return f"      {key}) compadd -- {' '.join(shlex.quote(f'{key}={word}') for word in words)} ;;"
+    return f"    case '{key}=*'\n      printf '%s\\n' {' '.join(shlex.quote(f'{key}={word}') for word in words)}"
+
+
+def _key_values() -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys with a fixed set of values, and the values."""
+    for section in sections():
+        for key, hint in key_types(section).items():
+            if hint is bool:
+                yield f"{section}.{key}", ["true", "false"]
+            elif get_origin(hint) is Literal:
+                yield f"{section}.{key}", [str(value) for value in get_args(hint)]
+    yield "model.preset", list(preset_names())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold completion",
+        description="Print a script that completes commands, options, recipe keys and their values in a shell.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
+    return parser

@@ -1,0 +1,25 @@
+"""The [lora] section: low-rank adapters; see docs/lora.md."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters of frozen weights ([lora.md](lora.md), arXiv:2106.09685)."""
+
+    rank: int = 0
+    """Rank of the adapters, which alone are trained: W x + (alpha / rank) B A x of each matrix W of `targets`, all
+    other weights frozen. 0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """Scale of the adapters: B A is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all",)
+    """Matrices with adapters. A part of the model: "attention", "dense_mlp", "shared_experts", "experts" (a pair of
+    each expert). A matrix: "wq", "w_up". A matrix of a part: "experts.w_up". "all": every matrix of these parts."""
+    init_from: str = ""
+    """Initial adapters: a checkpoint with adapters of the same rank and targets, or a run, which means its newest one.
+    Empty: new adapters, which change nothing at first (B is zero)."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A: alpha / rank."""
+        return self.alpha / self.rank

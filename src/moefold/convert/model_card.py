@@ -1,0 +1,206 @@
+"""Model card and generation settings of an exported folder, from the checkpoint and the run that wrote it.
+
+Both follow from files of the run alone, so that two exports are equal, and name no path of this machine.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold import __version__
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
+from moefold.config.load import config_to_dict
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
+from moefold.convert.preflight import read_model
+from moefold.convert.run_config import find_run_config, read_json_object
+from moefold.cost.flops import count_parameters
+from moefold.errors import ConfigError
+from moefold.hub import CARD_FILE, is_hub_url, parse_hub_url, repo_of_snapshot
+from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.remote_path import is_remote
+
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout")
+"""Sections of the recipe that a card shows, where they differ from the defaults."""
+ALWAYS_SHOWN = ("train.seq_len", "train.global_batch_size", "train.lr", "train.optimizer")
+MAX_ANCESTORS = 16
+"""Number of runs that are followed from the weights of one to those it began with."""
+_USE = """\
+## How to load it
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER")
+```
+
+`moefold generate`, `moefold serve` and `moefold import` read the folder as well.
+
+Before you publish this model, add the data it was trained on, its evaluation, its limits and its licence.
+"""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Known facts of the run that trained the weights."""
+
+    meta: CheckpointMeta
+    config: Config | None
+    """Its recipe; None if its config.json is not next to the checkpoint."""
+    loss: float | None
+    """Training loss of the checkpoint's step; None if it is unknown."""
+    eval_loss: tuple[int, float] | None
+    """Step and value of the last evaluation up to the checkpoint."""
+    base_model: str
+    """ORG/NAME on the hub of the weights that the first run began with; empty if unknown, or if there were none."""
+
+
+def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta) -> TrainingRun:
+    """Collect what is known of the run that wrote a checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        model: its model.
+        meta: its metadata.
+
+    Raises:
+        ConfigError: a file of the run is damaged.
+    """
+    cfg = find_run_config(checkpoint, model)
+    loss, eval_loss = None, None
+    run_dir = checkpoint.parent.parent
+    # The folder above a remote one is not that of a run.
+    if not is_remote(checkpoint) and (run_dir / CONFIG_FILE).is_file():
+        for _, record in read_records(run_dir / METRICS_FILE):
+            step = None if record is None else record.get("step")
+            if record is None or not isinstance(step, int) or step > meta.step:
+                continue
+            loss = record["loss"] if step == meta.step and isinstance(record.get("loss"), float) else loss
+            if isinstance(record.get("eval_loss"), float):
+                eval_loss = (step, record["eval_loss"])
+    base = "" if cfg is None else _base_model(cfg.checkpoint.init_from or cfg.model.upcycle_from)
+    return TrainingRun(meta, cfg, loss, eval_loss, base)
+
+
+def _base_model(start: str) -> str:
+    """Return the name on the hub of the weights that a run began with, through earlier runs; empty if unknown."""
+    for _ in range(MAX_ANCESTORS):
+        if is_hub_url(start):
+            return parse_hub_url(start, "model").repo
+        if repo := repo_of_snapshot(start):
+            return repo
+        path = Path(start)
+        try:
+            if not start or is_remote(start) or not path.is_dir() or is_hf_folder(path):
+                return ""
+            found = locate_checkpoint(path)
+            if origin := read_meta(found).origin:
+                # "import of FOLDER" or "upcycle of FOLDER".
+                start = origin.partition(" of ")[2]
+                continue
+            cfg = find_run_config(found, read_model(found))
+        except ConfigError:
+            # The earlier weights are gone, or were replaced by something else: their source is unknown.
+            return ""
+        start = "" if cfg is None else cfg.checkpoint.init_from or cfg.model.upcycle_from
+    return ""
+
+
+def write_generation_config(folder: Path, run: TrainingRun) -> None:
+    """Write generation_config.json: the token ids of config.json, and the temperature of a run that sampled.
+
+    An existing one, which came with imported weights, is kept: it has these ids already.
+
+    Args:
+        folder: the exported folder, with its config.json.
+        run: the training run.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+        OSError: the file cannot be written.
+    """
+    if (folder / GENERATION_FILE).is_file():
+        return
+    config = read_json_object(folder / CONFIG_FILE)
+    keys = {key: config[key] for key in TOKEN_KEYS if config.get(key) is not None}
+    if run.config is not None and run.config.is_rl:
+        keys |= {"do_sample": True, "temperature": run.config.rollout.temperature}
+    text = json.dumps(keys, indent=2, sort_keys=True) + "\n"
+    (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
+
+
+def write_model_card(folder: Path, family: str, model: ModelConfig, run: TrainingRun) -> None:
+    """Write README.md, the model card: sizes of the model, how it was trained, and how to load it.
+
+    Args:
+        folder: the exported folder.
+        family: the `model_type` of its config.json.
+        model: the exported model.
+        run: the training run.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- moefold"]
+    header += ["- mixture-of-experts"] if model.num_experts else []
+    header += [f"base_model: {run.base_model}"] if run.base_model else []
+    count = count_parameters(model)
+    sizes = f"{count.total:,} parameters"
+    if model.num_experts:
+        sizes += f", {count.active:,} of them active for each token ({model.top_k} of {model.num_experts} experts)"
+    lines = [
+        f"# {family} model trained with moefold",
+        "",
+        f"- architecture: `{family}`, {model.num_layers} layers, hidden size {model.hidden_size:,}",
+        f"- size: {sizes}",
+        *([f"- base model: {run.base_model}"] if run.base_model else []),
+        *_training_lines(run),
+        "",
+    ]
+    if settings := _settings_text(run.config):
+        lines += [
+            "## How it was trained",
+            "",
+            f"With moefold {__version__}; settings that differ from its defaults, and the main ones:",
+            "",
+        ]
+        lines += ["```toml", *settings, "```", ""]
+    text = "\n".join(["---", *header, "---", *lines]) + "\n" + _USE
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def _training_lines(run: TrainingRun) -> list[str]:
+    meta = run.meta
+    lines = [f"- training: {meta.step:,} optimizer steps, {meta.tokens:,} tokens"]
+    if run.loss is not None:
+        lines.append(f"- training loss of the last step: {run.loss:.4f}")
+    if run.eval_loss is not None:
+        lines.append(f"- loss on held-out data: {run.eval_loss[1]:.4f}, after step {run.eval_loss[0]:,}")
+    names = ("world_size", "tp", "cp", "pp", "ep", "etp")
+    mapping = ", ".join(f"{name}={meta.parallel[name]}" for name in names if name in meta.parallel)
+    return [*lines, f"- parallel mapping: {mapping}{f', {meta.dtype}' if meta.dtype else ''}"] if mapping else lines
+
+
+def _settings_text(cfg: Config | None) -> list[str]:
+    """Return the settings that differ from the defaults as TOML; texts with a slash may be paths, and are left out."""
+    if cfg is None:
+        return []
+    tree, default = config_to_dict(cfg), config_to_dict(Config())
+    lines: list[str] = []
+    for section in CARD_SECTIONS:
+        changed = {
+            key: value
+            for key, value in tree[section].items()
+            if value != default[section][key] or f"{section}.{key}" in ALWAYS_SHOWN
+        }
+        shown = [f"{key} = {json.dumps(value)}" for key, value in changed.items() if not _may_be_path(value)]
+        lines += [f"[{section}]", *shown] if shown else []
+    return lines
+
+
+def _may_be_path(value: Any) -> bool:
+    parts = value if isinstance(value, list) else [value]
+    return any(isinstance(part, str) and ("/" in part or "\\" in part) for part in parts)

@@ -1,0 +1,312 @@
+"""Adapters in PEFT's file format: `adapter_config.json` and `adapter_model.safetensors`, out and in."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.checkpoint.adapter_settings import folder_digest
+from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint, read_meta
+from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
+from moefold.comm.groups import World
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
+from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.export_folder import EXPORT_DTYPES
+from moefold.convert.families import FAMILIES
+from moefold.convert.family import Family
+from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
+from moefold.convert.hf_shards import copy_sidecar_files
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
+from moefold.convert.preflight import read_model, resolve_weights_folder
+from moefold.convert.safetensors_file import (
+    DTYPE_NAMES,
+    FileWriter,
+    bytes_of,
+    create_file,
+    plan_file_layout,
+    read_header,
+    read_part,
+)
+from moefold.convert.tensor_mapping import Region, Shape
+from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
+from moefold.cost.param_spec import ParamSpec
+from moefold.errors import ConfigError, format_list
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+UNREAD_KEYS = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "layers_to_transform": None,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "lora_bias": False,
+}
+"""Keys of adapter_config.json that must have these values, or be missing or empty."""
+
+
+def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
+    """Write the adapters of a checkpoint as a folder that PEFT reads. Collective over `world`; rank 0 writes.
+
+    Args:
+        checkpoint: a checkpoint with adapters.
+        out: the folder; must not exist.
+        world: the processes of the command.
+        dtype: of the tensors; auto: float32, as they are trained.
+        on_bytes: called with the bytes written.
+
+    Raises:
+        ConfigError: `out` cannot be used, or a matrix is no module of the family.
+    """
+    checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
+    check_integrity(checkpoint, world)
+    source = CheckpointSource(checkpoint)
+    settings = source.meta.lora
+    model = read_model(checkpoint)
+    lora = LoraConfig(rank=settings["rank"], alpha=settings["alpha"], targets=tuple(settings["targets"]))
+    modules = peft_modules(model, _family_of(model, checkpoint), adapted_weights(model, lora))
+    stored = EXPORT_DTYPES.get(dtype, torch.float32)
+    tensors: dict[str, Tensor] = {}
+    if world.is_rank0:
+        pairs = {name: _read_pair(source, name) for name in dict.fromkeys(module.name for module in modules)}
+        for module in modules:
+            tensors |= dict(zip(module.tensor_names, module.to_peft(*pairs[module.name]), strict=True))
+        tensors = {name: values.to(stored) for name, values in sorted(tensors.items())}
+    with atomic_directory(out, world) as tmp_dir:
+        if world.is_rank0:
+            _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
+            keys = _config_keys(lora, modules, _base_name(Path(settings["base"])))
+            (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        raise_on_all_ranks(world, "")
+    size = sum(values.nbytes for values in tensors.values())
+    on_bytes(size)
+    return Conversion(2 * len(modules), size, (CONFIG_FILE,))
+
+
+def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
+    """Return the family of the folder that the weights came from, else the first one that computes the model."""
+    supported = families_for(model)
+    sidecar_dir = find_sidecar_dir(checkpoint)
+    if sidecar_dir is not None and (sidecar_dir / "config.json").is_file():
+        found = find_family(read_hf_config(sidecar_dir), sidecar_dir)
+        if found.name in {family.name for family in supported}:
+            return found
+    if not supported:
+        raise ConfigError(
+            "no family of Hugging Face models computes what this model does, so its modules have no names"
+        )
+    return FAMILIES[supported[0].name]
+
+
+def _read_pair(source: CheckpointSource, name: str) -> tuple[Tensor, Tensor]:
+    a, b = (source.read(part, tuple(slice(0, size) for size in source.shapes[part])) for part in adapter_names(name))
+    source.clear_cache()
+    return a, b
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    specs = {name: (DTYPE_NAMES[values.dtype], tuple(values.shape)) for name, values in tensors.items()}
+    layout = plan_file_layout(file, specs)
+    create_file(file, layout)
+    with FileWriter() as writer:
+        for name, values in tensors.items():
+            writer.write(layout.tensors[name], bytes_of(values.contiguous()))
+
+
+def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict[str, Any]:
+    """Return the keys of adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({module.module.rpartition(".")[2] for module in modules}),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        **UNREAD_KEYS,
+    }
+
+
+def _base_name(base: Path) -> str:
+    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown."""
+    if is_hf_folder(base) or not (base / SIDECAR_DIR).is_dir():
+        return str(base)
+    origin = read_meta(base).origin
+    return origin.removeprefix("import of ") if origin.startswith("import of ") else str(base)
+
+
+@dataclass(frozen=True)
+class PeftSource:
+    """Adapters of a folder of PEFT, by our names; a weight source that holds all of them in memory."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of each tensor."""
+        return {name: tuple(values.shape) for name, values in self.tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self.tensors[name].dtype
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return the values of a region."""
+        return self.tensors[name][region]
+
+    def clear_cache(self) -> None:
+        """Do nothing: this source has no cache."""
+
+
+def is_peft_folder(folder: Path) -> bool:
+    """Return whether a folder has adapters in PEFT's format."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *, on_bytes: OnBytes) -> Conversion:
+    """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
+
+    Args:
+        folder: the folder.
+        out: the checkpoint; must not exist.
+        world: the processes that share the work.
+        base: the base weights; None: those that adapter_config.json names.
+        on_bytes: called with the progress of this process.
+
+    Raises:
+        ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.
+    """
+    keys = read_peft_config(folder)
+    base = resolve_base(folder, keys, base)
+    model = read_model(base)
+    family = find_family(read_hf_config(base), base) if is_hf_folder(base) else _family_of(model, base)
+    tensors, lora = _read_adapters(folder, keys, model, family)
+    settings = {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "targets": list(lora.targets),
+        "base": str(base.resolve()),
+        "base_digest": folder_digest(base),
+    }
+    copied: tuple[str, ...] = ()
+    with atomic_directory(out, world) as tmp_dir:
+        write_weights(PeftSource(tensors), tmp_dir, world, on_bytes)
+        if world.is_rank0:
+            sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
+            if sidecar_dir is not None:
+                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR))
+            finish_checkpoint(tmp_dir, out, model, f"import of {folder}", lora=settings)
+        raise_on_all_ranks(world, "")
+        write_manifest_in_parallel(tmp_dir, world)
+    size = sum(values.nbytes for values in tensors.values())
+    return Conversion(len(tensors), size, copied)
+
+
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json.
+
+    Raises:
+        ConfigError: it cannot be read, or describes adapters of another kind.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        keys = read_json(path, MAX_CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} is not readable JSON ({error}); repair it or copy it again") from None
+    if not isinstance(keys, dict) or keys.get("peft_type") != "LORA":
+        kind = keys.get("peft_type") if isinstance(keys, dict) else None
+        raise ConfigError(f"{str(path)!r} has peft_type={kind!r}; moefold reads low-rank adapters, LORA")
+    for key, value in UNREAD_KEYS.items():
+        if keys.get(key, value) not in (value, None, {}, []):
+            raise ConfigError(
+                f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
+            )
+    rank = keys.get("r")
+    alpha = keys.get("lora_alpha")
+    is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
+    if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
+    return keys
+
+
+def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
+    """Return the base weights of a folder of PEFT.
+
+    Raises:
+        ConfigError: they do not exist.
+    """
+    named = keys.get("base_model_name_or_path") if base is None else str(base)
+    if not isinstance(named, str) or not named or not Path(named).is_dir():
+        key = "--base" if base is not None else "base_model_name_or_path"
+        raise ConfigError(
+            f"{str(folder)!r} has adapters of {key}={named!r}, which is no folder here; name that of the model with "
+            "--base DIR"
+        )
+    return resolve_weights_folder(Path(named))
+
+
+def _read_adapters(
+    folder: Path, keys: Mapping[str, Any], model: ModelConfig, family: Family
+) -> tuple[dict[str, Tensor], LoraConfig]:
+    """Return the adapters by our names, and their settings."""
+    stored = read_header(folder / WEIGHTS_FILE)
+    rank = keys["r"]
+    # rsLoRA scales by alpha / sqrt(r) (arXiv:2312.03732).
+    alpha = float(keys["lora_alpha"]) * (math.sqrt(rank) if keys.get("use_rslora") else 1.0)
+    everything = LoraConfig(rank=rank, alpha=alpha)
+    weights = adapted_weights(model, everything)
+    modules = peft_modules(model, family, weights)
+    present = {module.name for module in modules if module.tensor_names[0] in stored}
+    targets = tuple(dict.fromkeys(f"{weights[name].part}.{name.rpartition('.')[2]}" for name in sorted(present)))
+    lora = LoraConfig(rank=rank, alpha=alpha, targets=targets)
+    needed = [module for module in modules if module.name in adapted_weights(model, lora)]
+    names = {name for module in needed for name in module.tensor_names}
+    if unknown := sorted(stored.keys() - names):
+        raise ConfigError(
+            f"{str(folder / WEIGHTS_FILE)!r} has adapters of modules that this model lacks or that cannot be adapted: "
+            f"{format_list(unknown)}; they begin with {PREFIX}, and each expert is a module"
+        )
+    if missing := sorted(names - stored.keys()):
+        raise ConfigError(
+            f"{str(folder / WEIGHTS_FILE)!r} lacks {format_list(missing)}, as it adapts some layers alone; moefold "
+            "adapts a matrix in every layer that has it"
+        )
+    shapes = {name: adapter.shape for name, adapter in adapter_weights(model, lora).items()}
+    tensors: dict[str, Tensor] = {}
+    for module in needed:
+        pair = [
+            read_part(stored[name], [slice(0, size, 1) for size in stored[name].shape]) for name in module.tensor_names
+        ]
+        _check_shapes(folder, module, pair, weights[module.name], rank)
+        for name, values in zip(adapter_names(module.name), module.from_peft(*pair), strict=True):
+            if module.expert is None:
+                tensors[name] = values.contiguous()
+            else:
+                tensors.setdefault(name, values.new_empty(shapes[name]))[module.expert] = values
+    return tensors, lora
+
+
+def _check_shapes(folder: Path, module: PeftModule, pair: list[Tensor], weight: ParamSpec, rank: int) -> None:
+    inputs, outputs = weight.shape[1:] if weight.is_expert else weight.shape[::-1]
+    for name, values, shape in zip(module.tensor_names, pair, ((rank, inputs), (outputs, rank)), strict=True):
+        if tuple(values.shape) != shape:
+            raise ConfigError(
+                f"{str(folder / WEIGHTS_FILE)!r} has adapters of another model: {name} is {list(values.shape)}, and "
+                f"the base weights need {list(shape)}"
+            )

@@ -1,0 +1,56 @@
+"""Settings of the run that wrote a checkpoint, from the config.json next to it. Torch-free."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
+from moefold.config.load import config_from_dict
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
+from moefold.convert.hf_config import CONFIG_FILE
+from moefold.errors import ConfigError
+from moefold.validate.config import check_model
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read an object from a JSON file; {} if the file does not exist.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    try:
+        content = read_json(path, MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); repair it or copy it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object; repair it or copy it again")
+    return content
+
+
+def find_run_config(path: Path, model: ModelConfig) -> Config | None:
+    """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches."""
+    for folder in (path.parent.parent, path.parent):
+        tree = read_json_object(folder / CONFIG_FILE)
+        if "model" in tree and "run" in tree:
+            cfg = parse_run_config(tree, folder / CONFIG_FILE)
+            if not model_differences(model_sizes(model), cfg.model):
+                return cfg
+    return None
+
+
+def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
+    """Parse the settings of a run that were read from a file.
+
+    Raises:
+        ConfigError: they are no settings of this version.
+    """
+    try:
+        cfg = config_from_dict(tree)
+        check_model(cfg.model)
+    except ConfigError as error:
+        raise ConfigError(f"{file} is damaged, or of another version of moefold: {error}") from error
+    return cfg

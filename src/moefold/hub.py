@@ -1,0 +1,249 @@
+"""Names on the Hugging Face hub: `hf://ORG/NAME[@REVISION][/PATH]` is a snapshot on this machine. Torch-free.
+
+Snapshots stand in the hub's own cache (HF_HOME), are shared with transformers, and are complete after an interrupted
+download that is started again. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as in every program that uses the hub.
+"""
+
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from moefold import __version__
+from moefold.errors import ConfigError
+from moefold.remote_path import HUB_SCHEME
+
+HubKind = Literal["model", "dataset"]
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_NAME = re.compile(rf"(?:(datasets)/)?({_PART}/{_PART}|{_PART})(?:@([^/]+))?(?:/(.+))?")
+_REPO = re.compile(rf"{_PART}/{_PART}")
+CARD_FILE = "README.md"
+"""The model card."""
+UNUSED_FILES = (
+    *("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel"),
+    *("original/*", "metal/*", "consolidated*.safetensors", "*.png", "*.jpg", "*.gif", "*.pdf", "*.mp4"),
+)
+"""Files of a model repository that are not downloaded: other formats of the same weights, and pictures."""
+CONFIG_PATTERNS = ("config.json", "*.safetensors.index.json")
+"""Files that are downloaded where only the sizes of a model are read."""
+TOKENIZER_PATTERNS = (
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.*"),
+    *("merges.txt", "config.json", "generation_config.json"),
+)
+"""Files that are downloaded where only the tokenizer is read."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A parsed name on the hub."""
+
+    repo: str
+    """ORG/NAME, or NAME alone as some old repositories have it."""
+    kind: HubKind
+    revision: str | None
+    """Branch, tag or commit; None: the default branch."""
+    path: str
+    """File or folder inside the repository; empty: all of it."""
+
+
+def is_hub_url(name: object) -> bool:
+    """Return whether a name begins with hf://."""
+    return isinstance(name, str) and name.startswith(HUB_SCHEME)
+
+
+def parse_hub_url(url: str, kind: HubKind) -> HubName:
+    """Parse hf://[datasets/]ORG/NAME[@REVISION][/PATH]; a slash in a revision is written %2F.
+
+    Args:
+        url: the name.
+        kind: what a name without "datasets/" means.
+
+    Raises:
+        ConfigError: the name has another form.
+    """
+    match = _NAME.fullmatch(url.removeprefix(HUB_SCHEME).rstrip("/"))
+    if match is None or ".." in (match[4] or "").split("/"):
+        raise ConfigError(f"{url!r} must have the form hf://ORG/NAME or hf://ORG/NAME@REVISION, with a path after it")
+    return HubName(match[2], "dataset" if match[1] else kind, unquote(match[3]) if match[3] else None, match[4] or "")
+
+
+def repo_of_snapshot(path: str) -> str:
+    """Return ORG/NAME of the model whose snapshot in the hub's cache a path is; empty for another path."""
+    found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+", path)
+    return found[1].replace("--", "/", 1) if found else ""
+
+
+def check_repo_name(name: str) -> str:
+    """Return ORG/NAME of a repository to write to; hf:// before it is accepted.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    repo = name.removeprefix(HUB_SCHEME)
+    if not _REPO.fullmatch(repo):
+        raise ConfigError(
+            f"{name!r} must have the form ORG/NAME: your name or organisation on the hub, and the model's"
+        )
+    return repo
+
+
+@cache
+def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path:
+    """Download what a name on the hub means, unless the cache has it; return the local file or folder.
+
+    A process asks the hub once for each name. Without network, or with HF_HUB_OFFLINE=1, the cached snapshot is used.
+
+    Args:
+        url: the name, see `parse_hub_url`.
+        kind: what a name without "datasets/" means.
+        patterns: files to download; empty: all but `UNUSED_FILES` of a model, all of a data set.
+
+    Raises:
+        ConfigError: the package is missing; the repository, revision or path does not exist, needs permission, or
+            cannot be reached and is not in the cache.
+    """
+    name = parse_hub_url(url, kind)
+    check_hub_package(url)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    if name.path:
+        patterns = (name.path, f"{name.path}/*")
+    try:
+        folder = snapshot_download(
+            name.repo,
+            repo_type=name.kind,
+            revision=name.revision,
+            allow_patterns=list(patterns) or None,
+            ignore_patterns=list(UNUSED_FILES) if name.kind == "model" and not patterns else None,
+            library_name="moefold",
+            library_version=__version__,
+        )
+    except Exception as error:
+        # The package, its network library and the file system raise many types.
+        raise hub_error(url, error) from error
+    found = Path(folder, name.path)
+    if not found.exists():
+        raise ConfigError(f"{url!r} has no {name.path!r}; name a file or folder of the repository {name.repo}")
+    return found
+
+
+def files_to_push(folder: Path) -> dict[str, int]:
+    """Return the size of each file of a folder in bytes, by relative name; hidden files are left out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        name.as_posix(): path.stat().st_size
+        for name, path in names.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }
+    if not files:
+        raise ConfigError(f"{str(folder)!r} has no file to push")
+    return files
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Result of an upload."""
+
+    url: str
+    """Of the commit."""
+    keeps_card: bool
+    """Whether a README.md of the repository stayed in place of the folder's."""
+
+
+def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool) -> Pushed:
+    """Upload the files of a folder to a model repository by one commit.
+
+    The repository is created if it does not exist. Large files that an interrupted upload has sent are not sent again.
+
+    Args:
+        folder: the folder.
+        repo: ORG/NAME.
+        public: whether everyone may read the repository.
+        revision: branch to commit to, created if it does not exist; empty: the default branch.
+        message: of the commit.
+        overwrites_card: replace a README.md of the repository that differs, which somebody may have edited.
+
+    Raises:
+        ConfigError: the hub denies access, the repository is public and `public` is not set, or a transfer fails.
+    """
+    check_hub_package(repo)
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi(library_name="moefold", library_version=__version__)
+    try:
+        created = api.create_repo(repo, repo_type="model", private=not public, exist_ok=True)
+        found = api.repo_info(created.repo_id, repo_type="model")
+        if not found.private and not public:
+            raise ConfigError(f"{repo!r} is public: everyone could read the model; add --public if you mean it")
+        if revision:
+            api.create_branch(created.repo_id, branch=revision, exist_ok=True)
+        existing = {sibling.rfilename for sibling in getattr(found, "siblings", None) or ()}
+        keeps_card = CARD_FILE in existing and not overwrites_card
+        commit = api.upload_folder(
+            repo_id=created.repo_id,
+            folder_path=folder,
+            commit_message=message,
+            revision=revision or None,
+            allow_patterns=list(files_to_push(folder)),
+            ignore_patterns=[CARD_FILE] if keeps_card else None,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:
+        # The package, its network library and the file system raise many types.
+        raise hub_error(repo, error) from error
+    return Pushed(str(commit.commit_url), keeps_card)
+
+
+def check_hub_package(name: str) -> None:
+    """Raise ConfigError if the package huggingface_hub is missing."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError(
+            f"{name!r} needs the package huggingface_hub, which is not installed; install the extra hf: "
+            "pip install 'moefold[hf]'"
+        )
+
+
+def hub_error(name: str, error: Exception) -> ConfigError:
+    """Turn an error of huggingface_hub into a message with the way out."""
+    from huggingface_hub import errors
+
+    line = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, errors.GatedRepoError):
+        return ConfigError(f"{name!r} is gated: accept its terms on its page of the hub, then log in: hf auth login")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(f"{name!r}: the repository has no such revision; name a branch, a tag or a commit after @")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ConfigError(
+            f"{name!r} does not exist on the hub, or is private; check the name, or log in: hf auth login"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return ConfigError(
+            f"{name!r} is not in the cache, and the hub cannot be reached (HF_HUB_OFFLINE, no network, or a wrong "
+            "HF_ENDPOINT); run the command once with network"
+        )
+    status = _status_code(error)
+    if status in (401, 403):
+        return ConfigError(
+            f"{name!r}: the hub denies access (HTTP {status}); log in with a token that has it: hf auth login"
+        )
+    return ConfigError(f"{name!r} cannot be read or written on the hub: {line[:300]}; try again, a transfer continues")
+
+
+def _status_code(error: Exception) -> int | None:
+    response: Any = getattr(error, "response", None)
+    return getattr(response, "status_code", None)

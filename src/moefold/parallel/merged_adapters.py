@@ -1,0 +1,40 @@
+"""Local shards of the weights of a model in training, with the adapters merged: what models that sample receive."""
+
+import torch
+from torch import Tensor
+
+from moefold.cost.adapter_spec import adapted_weights, is_adapter
+from moefold.model.init import local_slice
+from moefold.model.local_param import local_tensor
+from moefold.model.lora import product_region
+from moefold.parallel.parallel_model import ParallelModel
+
+
+@torch.no_grad()
+def merged_shards(model: ParallelModel) -> dict[str, Tensor]:
+    """Return the local values of all weights and buffers, W + (alpha / r) B A of each matrix with an adapter.
+
+    Collective over the ranks of a pipeline stage if there are adapters, which are gathered. The merged shards are new
+    tensors, as large as this rank's shards of the matrices; all other values are those of the model.
+
+    Args:
+        model: the model in training, whose parameters are not gathered.
+    """
+    parameters = model.named_parameters
+    shards = {name: local_tensor(p) for name, p in parameters.items() if not is_adapter(name)}
+    shards |= {name: local_tensor(buffer) for name, buffer in model.named_buffers.items()}
+    cfg = model.stages[0].cfg
+    if not cfg.lora.rank:
+        return shards
+
+    def read(name: str, region: tuple[slice, ...]) -> Tensor:
+        parameter = parameters[name].data
+        whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        return whole[region]
+
+    for name in adapted_weights(cfg.model, cfg.lora):
+        if name in parameters:
+            values, starts = local_slice(parameters[name].data)
+            region = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
+            shards[name] = values + cfg.lora.scale * product_region(name, region, read).to(values.dtype)
+    return shards

@@ -1,0 +1,439 @@
+"""Paths of remote files (`s3://`, `gs://`, any protocol of fsspec) with the methods of `pathlib.Path`. Torch-free.
+
+A `RemotePath` is a `Path` whose operations go through fsspec. Functions that need a local file (`open`, `os.*`,
+`shutil.*`, memory mapping) raise TypeError for it, so that no local folder of that name is created by mistake.
+"""
+
+import errno
+import fnmatch
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from io import SEEK_SET, BufferedReader, RawIOBase
+from pathlib import Path, PosixPath
+from typing import Any, NoReturn
+
+from moefold.errors import ConfigError
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+HUB_SCHEME = "hf://"
+"""Prefix of a name on the Hugging Face hub, see `hub`."""
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2"})
+"""Protocols of stores without folders: a key may contain slashes, and no folder is created before a file."""
+_ABSOLUTE_SCHEMES = frozenset({"file", "local"})
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+_MAX_REASON_CHARS = 300
+_S3_ADVICE = (
+    "check the name of the bucket, the credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) and, "
+    "for another store than Amazon's, AWS_ENDPOINT_URL"
+)
+_GS_ADVICE = "check the name of the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)"
+_ADVICE = {"s3": _S3_ADVICE, "s3a": _S3_ADVICE, "gs": _GS_ADVICE, "gcs": _GS_ADVICE}
+
+
+def is_remote(name: str | Path) -> bool:
+    """Return whether a name is a URL rather than a path of this machine."""
+    return isinstance(name, RemotePath) or (isinstance(name, str) and _URL.match(name) is not None)
+
+
+def to_path(name: str) -> Path:
+    """Return the path of a local or remote name.
+
+    Raises:
+        ConfigError: it is a name on the Hugging Face hub, where files cannot be written or listed as in a folder.
+    """
+    if name.startswith(HUB_SCHEME):
+        raise ConfigError(f"{name!r} is a model or a data set on the Hugging Face hub; name a folder here")
+    return RemotePath(name) if is_remote(name) else Path(name)
+
+
+class RemoteError(OSError, ConfigError):
+    """Failed request to a remote file system: an I/O error, and a message to the user with the way out."""
+
+    def __str__(self) -> str:
+        """Return the message in one line."""
+        advice = _ADVICE.get(str(self.filename).partition("://")[0], "check the name and the network")
+        return f"{self.filename!r} cannot be used: {self.strerror}; {advice}"
+
+
+@dataclass(frozen=True)
+class RemoteEntry:
+    """One file or folder in a listing."""
+
+    name: str
+    is_dir: bool
+    size_bytes: int
+    modified_s: float
+    """Time of the last change, seconds since 1970; 0 if the store has none."""
+
+
+class RemotePath(PosixPath):
+    """Path of a file or a folder of a remote file system.
+
+    `str()` is the URL. Every operation is a request, answered from no cache, and may be called from any thread or
+    process.
+    """
+
+    def __str__(self) -> str:
+        scheme = self.parts[0].removesuffix(":")
+        root = "/" if scheme in _ABSOLUTE_SCHEMES else ""
+        return f"{scheme}://{root}{'/'.join(self.parts[1:])}"
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError(f"{str(self)!r} is no file of this machine")
+
+    @property
+    def scheme(self) -> str:
+        """Return the protocol, such as "s3"."""
+        return self.parts[0].removesuffix(":")
+
+    def _open_filesystem(self) -> tuple[Any, str]:
+        """Return the file system, with an empty cache of listings, and the key of this path.
+
+        Raises:
+            ConfigError: the protocol is unknown, or its package is not installed.
+        """
+        try:
+            from fsspec.core import url_to_fs
+
+            filesystem, key = url_to_fs(str(self))
+        except ImportError as error:
+            package = _PACKAGES.get(self.scheme)
+            way_out = f"pip install {package}, or the extra: pip install 'moefold[remote]'" if package else str(error)
+            raise ConfigError(f"{str(self)!r} needs a package that is not installed: {way_out}") from None
+        except ValueError as error:
+            raise ConfigError(f"{str(self)!r} cannot be opened: {_reason(error)}; use s3://, gs:// or a path") from None
+        filesystem.invalidate_cache()
+        return filesystem, key
+
+    @contextmanager
+    def _requests(self) -> Iterator[tuple[Any, str]]:
+        """Yield the file system and the key of this path; turn errors of its library into OSError.
+
+        Raises:
+            OSError: the operation failed; `strerror` is the reason in one line.
+        """
+        filesystem, key = self._open_filesystem()
+        try:
+            yield filesystem, key
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
+        except Exception as error:
+            # Each library has error classes of its own, for the network, credentials and the answers of its server.
+            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            raise RemoteError(number, _reason(error), str(self)) from error
+
+    def entries(self) -> list[RemoteEntry]:
+        """List a folder, by name.
+
+        Raises:
+            FileNotFoundError: nothing begins with this path.
+            OSError: it cannot be listed.
+        """
+        with self._requests() as (filesystem, key):
+            found = filesystem.ls(key, detail=True)
+        listed = []
+        for info in found:
+            name = str(info["name"]).rstrip("/").rpartition("/")[2]
+            # A store may list the folder itself, as an empty object, or a file as its only entry.
+            if str(info["name"]).rstrip("/").lstrip("/") == key.rstrip("/").lstrip("/"):
+                continue
+            listed.append(_entry(name, info))
+        return sorted(listed, key=lambda entry: entry.name)
+
+    def files(self) -> dict[str, RemoteEntry]:
+        """Return all files below a folder by their relative names; the file itself under its own name.
+
+        Raises:
+            OSError: they cannot be listed.
+        """
+        with self._requests() as (filesystem, key):
+            found = filesystem.find(key, detail=True)
+        base = key.strip("/") + "/"
+        listed = {}
+        for name, info in found.items():
+            path = str(name).lstrip("/")
+            relative = path.removeprefix(base) if path.startswith(base) else path.rpartition("/")[2]
+            if not relative.endswith("/"):
+                listed[relative] = _entry(relative, info)
+        return dict(sorted(listed.items()))
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Return kind, size and time of the last change; folders have no time.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            OSError: it cannot be reached.
+        """
+        with self._requests() as (filesystem, key):
+            entry = _entry(self.name, filesystem.info(key))
+        mode = stat.S_IFDIR | 0o755 if entry.is_dir else stat.S_IFREG | 0o644
+        modified_s = entry.modified_s
+        return os.stat_result((mode, 0, 0, 1, 0, 0, entry.size_bytes, modified_s, modified_s, modified_s))
+
+    def exists(self, **_: Any) -> bool:
+        """Return whether there is such a file, or a file below this path.
+
+        Raises:
+            OSError: the server cannot be asked.
+        """
+        try:
+            self.stat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self, **_: Any) -> bool:
+        """Return whether files are below this path."""
+        try:
+            return stat.S_ISDIR(self.stat().st_mode)
+        except FileNotFoundError:
+            return False
+
+    def is_file(self, **_: Any) -> bool:
+        """Return whether there is such a file."""
+        try:
+            return stat.S_ISREG(self.stat().st_mode)
+        except FileNotFoundError:
+            return False
+
+    def is_symlink(self) -> bool:
+        """Return False: a store has no links."""
+        return False
+
+    def resolve(self, strict: bool = False) -> "RemotePath":
+        """Return the path itself, which is absolute and has no links."""
+        return self
+
+    def absolute(self) -> "RemotePath":
+        """Return the path itself."""
+        return self
+
+    def expanduser(self) -> "RemotePath":
+        """Return the path itself."""
+        return self
+
+    def iterdir(self) -> Iterator["RemotePath"]:  # type: ignore[override]
+        """Yield files and folders of a folder, by name."""
+        for entry in self.entries():
+            yield self / entry.name
+
+    def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
+        """Yield the entries of the folder whose names match a pattern without a slash; none if it does not exist."""
+        assert "/" not in pattern
+        try:
+            entries = self.entries()
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if fnmatch.fnmatchcase(entry.name, pattern):
+                yield self / entry.name
+
+    def open(self, mode: str = "r", *_: Any, **__: Any) -> Any:
+        """Open the file to be read from any place ("rb") or written once from its start ("wb").
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        assert mode in ("rb", "wb"), mode
+        with self._requests() as (filesystem, key):
+            opened = filesystem.open(key, mode)
+        return BufferedReader(_TranslatedReader(opened, self)) if mode == "rb" else _TranslatedWriter(opened, self)
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the file."""
+        with self._requests() as (filesystem, key):
+            return bytes(filesystem.cat_file(key))
+
+    def write_bytes(self, data: Any) -> int:
+        """Write the file by one request: it then has its content, or is not there."""
+        with self._requests() as (filesystem, key):
+            self._make_parents(filesystem, key)
+            filesystem.pipe_file(key, bytes(data))
+        return len(data)
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
+        """Return the text of the file."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def write_text(
+        self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
+    ) -> int:
+        """Write text by one request."""
+        return self.write_bytes(data.encode(encoding or "utf-8", errors or "strict"))
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Create the folder where the file system has folders; a bucket is never created."""
+        if self.scheme not in OBJECT_STORES:
+            with self._requests() as (filesystem, key):
+                filesystem.makedirs(key, exist_ok=True)
+
+    def _make_parents(self, filesystem: Any, key: str) -> None:
+        """Create the folders above a file, where the file system has folders."""
+        above = key.rstrip("/").rpartition("/")[0]
+        if self.scheme not in OBJECT_STORES and above:
+            filesystem.makedirs(above, exist_ok=True)
+
+    def rename(self, target: Any) -> Any:
+        """Move a file: on an object store by a copy and a deletion."""
+        with self._requests() as (filesystem, key):
+            filesystem.mv(key, RemotePath(target)._open_filesystem()[1])
+        return target
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the file."""
+        try:
+            self.stat()
+            with self._requests() as (filesystem, key):
+                filesystem.rm_file(key)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def delete_tree(self) -> None:
+        """Delete the file, or all files below this path; nothing if there are none."""
+        try:
+            with self._requests() as (filesystem, key):
+                filesystem.rm(key, recursive=True)
+        except FileNotFoundError:
+            return
+
+    def check_writable(self) -> None:
+        """Write a small file below this path, read it back and delete it.
+
+        Raises:
+            RemoteError: one of these requests fails.
+        """
+        probe = self / f".moefold-{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(b"moefold")
+            if probe.read_bytes() != b"moefold":
+                raise RemoteError(errno.EIO, "a file that was just written has other content", str(self))
+            probe.unlink()
+        except FileNotFoundError as error:
+            raise RemoteError(errno.ENOENT, "there is no such bucket or folder", str(self)) from error
+
+    def download(self, target: Path) -> None:
+        """Copy the file to a path of this machine."""
+        with self._requests() as (filesystem, key):
+            filesystem.get_file(key, str(target))
+
+    def upload(self, source: Path) -> None:
+        """Write the file from a file of this machine."""
+        with self._requests() as (filesystem, key):
+            self._make_parents(filesystem, key)
+            filesystem.put_file(str(source), key)
+
+
+class _TranslatedReader(RawIOBase):
+    """Raw file of `BufferedReader`: reads through fsspec, with errors of the library turned into OSError."""
+
+    def __init__(self, opened: Any, path: RemotePath) -> None:
+        self._opened = opened
+        self._path = path
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        """Set the position."""
+        return int(self._opened.seek(offset, whence))
+
+    def tell(self) -> int:
+        """Return the position."""
+        return int(self._opened.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer; return the number of bytes, 0 at the end."""
+        target = memoryview(buffer).cast("B")
+        try:
+            content = self._opened.read(len(target))
+        except Exception as error:
+            raise RemoteError(errno.EIO, _reason(error), str(self._path)) from error
+        target[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self.closed:
+            super().close()
+            self._opened.close()
+
+
+class _TranslatedWriter:
+    """File that is written once through fsspec, with errors of the library turned into OSError."""
+
+    def __init__(self, opened: Any, path: RemotePath) -> None:
+        self._opened = opened
+        self._path = path
+
+    def __enter__(self) -> "_TranslatedWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return int(self._opened.tell())
+
+    def write(self, data: Any) -> int:
+        """Write bytes; an object store sends them in parts of some megabytes."""
+        return int(self._call("write", data))
+
+    def flush(self) -> None:
+        """Do nothing: parts are sent when they are large enough, and at the end."""
+
+    def close(self) -> None:
+        """Send what is left, and complete the file."""
+        self._call("close")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._opened, name)(*arguments) or 0
+        except Exception as error:
+            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            raise RemoteError(number, _reason(error), str(self._path)) from error
+
+
+def _entry(name: str, info: dict[str, Any]) -> RemoteEntry:
+    is_dir = info.get("type") == "directory"
+    return RemoteEntry(name, is_dir, 0 if is_dir else int(info.get("size") or 0), _modified_s(info))
+
+
+def _modified_s(info: dict[str, Any]) -> float:
+    """Return the time of the last change from the fields of an entry, which each file system names in its own way."""
+    for key in ("LastModified", "mtime", "last_modified", "updated", "modified", "created"):
+        value = info.get(key)
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value)
+            except ValueError:
+                continue
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason of a failure in one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    line = " ".join((text or "").split())[:_MAX_REASON_CHARS].strip()
+    name = type(error).__name__
+    return line if line and isinstance(error, OSError) else f"{name}: {line}" if line else name

@@ -1,0 +1,37 @@
+"""Groups of layers of sparse attention that attend to one selection of keys (`model.index_pattern`). Torch-free."""
+
+from functools import lru_cache
+
+from moefold.config.model import ModelConfig
+
+
+def shares_selections(model: ModelConfig) -> bool:
+    """Return whether some layers attend to the keys that an earlier layer selected."""
+    return any(kind.endswith("S") for kind in model.block_kinds)
+
+
+@lru_cache(maxsize=256)
+def selection_sources(model: ModelConfig) -> tuple[int, ...]:
+    """Return the layer that selects the keys of each layer, in order, MTP (multi-token prediction) layers included.
+
+    A layer with an indexer, or without sparse attention, has its own number.
+    """
+    sources: list[int] = []
+    last = 0
+    for number, kind in enumerate(model.all_block_kinds):
+        last = last if kind[1:] else number
+        sources.append(last if kind.endswith("S") else number)
+    return tuple(sources)
+
+
+@lru_cache(maxsize=256)
+def stage_starts(model: ModelConfig) -> tuple[int, ...]:
+    """Return the layers at which a pipeline stage may begin, which parts no group, and the number of layers."""
+    starts = [model.num_layers]
+    earliest = model.num_layers
+    sources = selection_sources(model)
+    for number in range(model.num_layers - 1, -1, -1):
+        earliest = min(earliest, sources[number])
+        if earliest == number:
+            starts.append(number)
+    return tuple(reversed(starts))

@@ -1,0 +1,88 @@
+"""Weights of a run that trains adapters alone: the frozen base, and the adapters that it starts with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.checkpoint.adapter_settings import adapter_settings, check_base, folder_digest
+from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta
+from moefold.checkpoint.streaming_io import CheckpointSource
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.schema import Config
+from moefold.convert.init_from import load_initial_weights
+from moefold.convert.preflight import resolve_weights_folder, weights_path
+from moefold.convert.weights import load_shards
+from moefold.cost.adapter_spec import is_adapter
+from moefold.errors import ConfigError
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.remote_path import to_path
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The base weights of a run, with the metadata that its checkpoints store."""
+
+    cfg: Config
+    base: Path | None
+    """Folder of the base weights; None: the random weights of the seed, which no file has."""
+    settings: dict[str, Any]
+    """See `adapter_settings`."""
+
+    @staticmethod
+    def open(cfg: Config, groups: ParallelGroups, resumed: Path | None) -> "AdapterWeights":
+        """Find the base weights: those of the checkpoint to resume from, or of checkpoint.init_from; collective.
+
+        Args:
+            cfg: the recipe.
+            groups: the process groups of the mapping.
+            resumed: the checkpoint to resume from; None for a new run.
+
+        Raises:
+            ConfigError: the base weights are gone or have changed; raised on every rank.
+        """
+        found: tuple[Path | None, str, str] = (None, "", "")
+        if groups.rank == 0:
+            found = _find_base(cfg, resumed)
+        base, digest, reason = current_world().all_gather_object(found)[0]
+        if reason:
+            raise ConfigError(reason)
+        return AdapterWeights(cfg, base, adapter_settings(cfg, "" if base is None else str(base), digest))
+
+    def load_base(self, model: ParallelModel, *, is_first_rank: bool) -> str:
+        """Load the base weights; collective. Returns a description."""
+        if self.base is None:
+            return ""
+        return load_initial_weights(self.cfg, model, is_first_rank=is_first_rank, folder=self.base)
+
+    def load_initial(self, model: ParallelModel) -> str:
+        """Load the adapters that lora.init_from names; collective. Returns a description.
+
+        Raises:
+            ConfigError: they are of other matrices, or the checkpoint is damaged.
+        """
+        given = self.cfg.lora.init_from
+        if not given:
+            return ""
+        world = current_world()
+        path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
+        check_integrity(path, world, checks_hashes=self.cfg.checkpoint.verify)
+        adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
+        load_shards(CheckpointSource(path), adapters, str(path))
+        return f"; adapters from {path}"
+
+
+def _find_base(cfg: Config, resumed: Path | None) -> tuple[Path | None, str, str]:
+    """Return the folder of the base weights, its digest, and why they cannot be used; local."""
+    try:
+        if resumed is not None:
+            stored = read_meta(resumed).lora
+            base = to_path(stored["base"]) if stored["base"] else None
+            if base is not None:
+                check_base(stored, base, str(resumed))
+            return base, stored["base_digest"], ""
+        if not cfg.checkpoint.init_from:
+            return None, "", ""
+        base = resolve_weights_folder(weights_path(cfg.checkpoint.init_from)).resolve()
+        return base, folder_digest(base), ""
+    except ConfigError as error:
+        return None, "", str(error)

@@ -1,0 +1,87 @@
+"""Rules on low-rank adapters, and their keys without effect."""
+
+from collections.abc import Iterator
+
+from moefold.config.schema import Config
+from moefold.cost.adapter_spec import adaptable_names, adapted_weights
+from moefold.topology.dispatchers import dispatcher_of
+from moefold.validate.unused_rule import UnusedKeyRule
+
+
+def validate_targets(cfg: Config) -> Iterator[str]:
+    """Check that each target names matrices of the model, and that the rank is below their sizes."""
+    lora = cfg.lora
+    if not lora.rank:
+        return
+    names = adaptable_names(cfg.model)
+    if len(names) == 1:
+        yield (
+            f"lora.rank={lora.rank} has no matrix to adapt: all layers of model.attention_pattern="
+            f"{cfg.model.attention_pattern!r} are linear attention; choose lora.rank=0"
+        )
+        return
+    if not lora.targets:
+        yield f"lora.targets=[] adapts nothing; name {_listed(names)}, or set lora.rank=0"
+    for target in lora.targets:
+        if target not in names:
+            yield f"lora.targets={target!r} names no matrix of this model that can be adapted; choose {_listed(names)}"
+    for name, weight in adapted_weights(cfg.model, lora).items():
+        limit = min(weight.shape[-2:])
+        if lora.rank > limit:
+            yield (
+                f"lora.rank={lora.rank} must be at most {limit}, the smaller side of {name} "
+                f"{list(weight.shape[-2:])}; choose a lower rank, or lora.targets without it"
+            )
+            return
+
+
+def _listed(names: dict[str, None]) -> str:
+    """Return the names that a target may have, without matrices of single parts."""
+    return ", ".join(name for name in names if "." not in name)
+
+
+def validate_adapter_training(cfg: Config) -> Iterator[str]:
+    """Refuse what adapters do not go with."""
+    lora = cfg.lora
+    if not lora.rank:
+        return
+    name = f"lora.rank={lora.rank}"
+    has_experts = any(weight.is_expert for weight in adapted_weights(cfg.model, lora).values())
+    others = "choose lora.targets without experts"
+    if has_experts and cfg.train.precision != "dtype":
+        yield (
+            f"train.precision={cfg.train.precision!r} has no kernels for experts with adapters; {others}, or "
+            "train.precision='dtype'"
+        )
+    if has_experts and dispatcher_of(cfg).moves_experts:
+        yield (
+            f"parallel.dispatcher={cfg.parallel.dispatcher!r} moves the weights of experts between ranks, and not "
+            f"their adapters; {others}, or parallel.dispatcher='alltoall'"
+        )
+    if cfg.run.cuda_graphs != "none":
+        yield f"run.cuda_graphs={cfg.run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
+    if cfg.trains_indexers_only:
+        yield f"train.indexer_stage='warmup' trains the indexers alone, and {name} adapters alone; choose one of them"
+    if cfg.model.upcycle_from:
+        yield (
+            f"model.upcycle_from={cfg.model.upcycle_from!r} makes weights that no folder has, and {name} needs a base; "
+            "run moefold upcycle, and name its result in checkpoint.init_from"
+        )
+
+
+LORA_RULES = (validate_targets, validate_adapter_training)
+
+UNUSED_LORA_KEYS = (
+    UnusedKeyRule(
+        "lora.alpha lora.targets lora.init_from",
+        lambda cfg: not cfg.lora.rank,
+        "lora.rank=0 trains all weights",
+        "set lora.rank",
+    ),
+    UnusedKeyRule(
+        "moe.bias_update_rate",
+        lambda cfg: cfg.lora.rank > 0,
+        "lora.rank freezes the bias of the experts with all other weights",
+        "set lora.rank=0",
+    ),
+)

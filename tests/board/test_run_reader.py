@@ -1,0 +1,296 @@
+"""Runs are found, and read as training writes, resumes and breaks them."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moefold.board import expert_tail, run_reader
+from moefold.board.rollout_index import RolloutQuery
+from moefold.board.run_finder import find_runs
+from moefold.board.run_list import RunList
+from moefold.board.run_reader import RunReader
+from moefold.errors import ConfigError
+from moefold.metrics.expert_balance import ExpertCountsWriter
+from moefold.metrics.writer import MetricsWriter
+from tests.board.run_files import HOSTILE, step_metrics, write_faults, write_rollouts, write_run
+
+
+def open_run(run_dir) -> RunReader:
+    (found,) = find_runs([run_dir])
+    reader = RunReader(found)
+    reader.read()
+    return reader
+
+
+def shares(reader: RunReader) -> np.ndarray:
+    experts = reader.experts()["experts"]
+    shape = (len(experts["steps"]), len(experts["numbers"]), experts["num_experts"])
+    return np.frombuffer(base64.b64decode(experts["shares"]), np.uint8).reshape(shape)
+
+
+def test_a_run_has_all_that_training_wrote(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    write_faults(run_dir)
+    reader = open_run(run_dir)
+    summary = reader.summary()
+    assert (summary["name"], summary["state"], summary["step"], summary["steps"]) == ("run", "finished", 30, 30)
+    assert (summary["loss"], summary["mapping"], summary["problems"]) == (5.0 / 30, "1 rank", [])
+    series = reader.series()
+    assert series["series"]["loss"] == {"steps": list(range(1, 31)), "values": [5.0 / step for step in range(1, 31)]}
+    assert series["series"]["eval_loss"]["steps"] == [10, 20, 30]
+    assert series["axes"]["tokens"]["values"][-1] == 30 * 2048
+    assert series["axes"]["time_s"]["values"][-1] == 15.0
+    layers = reader.experts()["layers"]
+    assert (layers["numbers"], len(layers["load"]), layers["load"][-1]) == ([0, 1], 30, [1.5, 1.3])
+    # Even experts are the middle of the scale; twice the mean is a quarter above it; 0 is an expert without tokens.
+    assert shares(reader)[-1].tolist() == [[128, 128, 128, 128], [128, 128, 191, 0]]
+    memory = reader.memory()["memory"]
+    assert (memory["step"], memory["peak_bytes"]["weights"]) == (30, [2**31, 2**30])
+    ranks = reader.ranks()
+    assert {one["rank"]: one["steps"] for one in ranks["slowest"]} == {0: 15, 1: 15}
+    assert [one["host"] for one in ranks["stragglers"]] == ["node-7"]
+    faults = reader.faults()
+    assert (faults["total"], [one["kind"] for one in faults["faults"]]) == (2, ["spike", "straggler"])
+    assert faults["faults"][0]["loss"] == "nan"
+    assert reader.recipe()["settings"]["run.steps"] == 30
+
+
+def test_a_running_job_is_followed(tmp_path):
+    run_dir = write_run(tmp_path / "run", 4)
+    reader = open_run(run_dir)
+    before = reader.summary()["version"]
+    reader.read()
+    assert reader.summary()["version"] == before
+    # The lock of a run folder belongs to a process: another one holds it.
+    code = "import sys; from moefold.train.run_folder import RunLock; from pathlib import Path\n"
+    code += f"with RunLock(Path({str(run_dir)!r}), 'run.dir', 0):\n  print('locked', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"locked\n"
+        assert reader.summary()["state"] == "running"
+        job.communicate()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(step_metrics(5).to_json() + "\n")
+    reader.read()
+    summary = reader.summary()
+    assert (summary["step"], summary["state"]) == (5, "finished")
+    assert summary["version"] != before
+
+
+def test_a_resumed_run_replaces_its_later_steps(tmp_path):
+    run_dir = write_run(tmp_path / "run", 20)
+    write_rollouts(run_dir)
+    reader = open_run(run_dir)
+    write_run(run_dir, 15, resume_step=10)
+    (run_dir / "rollouts.jsonl").unlink()
+    reader.read()
+    assert reader.summary()["step"] == 15
+    assert reader.series()["series"]["loss"]["steps"] == list(range(1, 16))
+    assert reader.experts()["experts"]["steps"] == [[step, step] for step in range(1, 16)]
+    assert reader.rollouts(RolloutQuery())["total"] == 0
+
+
+def test_counts_truncated_between_two_reads_are_read_again(tmp_path):
+    run_dir = write_run(tmp_path / "run", 6)
+    reader = open_run(run_dir)
+    with ExpertCountsWriter(run_dir, (0, 1), 4, resume_step=3) as writer:
+        for step in (4, 5, 6, 7):
+            writer.write(step, np.array([[0, 0, 0, 8], [1, 1, 1, 1]]))
+    reader.read()
+    assert reader.experts()["experts"]["steps"][-1] == [7, 7]
+    assert shares(reader)[3:, 0].tolist() == [[0, 0, 0, 255]] * 4
+    assert shares(reader)[:3, 0].tolist() == [[128] * 4] * 3
+
+
+def test_a_large_file_of_counts_is_sampled(tmp_path, monkeypatch):
+    run_dir = write_run(tmp_path / "run", 30)
+    monkeypatch.setattr(expert_tail, "MAX_READ_BYTES", 10 * 40)
+    reader = open_run(run_dir)
+    experts = reader.experts()["experts"]
+    assert experts["is_sampled"]
+    assert len(experts["steps"]) == 10
+    assert experts["steps"][-1] == [28, 28]
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "no step yet"),
+        (lambda run: (run / "config.json").unlink(), "config.json is missing"),
+        (lambda run: (run / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
+        (lambda run: (run / "config.json").write_text("[]"), "config.json cannot be read: "),
+        (lambda run: (run / "expert_counts.bin").write_bytes(b"x\n"), "expert_counts.bin is not a file of expert"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": "a"}\n'), "metrics.jsonl: 1 lines have no step"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\nx\n'), "metrics.jsonl: line 2 is no JSON"),
+        (lambda run: (run / "faults.jsonl").write_text("x\n"), "faults.jsonl: line 1 is no JSON object"),
+    ],
+)
+def test_a_half_written_or_damaged_run_is_shown_with_its_problem(tmp_path, damage, problem):
+    run_dir = write_run(tmp_path / "run", 3)
+    damage(run_dir)
+    reader = open_run(run_dir)
+    problems = reader.summary()["problems"]
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)
+    for answer in (reader.series, reader.experts, reader.memory, reader.ranks, reader.faults, reader.recipe):
+        json.dumps(answer(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"moe_layers": [{"layer": 0, "load": []}]},
+        {"moe_layers": [{"layer": "0"}], "memory_by_part": [], "rank_times": {"slowest_rank": "a"}},
+        {"moe_layers": [1], "memory_by_part": {"peak_bytes": {"weights": ["a", None, 1e400]}}, "rl": []},
+        {"moe_layers": [{"layer": 0, "load": 10**400}], "expert_load": ["a", {}], "nonfinite": []},
+        {"memory_by_part": {"peak_bytes": {"weights": 3}}, "rank_times": {"slowest_rank": 0, "own_max_s": "a"}},
+    ],
+)
+def test_values_of_wrong_types_are_left_out(tmp_path, record):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0} | record) + "\n")
+    reader = open_run(run_dir)
+    assert reader.series()["series"]["loss"]["values"] == [2.0]
+    for answer in (reader.experts, reader.memory, reader.ranks):
+        json.dumps(answer(), allow_nan=False)
+
+
+def test_long_runs_of_faults_and_long_faults_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_reader, "MAX_FAULTS", 3)
+    run_dir = write_run(tmp_path / "run", 1)
+    with (run_dir / "faults.jsonl").open("w") as file:
+        for step in range(5):
+            file.write(json.dumps({"step": step, "kind": "data", "text": "x" * (30_000 if step == 4 else 1)}) + "\n")
+    faults = open_run(run_dir).faults()
+    assert (faults["total"], [one["step"] for one in faults["faults"]]) == (5, [2, 3, 4])
+    assert "text" not in faults["faults"][-1]
+
+
+def test_rollouts_are_found_by_text_step_and_reward(tmp_path):
+    run_dir = write_run(tmp_path / "run", 3)
+    write_rollouts(run_dir)
+    reader = open_run(run_dir)
+
+    def numbers(**query) -> list[int]:
+        return [one["number"] for one in reader.rollouts(RolloutQuery(**query))["rollouts"]]
+
+    assert numbers() == [5, 4, 3, 2, 1, 0]
+    assert numbers(text="QUESTION") == [5, 3, 1]
+    assert numbers(text="answer 4") == [4]
+    assert numbers(text="<script>") == [0]
+    assert numbers(step=2) == [3, 2]
+    assert numbers(min_reward=0.5) == [5, 4]
+    assert numbers(max_reward=0.4) == [2, 1, 0]
+    page = reader.rollouts(RolloutQuery(limit=4))
+    assert (page["before"], page["total"]) == (2, 6)
+    assert numbers(before=2) == [1, 0]
+    assert reader.rollouts(RolloutQuery(before=2))["before"] is None
+    (hostile,) = reader.rollouts(RolloutQuery(text="</pre>"))["rollouts"]
+    assert hostile["completion"] == [{"role": "", "text": HOSTILE, "left_out": 0}]
+    (chat,) = reader.rollouts(RolloutQuery(text="answer 5"))["rollouts"]
+    assert (chat["prompt"][0]["role"], chat["completion"][0]["role"]) == ("user", "assistant")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"prompt": 3, "completion": None},
+        {"prompt": [3, None, {"role": 4, "content": {}}], "step": "x", "tokens": []},
+    ],
+)
+def test_rollouts_of_wrong_types_are_texts(tmp_path, record):
+    run_dir = write_run(tmp_path / "run", 1)
+    (run_dir / "rollouts.jsonl").write_text(json.dumps(record) + "\n")
+    (rollout,) = open_run(run_dir).rollouts(RolloutQuery())["rollouts"]
+    assert all(isinstance(part["text"], str) for part in (*rollout["prompt"], *rollout["completion"]))
+    assert rollout["step"] is None
+
+
+def test_long_texts_are_cut_and_a_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    run_dir = write_run(tmp_path / "run", 1)
+    with (run_dir / "rollouts.jsonl").open("w") as file:
+        for i in range(4):
+            file.write(
+                json.dumps({"step": 1, "prompt": "needle" if i == 0 else "hay", "completion": "x" * 30_000}) + "\n"
+            )
+    reader = open_run(run_dir)
+    (newest, *_) = reader.rollouts(RolloutQuery())["rollouts"]
+    assert newest["completion"][0]["left_out"] == 10_000
+    monkeypatch.setattr("moefold.board.rollout_index.MAX_SEARCH_BYTES", 40_000)
+    first = reader.rollouts(RolloutQuery(text="needle"))
+    assert (first["rollouts"], first["before"]) == ([], 2)
+    second = reader.rollouts(RolloutQuery(text="needle", before=2))
+    assert [one["number"] for one in second["rollouts"]] == [0]
+
+
+def test_runs_are_found_in_folders_and_named_by_what_differs(tmp_path):
+    for name in ("a/seed0", "a/seed1", "b/seed0", "b/deep/er/seed2"):
+        write_run(tmp_path / name, 1)
+    for name in (".hidden/run", "a/seed0/checkpoints/step-000001"):
+        shutil.copytree(tmp_path / "a/seed1", tmp_path / name)
+    os.symlink(tmp_path, tmp_path / "b/loop")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "llama"}')
+    found = find_runs([tmp_path, tmp_path / "b"])
+    assert [run.name for run in found] == ["a/seed0", "a/seed1", "b/seed0", "er/seed2"]
+    assert len({run.key for run in found}) == 4
+    (alone,) = find_runs([tmp_path / "a/seed1"])
+    assert alone.name == "seed1"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothing", "nothing' does not exist; name the run.dir of a training run"),
+        ("file", "file' is not a folder; name the run.dir"),
+        ("empty", "empty' holds no run: neither it nor a folder in it has metrics.jsonl or the config.json of a run"),
+        ("hf", "hf' holds no run"),
+    ],
+)
+def test_a_path_without_a_run_is_one_message(tmp_path, path, message):
+    (tmp_path / "empty/sub").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError) as raised:
+        RunList([tmp_path / path])
+    assert message in str(raised.value)
+
+
+def test_jobs_that_start_later_are_listed_and_unread_runs_show_their_last_line(tmp_path):
+    now_s = 0.0
+    write_run(tmp_path / "one", 3)
+    runs = RunList([tmp_path], clock=lambda: now_s)
+    (summary,) = runs.summaries([])
+    assert (summary["step"], summary["loss"], summary["state"], summary["problems"]) == (3, 5 / 3, "finished", [])
+    write_run(tmp_path / "two", 2)
+    assert len(runs.summaries([])) == 1
+    now_s = 11.0
+    one, two = runs.summaries([summary["key"]])
+    assert (one["name"], two["name"], two["step"]) == ("one", "two", 2)
+    reader = runs.reader(summary["key"])
+    assert reader is not None
+    assert reader.series()["series"]["loss"]["steps"] == [1, 2, 3]
+    shutil.rmtree(tmp_path)
+    now_s = 22.0
+    assert [run["name"] for run in runs.summaries([summary["key"]])] == ["one", "two"]
+
+
+def test_a_run_whose_metrics_are_replaced_by_an_evaluation_keeps_its_curve(tmp_path):
+    run_dir = write_run(tmp_path / "run", 5)
+    reader = open_run(run_dir)
+    from moefold.config.schema import Config
+
+    with MetricsWriter(run_dir, Config().metrics, resume_step=5) as writer:
+        writer.add_evaluation(5, 0.75)
+    reader.read()
+    assert reader.series()["series"]["eval_loss"] == {"steps": [5], "values": [0.75]}
+    assert reader.series()["series"]["loss"]["steps"] == [1, 2, 3, 4, 5]

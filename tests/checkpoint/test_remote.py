@@ -1,0 +1,176 @@
+"""Checkpoints in a remote folder: through fsspec's `file://`, which every rank sees and which takes the same path."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefold.checkpoint import save_load
+from moefold.checkpoint.checkpoint_dir import (
+    TrainState,
+    checkpoint_folder,
+    complete_checkpoints,
+    named_checkpoints,
+    quick_validate,
+    step_of,
+)
+from moefold.checkpoint.commit import remove_checkpoint
+from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.manifest import MANIFEST_FILE
+from moefold.cli.main import main
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.remote_path import RemotePath
+from moefold.testing.pool import WorkerError
+from moefold.train.run_folder import choose_run_folder
+from tests.slow import slow
+from tests.train.test_trainer import _train, losses, recipe
+
+pytestmark = pytest.mark.parity
+
+
+def _remote(cfg: Config, folder: Path, *, async_save: bool = False) -> Config:
+    checkpoint = replace(cfg.checkpoint, dir=f"file://{folder}", keep=2, async_save=async_save)
+    return replace(cfg, checkpoint=checkpoint)
+
+
+def _train_until_killed(cfg: Config, step: int, moment: str) -> int:
+    """Train, and end this rank by SIGKILL in the middle of the save of a step."""
+
+    def die(folder: Path, *rest: object) -> object:
+        if step_of(folder) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(folder, *rest)
+
+    original = getattr(save_load, moment)
+    with patch.object(save_load, moment, die):
+        return _train(cfg)
+
+
+@pytest.mark.parametrize(
+    ("async_save", "moment"), [(True, "write_manifest"), *slow([(False, "write_manifest"), (False, "write_meta")])]
+)
+def test_a_kill_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, async_save, moment):
+    """The rest is trained under another mapping, from the checkpoint before: losses and weights are as without it."""
+    whole = recipe(tmp_path / "whole", 4, every=4, world_size=2, ep=2)
+    pool.run(2, _train, whole)
+    cfg = _remote(recipe(tmp_path / "run", 4, every=1, world_size=2, ep=2), tmp_path / "store", async_save=async_save)
+    with pytest.raises(WorkerError):
+        pool.run(2, _train_until_killed, cfg, 3, moment)
+    store = checkpoint_folder(cfg)
+    assert isinstance(store, RemotePath)
+    left = tmp_path / "store" / "step-000003"
+    assert (left / ".metadata").is_file()
+    assert not (left / MANIFEST_FILE).exists()
+    assert [step_of(path) for path in named_checkpoints(store)] == [1, 2]
+    other = _remote(recipe(tmp_path / "run", 4, every=2, world_size=1), tmp_path / "store", async_save=async_save)
+    (pool_losses,) = pool.run(1, _train, other)
+    assert pool_losses == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
+    assert [step_of(path) for path in named_checkpoints(store)] == [2, 4]
+    assert not left.exists(), "the next save removes what the kill left"
+    local = tmp_path / "whole" / "checkpoints" / "step-000004"
+    differences = differing_tensors(store / "step-000004", local)
+    assert all(found.max_abs is not None and found.max_abs < 1e-9 for found in differences), differences
+
+
+def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, capsys):
+    """Without the run folder too: another machine takes over with the remote folder alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text("")
+    run = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "train.seq_len=16", "train.global_batch_size=2"]
+    run += ["model.vocab_size=64", "train.eval_every=0", "model.num_layers=1", "model.hidden_size=32"]
+    run += [f"checkpoint.dir=file://{tmp_path}/store", "checkpoint.every=1"]
+    assert main(["train", "recipe.toml", *run, "run.steps=2"]) == 0
+    store = RemotePath(f"file://{tmp_path}/store")
+    Path("run").rename("gone")
+    assert main(["train", "recipe.toml", *run, "run.steps=3"]) == 0
+    said = capsys.readouterr().out
+    assert f"resumed from {store}/step-000002" in said
+    assert f"model in {store}/step-000003" in said
+    assert json.loads((store / "config.json").read_text())["run"]["steps"] == 3
+    for words in (["list", str(store)], ["show", f"{store}/step-000003"], ["verify", "run"]):
+        assert main(["checkpoint", *words]) == 0
+    listed = capsys.readouterr().out
+    assert "step-000003: sound" in listed
+    data = tmp_path / "store" / "step-000003" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[5000] ^= 255
+    data.write_bytes(content)
+    assert main(["checkpoint", "verify", str(store)]) == 1
+    assert "file __0_0.distcp has other content than was written" in capsys.readouterr().out
+    data.write_bytes(content[:-1])
+    assert quick_validate(store / "step-000003") == [
+        f"file __0_0.distcp has {len(content) - 1} of {len(content)} bytes"
+    ]
+    data.unlink()
+    assert quick_validate(store / "step-000003") == ["file __0_0.distcp is missing"]
+    assert main(["checkpoint", "rm", f"{store}/step-000003"]) == 0
+    assert [step_of(path) for path in complete_checkpoints(store)] == [1, 2]
+
+
+def test_the_manifest_of_a_removed_checkpoint_goes_first(monkeypatch):
+    store = RemotePath("memory://removal")
+    for name in ("__0_0.distcp", MANIFEST_FILE):
+        (store / "step-000001" / name).write_text("x")
+    gone = []
+    monkeypatch.setattr(RemotePath, "unlink", lambda self, missing_ok=False: gone.append(self.name))
+    monkeypatch.setattr(RemotePath, "delete_tree", lambda self: gone.append(self.name))
+    remove_checkpoint(store / "step-000001")
+    assert gone == [MANIFEST_FILE, "step-000001"]
+
+
+def test_a_new_run_folder_continues_from_the_remote_one(tmp_path):
+    """It is not taken for another run's: nothing of the run but its checkpoints is left."""
+    cfg = _remote(recipe(tmp_path / "run", 6, world_size=1), tmp_path / "store")
+    assert choose_run_folder(cfg).cfg.run.dir == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.dir=s3://bucket/run", "run.dir='s3://bucket/run' must be a path of this machine, not a URL"),
+        ("checkpoint.dir=hf://me/model", "checkpoint.dir='hf://me/model' must be a folder"),
+        ("checkpoint.dir=nope://x/y", "cannot be opened: ValueError: Protocol not known: nope"),
+        ("checkpoint.dir=memory://x", "checkpoint.dir='memory://x' would end with the process"),
+        ("checkpoint.init_from=memory://x/none", "checkpoint.init_from='memory://x/none': it does not exist"),
+        ("checkpoint.resume=memory://x/step-000001", "checkpoint.resume='memory://x/step-000001' does not exist"),
+        ("checkpoint.dir=file:///proc/moefold", "checkpoint.dir: 'file:///proc/moefold' cannot be used:"),
+    ],
+)
+def test_bad_names_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys, override, message):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text("")
+    words = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "model.vocab_size=64", "run.steps=1", override]
+    assert main(["train", "recipe.toml", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def _failed_save(cfg: Config) -> str:
+    """Save a checkpoint of which rank 1 cannot send its file; return the error of this rank."""
+    original = RemotePath.open
+
+    def fail(self, mode="r", *_, **__):
+        if dist.get_rank() == 1 and mode == "wb":
+            raise save_load.RemoteError(5, "the connection was reset", str(self))
+        return original(self, mode)
+
+    state = {f"model.{dist.get_rank()}": torch.ones(3)}
+    with patch.object(RemotePath, "open", fail), pytest.raises(ConfigError) as caught:
+        save_load.write_checkpoint(cfg, state, TrainState(step=1, samples=1, tokens=1))
+    return str(caught.value)
+
+
+def test_a_failed_upload_names_step_and_file_on_every_rank(pool, tmp_path):
+    cfg = _remote(recipe(tmp_path / "run", 1, every=1, world_size=2), tmp_path / "store")
+    for message in pool.run(2, _failed_save, cfg):
+        assert message.startswith(f"the checkpoint of step 1 cannot be written to 'file://{tmp_path}/store': ")
+        assert "step-000001/__1_0.distcp' cannot be used: the connection was reset" in message
+    assert named_checkpoints(checkpoint_folder(cfg)) == []

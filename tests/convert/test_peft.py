@@ -1,0 +1,175 @@
+"""Adapters in PEFT's format: a recorded folder of PEFT, the way out and in, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moefold.checkpoint.streaming_io import CheckpointSource
+from moefold.cli.main import main
+from tests.convert.hf_models import make_model, save_model
+
+RECORDED = Path(__file__).parent / "peft_qwen3"
+"""Written by PEFT 0.21.2: random adapters of q_proj, o_proj and up_proj, r=2, lora_alpha=3, of a small Qwen3."""
+TRAIN = ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "train.seq_len=16", "train.global_batch_size=2"]
+TRAIN += ["run.steps=2", "train.lr=0.05"]
+RESUME = ["run.dir=new", "checkpoint.resume=run/checkpoints/step-000002"]
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: values for file in sorted(folder.glob("*.safetensors")) for name, values in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a small Qwen3 (hf), a small MoE (moe), its import (base) and a run of adapters on it (run)."""
+    path = tmp_path_factory.mktemp("peft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        save_model(make_model("qwen3"), path / "hf", dtype=torch.float32)
+        save_model(make_model("mixtral"), path / "moe", dtype=torch.float32)
+        assert main(["import", "moe", "base", "--no-tokenizer"]) == 0
+        assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "run.dir=run"]) == 0
+    return path
+
+
+def test_a_folder_of_peft_is_read(folder, tmp_path, monkeypatch):
+    """Merged, each weight is W + lora_alpha / r * B A of PEFT's tensors; all others are the base's."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(RECORDED), "adapters", "--base", str(folder / "hf")]) == 0
+    assert main(["export", "adapters", "merged", "--merge", "--check"]) == 0
+    base = _tensors(folder / "hf")
+    merged = _tensors(tmp_path / "merged")
+    recorded = _tensors(RECORDED)
+    assert merged.keys() == base.keys()
+    for name, weight in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = weight
+        if f"{module}.lora_A.weight" in recorded:
+            product = recorded[f"{module}.lora_B.weight"].double() @ recorded[f"{module}.lora_A.weight"].double()
+            expected = (weight.double() + 3 / 2 * product).float()
+        assert torch.allclose(merged[name], expected, rtol=1e-6, atol=1e-7), name
+    assert main(["export", "adapters", "again"]) == 0
+    again = _tensors(tmp_path / "again")
+    assert all(torch.equal(again[name], values) for name, values in recorded.items())
+    assert again.keys() == recorded.keys()
+
+
+def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
+    """Every expert is a module of PEFT; what is read again has the same bits, and training goes on from it."""
+    monkeypatch.chdir(tmp_path)
+    run = str(folder / "run")
+    assert main(["export", run, "peft"]) == 0
+    assert main(["import", "peft", "again", "--base", str(folder / "base")]) == 0
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 16.0)
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj", "w1", "w2", "w3"]
+    expert = "base_model.model.model.layers.1.block_sparse_moe.experts.5.w2.lora_A.weight"
+    assert load_file(tmp_path / "peft" / "adapter_model.safetensors")[expert].shape == (4, 20)
+    first, second = (CheckpointSource(path) for path in (next(Path(run).glob("checkpoints/step-*")), Path("again")))
+    assert first.shapes == second.shapes
+    for name, shape in first.shapes.items():
+        region = tuple(slice(0, size) for size in shape)
+        assert torch.equal(first.read(name, region), second.read(name, region)), name
+    capsys.readouterr()
+    assert main(["train", "again/recipe.toml", *TRAIN, "run.dir=on"]) == 0
+    text = capsys.readouterr().out
+    assert f"weights from {folder / 'base'}; adapters from {tmp_path / 'again'}" in text
+    assert "parameters in adapters of rank 4 are trained" in text
+
+
+def _spoil(folder: Path, target: Path, **keys: object) -> None:
+    shutil.copytree(RECORDED, target)
+    config = json.loads((target / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"use_dora": True}, "has use_dora=True, which moefold does not compute; it reads False"),
+        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern={'q_proj': 4}, which moefold does not compute"),
+        ({"peft_type": "IA3"}, "has peft_type='IA3'; moefold reads low-rank adapters, LORA"),
+        ({"r": 0}, "has r=0 and lora_alpha=3, which are no sizes of adapters"),
+        ({"r": 3}, "has adapters of another model: base_model.model.model.layers.0"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(folder, tmp_path, capsys, keys, message):
+    _spoil(folder, tmp_path / "peft", **keys)
+    assert main(["import", str(tmp_path / "peft"), str(tmp_path / "out"), "--base", str(folder / "hf")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(RECORDED), "out", "--base", str(folder / "moe")]) == 2
+    assert "has adapters of modules that this model lacks or that cannot be adapted: " in capsys.readouterr().err
+    assert main(["import", str(RECORDED), "out"]) == 2
+    assert "which is no folder here; name that of the model with --base DIR" in capsys.readouterr().err
+    _spoil(folder, tmp_path / "part")
+    tensors = load_file(RECORDED / "adapter_model.safetensors")
+    kept = {name: values for name, values in tensors.items() if ".layers.2." not in name}
+    save_file(kept, tmp_path / "part" / "adapter_model.safetensors")
+    assert main(["import", "part", "out", "--base", str(folder / "hf")]) == 2
+    assert "as it adapts some layers alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "base", "out", "--merge"], "--merge has no effect: 'base' has all weights; leave it out"),
+        (["export", "run", "out", "--quantize", "fp8"], "--quantize has no effect on adapters"),
+        (["import", "moe", "out", "--base", "base"], "--base names the base weights of adapters, and 'moe' has none"),
+        (["merge", "run", "run", "--out", "out"], "has adapters alone, whose products are not averaged with them"),
+        (["train", "base/recipe.toml", *TRAIN, *RESUME], "has adapters of rank 4 alone, and lora.rank=0 trains all"),
+        (
+            ["train", "base/recipe.toml", *TRAIN, "lora.rank=2", *RESUME],
+            "has other adapters: lora.rank 4 there, 2 here; set [lora] as it was, or another run.dir",
+        ),
+        (
+            ["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "run.dir=new", "lora.init_from=base"],
+            "lora.init_from='base' has no adapters; name a checkpoint of a run with lora.rank, or leave it out",
+        ),
+        (
+            ["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "run.dir=new", "checkpoint.init_from="],
+            "lora.rank=4 trains adapters of given weights, and checkpoint.init_from names none; set it to a",
+        ),
+        (
+            ["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "lora.init_from=run", "checkpoint.init_from=moe"],
+            "and checkpoint.init_from='moe' has others; set checkpoint.init_from=",
+        ),
+    ],
+)
+def test_what_has_no_effect_or_fits_nothing_is_refused(folder, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(folder)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "olmoe"])
+def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
+    """Train adapters, and compare the logits of PEFT's model with those of the merged export, and the way back."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    save_model(make_model(name), tmp_path / "hf", dtype=torch.float32)
+    assert main(["import", "hf", "base", "--no-tokenizer"]) == 0
+    targets = "['all']" if name != "deepseek-v2" else "['attention']"
+    assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", f"lora.targets={targets}", "run.dir=run"]) == 0
+    assert main(["export", "run", "peft"]) == 0
+    assert main(["export", "run", "merged", "--merge"]) == 0
+    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    base = AutoModelForCausalLM.from_pretrained("hf", dtype=torch.float32)
+    with torch.no_grad():
+        plain = base(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, "peft")(ids).logits
+    assert (plain - merged).abs().max() > 1e-2
+    assert torch.allclose(adapted, merged, rtol=1e-4, atol=1e-4)

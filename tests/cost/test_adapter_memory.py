@@ -1,0 +1,29 @@
+"""Adapters and what they save, by formula against a ledger of real steps."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.lora import LoraConfig
+from moefold.validate.config import check_config
+from tests.cost.test_activation_memory import LATENT
+from tests.cost.test_activation_memory import _assert_close as assert_close
+from tests.cost.test_activation_memory import _assert_states as assert_states
+from tests.cost.test_activation_memory import _config as config_of
+from tests.cost.test_activation_memory import _on_one_rank as on_one_rank
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "train"),
+    [
+        ({}, {"rank": 4}, {}),
+        (LATENT, {"rank": 8, "targets": ("attention", "experts.w_up")}, {"optimizer": "muon", "recompute": ("moe",)}),
+    ],
+)
+def test_adapters_alone_have_gradients_and_moments(model, lora, train):
+    cfg = replace(config_of(model=model, train=train), lora=LoraConfig(**lora))
+    check_config(cfg)
+    rank = on_one_rank(cfg)
+    assert_states(cfg, [rank])
+    assert 0 < rank.after["gradients"] < rank.after["weights"] / 4
+    assert_close(cfg, [rank])

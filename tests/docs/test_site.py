@@ -1,0 +1,142 @@
+"""The documentation site: its hooks, a strict build, and its pages in a headless browser."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from tests.docs.browser import chromium, measure_pages, take_picture
+from tests.docs.markdown_page import ROOT
+
+NARROW = 400
+WIDE = 1280
+
+
+def load(name: str) -> ModuleType:
+    """Load a program of docs/site, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", ROOT / f"docs/site/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("the site needs more packages: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = chromium()
+    if found is None:
+        pytest.skip("pictures of pages need a browser: apt-get install chromium")
+    return found
+
+
+def test_markdown_of_code_hosts_becomes_that_of_the_site():
+    adapt = load("hooks").adapt
+    text = "Words:\n* one\n  goes on\n* two\n\n```\nx:\n* y\n[a](../src)\n```\nTable\n| a |\n| --- |\n"
+    adapted = adapt(text, "docs/page.md", "page.md")
+    assert adapted == text.replace("Words:\n", "Words:\n\n").replace("Table\n", "Table\n\n")
+
+
+@pytest.mark.parametrize(
+    ("link", "path", "uri", "found"),
+    [
+        ("log.md#a", "docs/api.md", "api.md", "log.md#a"),
+        ("../README.md", "docs/README.md", "pages.md", "index.md"),
+        ("README.md#features", "docs/index.md", "index.md", "pages.md#features"),
+        ("../../README.md", "docs/tutorials/index.md", "tutorials/index.md", "../index.md"),
+        ("../recipes/slurm.sbatch", "docs/cluster.md", "cluster.md", "source/recipes/slurm.sbatch.md"),
+        ("design/", "docs/README.md", "pages.md", "design/README.md"),
+        ("docs/gpu.md", "CONTRIBUTING.md", "contributing.md", "gpu.md"),
+        ("https://x.org/a.md", "docs/api.md", "api.md", "https://x.org/a.md"),
+        ("#here", "docs/api.md", "api.md", "#here"),
+    ],
+)
+def test_links_lead_to_the_pages_of_the_site(link, path, uri, found):
+    assert load("hooks").adapt(f"[x]({link})", path, uri) == f"[x]({found})"
+
+
+def test_every_section_of_pages_has_a_tab():
+    hooks = load("hooks")
+    sections = dict(hooks._sections_of_readme())
+    assert list(sections) == [section for section in hooks.TABS if section in sections]
+    assert set(sections) == set(hooks.TABS)
+    assert "recipe.md" in sections["Reference"]
+
+
+@pytest.mark.slow
+def test_the_diagrams_are_those_that_their_program_draws(tmp_path):
+    load("diagrams").main(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(path.name for path in (ROOT / "docs/images").glob("*.svg"))
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_an_index_for_the_search(site):
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]
+    assert [page for page in pages if not (site / page.with_suffix(".html")).is_file()] == []
+    index = json.loads((site / "search/search_index.json").read_text())
+    assert any("least-loaded" in entry["text"].lower() for entry in index["docs"])
+    assert not list(site.rglob("*.py"))
+    reference = (site / "python-reference.html").read_text()
+    assert all(f'id="moefold.api.{name}"' in reference for name in ("train_model", "evaluate", "plan"))
+
+
+@pytest.mark.slow
+def test_no_page_is_broken_on_a_narrow_screen(site, browser, tmp_path):
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if path.name != "404.html")
+    found = measure_pages(site, pages, NARROW, tmp_path)
+    assert sorted(found) == sorted(f"/{page}" for page in pages)
+    assert {page: one["width"] for page, one in found.items() if one["width"] > NARROW} == {}
+    assert {page: one["broken"] for page, one in found.items() if one["broken"]} == {}
+    assert {page: one["foreign"] for page, one in found.items() if one["foreign"]} == {}
+    assert [page for page, one in found.items() if not one["heading"] or not one["has_search"]] == []
+
+
+@pytest.mark.slow
+def test_a_page_that_is_too_wide_is_found(browser, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "wide.html").write_text('<h1>a</h1><div style="width:900px">x</div><img src="none.png">')
+    found = measure_pages(site, ["wide.html"], NARROW, tmp_path / "profile")["/wide.html"]
+    assert found["width"] >= 900
+    assert len(found["broken"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_pages_are_light_or_dark_as_the_reader_prefers(site, browser, tmp_path, width):
+    brightness = []
+    for is_dark in (False, True):
+        picture = tmp_path / f"{is_dark}.png"
+        take_picture(site, "tutorials/first-run.html", (width, 900), is_dark, picture, tmp_path / f"profile-{is_dark}")
+        pixels = imread(picture)[..., :3]
+        assert pixels.shape[:2] == (900, width)
+        # A page with text is not of one colour.
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
+        brightness.append(float(np.median(pixels)))
+    assert brightness[0] > 0.9
+    assert brightness[1] < 0.3

@@ -1,0 +1,210 @@
+"""Names on the hub, against a local stand-in of its file API."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefold.convert.preflight import weights_path
+from moefold.errors import ConfigError
+from moefold.hub import check_repo_name, files_to_push, parse_hub_url, push_folder, repo_of_snapshot, snapshot
+from tests.hub_server import Hub, Repo, hub_server
+
+FILES = {
+    "config.json": b'{"model_type": "mixtral"}',
+    "model.safetensors": bytes(range(256)) * 1000,
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"old",
+    "README.md": b"by hand\n",
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Run the server, with one model, one gated model and one data set; this process uses it with an empty cache."""
+    from huggingface_hub import constants
+
+    with hub_server() as server:
+        server.repos["me/model"] = Repo(dict(FILES))
+        server.repos["me/gated"] = Repo(dict(FILES), gated=True)
+        server.repos["datasets/me/chats"] = Repo({"data/train.jsonl": b"{}\n", "README.md": b""})
+        # The package reads the environment once, when it is imported.
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        snapshot.cache_clear()
+        yield server
+    snapshot.cache_clear()
+
+
+def test_a_name_is_a_snapshot_without_other_formats(hub: Hub):
+    folder = weights_path("hf://me/model")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert repo_of_snapshot(str(folder)) == "me/model"
+    asked = len(hub.requests)
+    assert weights_path("hf://me/model") == folder
+    assert len(hub.requests) == asked, "a process asks once for each name"
+    sha = hub.repos["me/model"].sha
+    assert snapshot(f"hf://me/model@{sha}", "model") == folder
+
+
+def test_a_part_is_downloaded_alone(hub: Hub):
+    assert [path.name for path in snapshot("hf://me/model", "model", patterns=("tokenizer*",)).iterdir()] == [
+        "tokenizer.json"
+    ]
+    file = snapshot("hf://datasets/me/chats/data/train.jsonl", "model")
+    assert file.read_bytes() == b"{}\n"
+    assert snapshot("hf://me/chats/data", "dataset") == file.parent
+    assert hub.downloads() == ["tokenizer.json", "train.jsonl"]
+    with pytest.raises(ConfigError, match="has no 'nothing.json'"):
+        snapshot("hf://me/model/nothing.json", "model")
+
+
+def test_a_download_that_broke_off_is_continued(hub: Hub, monkeypatch):
+    from huggingface_hub import constants
+
+    # The package keeps whole chunks, which have 10 MB otherwise.
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    hub.cut_after = 100_000
+    folder = weights_path("hf://me/model")
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    ranges = [line.partition(" bytes=")[2] for line in hub.requests if "model.safetensors" in line and "bytes=" in line]
+    assert len(ranges) == 1
+    assert 0 < int(ranges[0].partition("-")[0]) <= 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf://me/gated", "'hf://me/gated' is gated: accept its terms on its page of the hub"),
+        ("hf://me/nothing", "'hf://me/nothing' does not exist on the hub, or is private"),
+        ("hf://me/model@v9", "'hf://me/model@v9': the repository has no such revision"),
+        ("hf://a/b/../c", "must have the form hf://ORG/NAME"),
+        ("hf:///model", "must have the form hf://ORG/NAME"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_the_way_out(hub: Hub, name, message):
+    with pytest.raises(ConfigError, match=message):
+        weights_path(name)
+
+
+def test_without_network_the_cache_is_used(hub: Hub, monkeypatch):
+    folder = weights_path("hf://me/model")
+    snapshot.cache_clear()
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.requests)
+    assert weights_path("hf://me/model") == folder
+    assert len(hub.requests) == asked
+    with pytest.raises(ConfigError, match="is not in the cache, and the hub cannot be reached"):
+        weights_path("hf://me/other")
+
+
+def test_names_are_parsed():
+    assert parse_hub_url("hf://me/model@refs%2Fpr%2F1/sub/x", "model").revision == "refs/pr/1"
+    assert parse_hub_url("hf://gpt2", "model").repo == "gpt2"
+    assert parse_hub_url("hf://datasets/a/b", "model").kind == "dataset"
+    assert repo_of_snapshot("/c/hub/models--a--b-c/snapshots/0123") == "a/b-c"
+    assert repo_of_snapshot("/c/models/a") == ""
+    assert check_repo_name("hf://me/model") == "me/model"
+    for wrong in ("model", "a/b/c", "/me/model", "me/../x"):
+        with pytest.raises(ConfigError, match="must have the form ORG/NAME"):
+            check_repo_name(wrong)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Return a folder to push, with a hidden file."""
+    path = tmp_path / "out"
+    path.mkdir()
+    for name, content in FILES.items():
+        (path / name).write_bytes(content)
+    (path / ".cache").write_text("hidden")
+    return path
+
+
+def _push(folder: Path, repo: str, *, public: bool = False, overwrites: bool = False) -> str:
+    pushed = push_folder(folder, repo, public=public, revision="", message="m", overwrites_card=overwrites)
+    return pushed.url
+
+
+def test_a_pushed_folder_can_be_read_back(hub: Hub, folder, monkeypatch):
+    with pytest.raises(ConfigError, match=r"the hub denies access \(HTTP 401\); log in with a token"):
+        _push(folder, "me/new")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert _push(folder, "me/new").endswith(hub.repos["me/new"].sha)
+    assert hub.repos["me/new"].private
+    assert hub.repos["me/new"].files == FILES
+    back = weights_path("hf://me/new")
+    assert (back / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert files_to_push(folder) == {name: len(FILES[name]) for name in sorted(FILES)}
+
+
+def test_an_edited_card_is_kept_and_sent_files_are_not_sent_again(hub: Hub, folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    hub.refused_uploads = 1
+    (folder / "second.safetensors").write_bytes(b"2" * 5000)
+    with pytest.raises(ConfigError, match="'me/new'"):
+        _push(folder, "me/new")
+    hub.requests.clear()
+    _push(folder, "me/new")
+    sent = [line for line in hub.requests if line.startswith("PUT")]
+    assert len(sent) == 1 or len(hub.blobs) == 2
+    hub.repos["me/new"].files["README.md"] = b"edited"
+    hub.requests.clear()
+    _push(folder, "me/new")
+    assert hub.repos["me/new"].files["README.md"] == b"edited"
+    assert not [line for line in hub.requests if line.startswith("PUT")]
+    _push(folder, "me/new", overwrites=True)
+    assert hub.repos["me/new"].files["README.md"] == FILES["README.md"]
+
+
+def test_a_public_repository_needs_the_option(hub: Hub, folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    with pytest.raises(ConfigError, match="'me/model' is public: everyone could read the model; add --public"):
+        _push(folder, "me/model")
+    _push(folder, "me/model", public=True, overwrites=True)
+
+
+@pytest.mark.slow
+def test_the_commands_download_and_push(hub: Hub, folder, tmp_path):
+    """The command line in a process of its own, which takes the address from the environment."""
+    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+
+    def run(*words: str, token: str = "") -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "moefold", *words],
+            env=env | ({"HF_TOKEN": token} if token else {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    status, said = run("push", str(folder), "me/new", "--dry-run")
+    assert status == 0
+    assert "would push 5 files" in said
+    assert "me/new" not in hub.repos
+    status, said = run("push", str(folder), "me/new")
+    assert status == 2
+    assert "the hub denies access" in said
+    status, said = run("push", str(folder), "me/new", token=hub.token)
+    assert status == 0, said
+    assert "pushed 5 files" in said
+    status, said = run("import", "hf://me/nothing", "out2")
+    assert status == 2
+    assert "does not exist on the hub" in said
