@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from tests.docs.browser import chromium, measure_pages, take_picture
+from tests.docs.browser import chromium, measure_pages, search, take_picture
 from tests.docs.markdown_page import ROOT
 
 NARROW = 400
@@ -114,6 +114,11 @@ def test_no_page_is_broken_on_a_narrow_screen(site, browser, tmp_path):
     assert {page: one["broken"] for page, one in found.items() if one["broken"]} == {}
     assert {page: one["foreign"] for page, one in found.items() if one["foreign"]} == {}
     assert [page for page, one in found.items() if not one["heading"] or not one["has_search"]] == []
+
+
+@pytest.mark.slow
+def test_the_search_finds_pages(site, browser, tmp_path):
+    assert any("resume-on-another-cluster.html" in link for link in search(site, "resume another cluster", tmp_path))
 
 
 @pytest.mark.slow
