@@ -28,8 +28,8 @@ OPTIONAL_PACKAGES = (
     ("tensorboard", "tensorboard", "metrics.tensorboard"),
     ("wandb", "wandb", "metrics.wandb"),
     ("lm-eval", "lm_eval", "moefold lm-eval"),
-    ("uvicorn", "uvicorn", "moefold serve"),
-    ("starlette", "starlette", "moefold serve"),
+    ("uvicorn", "uvicorn", "moefold serve and moefold board"),
+    ("starlette", "starlette", "moefold serve and moefold board"),
     ("ray", "ray", "the program of moefold template ray"),
     ("triton", "triton", "kernels on CUDA"),
 )
