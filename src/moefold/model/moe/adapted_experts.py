@@ -93,7 +93,7 @@ class _AdaptedExperts(torch.autograd.Function):
         rows = GatheredRows(x_RH)
         g_RF, u_RF = rest[6:] if options.saves_fc1 else products.fc1(rows, weights, pairs)
         grad_rows = GatheredRows(grad_RH.contiguous())
-        grad_hidden = products.input_gradient(grad_rows, weights.down_EFH, pairs[4:])
+        grad_hidden, low_rank_y = products.input_gradient(grad_rows, weights.down_EFH, pairs[4:])
         hidden_RF, grad_g, grad_u, grad_probs_R = products.ops.activation_backward(
             options.activation, grad_hidden, g_RF, u_RF, probs_R
         )
@@ -101,14 +101,14 @@ class _AdaptedExperts(torch.autograd.Function):
             columns = grad_rows.values[:, options.bias_slice].to(grad_probs_R.dtype)
             bias_RH = expand_to_rows(weights.down_bias_EH, products.offsets_E, len(x_RH)).to(grad_probs_R.dtype)
             grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
+        grad_x, low_rank_g = products.input_gradient(GatheredRows(grad_g), weights.gate_EHF, pairs[0:2])
+        grad_x_u, low_rank_u = products.input_gradient(GatheredRows(grad_u), weights.up_EHF, pairs[2:4])
         gradients = (
-            *products.pair_gradients(rows, GatheredRows(grad_g), pairs[0:2]),
-            *products.pair_gradients(rows, GatheredRows(grad_u), pairs[2:4]),
-            *products.pair_gradients(GatheredRows(hidden_RF), grad_rows, pairs[4:6]),
+            *products.pair_gradients(rows, GatheredRows(grad_g), low_rank_g, pairs[0:2]),
+            *products.pair_gradients(rows, GatheredRows(grad_u), low_rank_u, pairs[2:4]),
+            *products.pair_gradients(GatheredRows(hidden_RF), grad_rows, low_rank_y, pairs[4:6]),
         )
-        grad_x = products.input_gradient(GatheredRows(grad_g), weights.gate_EHF, pairs[0:2])
-        grad_x = grad_x + products.input_gradient(GatheredRows(grad_u), weights.up_EHF, pairs[2:4])
-        return grad_x, grad_probs_R, None, None, None, *gradients
+        return grad_x.add_(grad_x_u), grad_probs_R, None, None, None, *gradients
 
 
 @dataclass(frozen=True)
@@ -143,21 +143,22 @@ class _Products:
             return y_RN
         return y_RN.add_(self._gemm(self._low_rank(rows, pair[0]), pair[1]))
 
-    def input_gradient(self, grad: GatheredRows, w_EKN: Tensor, pair: Pairs) -> Tensor:
-        """Compute the gradient of the rows, grad W^T + scale (grad B^T) A^T, [R, K]."""
+    def input_gradient(self, grad: GatheredRows, w_EKN: Tensor, pair: Pairs) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradient of the rows, grad W^T + scale (grad B^T) A^T, [R, K], and scale grad B^T, [R, r]."""
         grad_x = self.ops.grouped_gemm(grad, w_EKN.transpose(1, 2), self.offsets_E)
         if pair[0] is None or pair[1] is None:
-            return grad_x
-        return grad_x.add_(self._gemm(self._low_rank(grad, pair[1].transpose(1, 2)), pair[0].transpose(1, 2)))
+            return grad_x, None
+        grad_low_rank = self._low_rank(grad, pair[1].transpose(1, 2))
+        return grad_x.add_(self._gemm(grad_low_rank, pair[0].transpose(1, 2))), grad_low_rank
 
-    def pair_gradients(self, rows: GatheredRows, grad: GatheredRows, pair: Pairs) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of A and B: x^T scale (grad B^T), and scale (x A)^T grad."""
-        a_EKR, b_ERN = pair
-        if a_EKR is None or b_ERN is None:
+    def pair_gradients(
+        self, rows: GatheredRows, grad: GatheredRows, grad_low_rank: Tensor | None, pair: Pairs
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of A and B: x^T (scale grad B^T), and scale (x A)^T grad."""
+        if pair[0] is None or grad_low_rank is None:
             return NO_ADAPTER
-        grad_low_rank = GatheredRows(self._low_rank(grad, b_ERN.transpose(1, 2)))
-        grad_a = self.ops.weight_gradient(rows, grad_low_rank, self.offsets_E)
-        low_rank = GatheredRows(self._low_rank(rows, a_EKR))
+        grad_a = self.ops.weight_gradient(rows, GatheredRows(grad_low_rank), self.offsets_E)
+        low_rank = GatheredRows(self._low_rank(rows, pair[0]))
         return grad_a, self.ops.weight_gradient(low_rank, grad, self.offsets_E)
 
     def _low_rank(self, rows: GatheredRows, adapter_EKR: Tensor) -> Tensor:
