@@ -26,10 +26,12 @@ from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
+from moefold.convert.peft_stacked import read_stacked, stacked_names, stacked_parameters
 from moefold.convert.preflight import read_model, resolve_weights_folder
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
     FileWriter,
+    TensorLocation,
     bytes_of,
     create_file,
     plan_file_layout,
@@ -52,7 +54,6 @@ UNREAD_KEYS = {
     "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_parameters": None,
     "trainable_token_indices": None,
     "use_dora": False,
     "lora_bias": False,
@@ -141,6 +142,7 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict
         "inference_mode": True,
         "init_lora_weights": True,
         "use_rslora": False,
+        "target_parameters": None,
         **UNREAD_KEYS,
     }
 
@@ -243,7 +245,8 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         kind = keys.get("peft_type") if isinstance(keys, dict) else None
         raise ConfigError(f"{str(path)!r} has peft_type={kind!r}; moefold reads low-rank adapters, LORA")
     for key, value in UNREAD_KEYS.items():
-        if keys.get(key, value) not in (value, None, {}, []):
+        is_stacked = key in ("rank_pattern", "alpha_pattern") and _has_pattern_of_stacked_experts(keys, key)
+        if not is_stacked and keys.get(key, value) not in (value, None, {}, []):
             raise ConfigError(
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
@@ -253,6 +256,15 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
     return keys
+
+
+def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:
+    """Return whether a pattern doubles rank or alpha of gate and up projections that PEFT has stacked, and no more."""
+    pattern = keys.get(key)
+    single = keys.get("r" if key == "rank_pattern" else "lora_alpha")
+    if not isinstance(pattern, dict) or not isinstance(single, int | float):
+        return False
+    return all(name.endswith("gate_up_proj") and value == 2 * single for name, value in pattern.items())
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
@@ -279,14 +291,17 @@ def _read_adapters(
     rank = keys["r"]
     # rsLoRA scales by alpha / sqrt(r) (arXiv:2312.03732).
     alpha = float(keys["lora_alpha"]) * (math.sqrt(rank) if keys.get("use_rslora") else 1.0)
-    everything = LoraConfig(rank=rank, alpha=alpha)
-    weights = adapted_weights(model, everything)
-    modules = peft_modules(model, family, weights)
-    present = {module.name for module in modules if module.tensor_names[0] in stored}
-    targets = tuple(dict.fromkeys(f"{weights[name].part}.{name.rpartition('.')[2]}" for name in sorted(present)))
+    everything = adapted_weights(model, LoraConfig(rank=rank, alpha=alpha))
+    parameters = stacked_parameters(model, family, everything)
+    stacked_files = stored.keys() & stacked_names(parameters)
+    tensors = read_stacked({name: _read_whole(stored[name]) for name in stacked_files}, parameters, rank)
+    stacked = {name for name in everything if adapter_names(name)[0] in tensors}
+    modules = peft_modules(model, family, {name: w for name, w in everything.items() if name not in stacked})
+    present = stacked | {module.name for module in modules if module.tensor_names[0] in stored}
+    targets = tuple(dict.fromkeys(f"{everything[name].part}.{name.rpartition('.')[2]}" for name in sorted(present)))
     lora = LoraConfig(rank=rank, alpha=alpha, targets=targets)
     needed = [module for module in modules if module.name in adapted_weights(model, lora)]
-    names = {name for module in needed for name in module.tensor_names}
+    names = stacked_files | {name for module in needed for name in module.tensor_names}
     if unknown := sorted(stored.keys() - names):
         raise ConfigError(
             f"{str(folder / WEIGHTS_FILE)!r} has adapters of modules that this model lacks or that cannot be adapted: "
@@ -298,18 +313,19 @@ def _read_adapters(
             "adapts a matrix in every layer that has it"
         )
     shapes = {name: adapter.shape for name, adapter in adapter_weights(model, lora).items()}
-    tensors: dict[str, Tensor] = {}
     for module in needed:
-        pair = [
-            read_part(stored[name], [slice(0, size, 1) for size in stored[name].shape]) for name in module.tensor_names
-        ]
-        _check_shapes(folder, module, pair, weights[module.name], rank)
+        pair = [_read_whole(stored[name]) for name in module.tensor_names]
+        _check_shapes(folder, module, pair, everything[module.name], rank)
         for name, values in zip(adapter_names(module.name), module.from_peft(*pair), strict=True):
             if module.expert is None:
                 tensors[name] = values.contiguous()
             else:
                 tensors.setdefault(name, values.new_empty(shapes[name]))[module.expert] = values
     return tensors, lora
+
+
+def _read_whole(location: TensorLocation) -> Tensor:
+    return read_part(location, [slice(0, size, 1) for size in location.shape])
 
 
 def _check_shapes(folder: Path, module: PeftModule, pair: list[Tensor], weight: ParamSpec, rank: int) -> None:
