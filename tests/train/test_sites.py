@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -254,3 +255,68 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     paths = [checkpoint(tmp_path / "few" / f"site-{n}", 6) for n in (0, 1)]
     assert differing_tensors(*paths, "outer.weights.") == []
     assert differing_tensors(*paths, "model.") != []
+
+
+def train_and_come_back(cfg: Config, go: Path) -> str:
+    """Train; site 2 fails after step 3, and starts again once the others wait for that after step 6."""
+    if cfg.sites.number < 2:
+        groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+        Trainer(cfg, groups, callbacks=[Waiting(6, go)]).run(StopSignals())
+        return "done"
+    assert train_and_fail(cfg, 3) == "lost"
+    wait_for(go.with_name("site-0 waits"))
+    wait_for(go.with_name("site-1 waits"))
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    Trainer(cfg, groups).run(StopSignals())
+    return "back"
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Waiting(Callback):
+    def __init__(self, at: int, go: Path) -> None:
+        self._at = at
+        self._go = go
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        if step.number == self._at:
+            self._go.with_name(f"site-{run.cfg.sites.number} waits").touch()
+            wait_for(self._go)
+
+
+@pytest.mark.parametrize(
+    ("sites", "mapping"),
+    [
+        (DILOCO, {}),
+        *slow(
+            [
+                (CODED | {"every": 2, "fragment_layers": 0}, {}),
+                (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}),
+            ]
+        ),
+    ],
+)
+def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
+    cfg = recipe(tmp_path, 12, sites | {"count": 3}, every=1, **mapping)
+    go = tmp_path / "go"
+    with Server().running() as server:
+        jobs = [of_site(cfg, n, server.port) for n in range(3)]
+        server.watch(lambda line: line.startswith("site 2 on ") and "is here, at step 3" in line, go)
+        ends = run_sites(pool, jobs, train_and_come_back, go)
+    assert [end[0] for end in ends] == ["done", "done", "back"]
+    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3, 3]
+    assert any("site 2 takes the state of site 0 after step 8" in line for line in server.log)
+    steps = [record["step"] for record in records(tmp_path / "site-2")]
+    taken = 8 + cfg.sites.overlap
+    assert steps == [1, 2, 3, *range(taken + 1, 13)]
+    for number in (1, 2):
+        paths = [checkpoint(tmp_path / f"site-{n}", 12) for n in (0, number)]
+        assert differing_tensors(*paths, "model.") == []
+        assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
+    assert read_meta(checkpoint(tmp_path / "site-2", 12)).sites["rounds"] == 6
