@@ -282,6 +282,11 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
         ConfigError: the recipe cannot be trained here.
     """
     cfg = recipe.cfg
+    if cfg.sites.starts_all:
+        raise ConfigError(
+            f"sites.count={cfg.sites.count} without a number starts all sites, which only `moefold train` does; set "
+            "sites.number and sites.meet, one job for each site"
+        )
     store = None
     if cfg.parallel.mapping == "auto":
         if cfg.rollout.ranks:
