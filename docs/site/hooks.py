@@ -52,7 +52,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
             tabs.setdefault(TABS[section], []).append({section: pages})
     design = sorted((ROOT / "docs/design").glob("[0-9]*.md"))
     nav = [
-        {"Guides": ["pages.md", *tabs["Guides"]]},
+        {"Guides": [{"All pages and features": "pages.md"}, *tabs["Guides"]]},
         {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE]},
         {
             "Internals": [

@@ -112,15 +112,6 @@ SIZES = {
         "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as "
         "many; choose 3 or 6"
     ),
-    "model.attention_pattern=LF train.precision=fp8-blockwise run.dtype=bfloat16": (
-        "train.precision='fp8-blockwise' does not go with model.attention_pattern='LF': linear attention has "
-        "projections of one row for each head, narrower than a block of scales; set 'dtype', or choose a pattern "
-        "without L"
-    ),
-    "model.attention_gate=true model.attention_gate_width=head train.precision=fp8-blockwise run.dtype=bfloat16": (
-        "train.precision='fp8-blockwise' does not go with model.attention_gate_width='head', a projection of one row "
-        "for each head, narrower than a block of scales; set precision='dtype', or attention_gate_width='dim'"
-    ),
     "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
         "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
         "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"

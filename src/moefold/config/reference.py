@@ -66,7 +66,8 @@ def recipe_page() -> str:
         "",
         "A recipe is a TOML file. Every key has a default, so that a recipe holds only what differs. On the command",
         "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",
-        "key, a wrong type and a setting that nothing would read are refused before anything starts.",
+        "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
+        "preset fills are no settings of the recipe: `model.index_topk=0` may leave those of its indexer unread.",
         "",
     ]
     for section in sections():

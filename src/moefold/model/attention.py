@@ -207,6 +207,7 @@ class Attention(SelfAttention):
         self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
         gates = cfg.num_attention_heads * cfg.attention_gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
+        self.gates_whole_heads = cfg.attention_gate_size == 1
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.kv_rows = slice(None)
@@ -229,7 +230,9 @@ class Attention(SelfAttention):
         ]
         if self.wg is not None:
             columns.append((local_param(self.wg, x.dtype), None))
-        projected = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
+        projected = self.sequence_parallel.all_gather_linear(
+            x, columns, self.wgrad_store, self.kernels.linear_backend, int(self.gates_whole_heads)
+        )
         if self.lora is not None:
             names = ("wq", "wk", "wv", "wg")[: len(projected)]
             rows = {"wk": self.kv_rows, "wv": self.kv_rows}

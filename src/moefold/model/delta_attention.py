@@ -114,7 +114,7 @@ class GatedDeltaNet(DeltaAttention):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k, v, the gate, a and b; see base class."""
-        return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb))
+        return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb, num_unquantized=2))
 
     def activate_gate(self, gate: Tensor) -> Tensor:
         """Return SiLU of the gate."""
@@ -146,8 +146,8 @@ class KimiDeltaAttention(DeltaAttention):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k, v, the gate, a and b; the ranks of tp compute low ranks of their own tokens, and gather them."""
         if self.wa is not None and self.wg is not None:
-            return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb))
-        q, k, v, b = self.column_linear(x, self.wq, self.wk, self.wv, self.wb)
+            return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb, num_unquantized=2))
+        q, k, v, b = self.column_linear(x, self.wq, self.wk, self.wv, self.wb, num_unquantized=1)
         parts = []
         for down, up in ((self.wg_down, self.wg_up), (self.wa_down, self.wa_up)):
             assert down is not None

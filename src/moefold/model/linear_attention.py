@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
-from moefold.model.linear import linear
+from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import ChunkedLinearAttention, InitialState, recurrent_linear_attention
@@ -185,15 +185,28 @@ class LinearAttention(TokenMixer):
         out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
         return out
 
-    def column_linear(self, x: Tensor, *weights: Tensor) -> list[Tensor]:
-        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp."""
+    def column_linear(self, x: Tensor, *weights: Tensor, num_unquantized: int = 0) -> list[Tensor]:
+        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp.
+
+        Args:
+            x: [S/(cp*tp), B, K].
+            weights: of the projections, [N/tp, K].
+            num_unquantized: projections, from the last one on, that `train.precision` leaves in the type of x.
+        """
         columns = [(local_param(weight, x.dtype), None) for weight in weights]
-        return self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
+        return self.sequence_parallel.all_gather_linear(
+            x, columns, self.wgrad_store, self.kernels.linear_backend, num_unquantized
+        )
 
     def low_rank_linear(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather that of their tokens."""
+        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather that of their tokens.
+
+        `train.precision` leaves it in the type of x.
+        """
         backend = self.kernels.linear_backend
-        (out,) = self.column_linear(linear(x, local_param(down, x.dtype), None, self.wgrad_store, backend), up)
+        exact = backend if isinstance(backend, UnquantizedLinear) else None
+        low = linear(x, local_param(down, x.dtype), None, self.wgrad_store, exact)
+        (out,) = self.column_linear(low, up, num_unquantized=1)
         return out
 
     def _train(

@@ -10,7 +10,7 @@ from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
-from moefold.model.linear import linear
+from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.model.rope import softmax_factor
@@ -76,6 +76,7 @@ class LatentAttention(SelfAttention):
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
         gates = heads * cfg.attention_gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
+        self.gates_whole_heads = cfg.attention_gate_size == 1
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
@@ -149,8 +150,7 @@ class LatentAttention(SelfAttention):
         if self.wq_down is None:
             return self._project(source, weight, "wg")
         columns = [(local_param(weight, x.dtype), None)]
-        backend = self.kernels.linear_backend
-        gates = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend)
+        gates = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self._backend("wg"))
         if self.lora is not None:
             gates = self.lora.add_columns(gates, x, ("wg",), self.sequence_parallel)
         return gates[0]
@@ -283,10 +283,14 @@ class LatentAttention(SelfAttention):
 
     def _project(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
         """Apply a matrix, and its adapter if it has one, to the same tokens; local."""
-        y = linear(
-            x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self.kernels.linear_backend
-        )
+        y = linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self._backend(name))
         return y if self.lora is None else self.lora.add(y, x, name)
+
+    def _backend(self, name: str) -> LinearBackend | None:
+        """Return the GEMMs of a matrix; gates of whole heads have too few rows to be quantised."""
+        backend = self.kernels.linear_backend
+        is_exact = name == "wg" and self.gates_whole_heads
+        return None if is_exact and not isinstance(backend, UnquantizedLinear) else backend
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
         """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""

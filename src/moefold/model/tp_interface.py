@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.linear import LinearBackend, linear
+from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.loss import FULL_VOCAB, VocabRange, cross_entropy
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 
@@ -38,6 +38,7 @@ class SequenceParallel(ABC):
         weights_and_biases: Sequence[tuple[Tensor, Tensor | None]],
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
+        num_unquantized: int = 0,
     ) -> list[Tensor]:
         """Apply linear layers to the gathered tokens.
 
@@ -46,12 +47,20 @@ class SequenceParallel(ABC):
             weights_and_biases: weight [N, K] and bias [N] of each layer.
             wgrad_store: as of `linear`.
             linear_backend: as of `linear`.
+            num_unquantized: layers, from the last one on, whose GEMMs are in the dtype of x in any case.
 
         Returns:
             [S/cp, B, N] of each.
         """
         x = self.gather(x)
-        return [linear(x, weight, bias, wgrad_store, linear_backend) for weight, bias in weights_and_biases]
+        is_exact = linear_backend is None or isinstance(linear_backend, UnquantizedLinear)
+        backends = [linear_backend] * len(weights_and_biases)
+        if num_unquantized and not is_exact:
+            backends[-num_unquantized:] = [None] * num_unquantized
+        return [
+            linear(x, weight, bias, wgrad_store, backend)
+            for (weight, bias), backend in zip(weights_and_biases, backends, strict=True)
+        ]
 
     def linear_reduce_scatter(
         self,

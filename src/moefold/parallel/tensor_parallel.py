@@ -189,6 +189,7 @@ class AsyncTensorParallel(SequenceParallelTokens):
         weights_and_biases: Sequence[tuple[Tensor, Tensor | None]],
         wgrad_store: WeightGradStoreProtocol | None = None,
         linear_backend: LinearBackend | None = None,
+        num_unquantized: int = 0,
     ) -> list[Tensor]:
         """See base class."""
         weights = [weight for weight, _ in weights_and_biases]

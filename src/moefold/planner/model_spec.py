@@ -28,6 +28,9 @@ RECURRENCE_BYTES = 128.0
 """Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
 each a memory-bound kernel."""
 
+SCAN_SHARE = 0.25
+"""Share of the scan over the states in the time of a recurrence; 0.08 to 0.31 with torch operations (docs/log.md)."""
+
 CONVOLUTION_BYTES = 16.0
 """Likewise of a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
 
@@ -80,6 +83,8 @@ class TokenMixer:
     """Forward memory traffic of a recurrence or convolution for each token and row of the output projection."""
     segment_states: int = 0
     """Numbers in float32 by which a segment of tokens changes the states of all heads: [D, D + Dv] of each head."""
+    segment_scan: float = 0.0
+    """Time to compute these numbers, over that of the recurrence: a scan with D more columns than its Dv."""
     segment_tokens: int = 0
     """Numbers of the last tokens of a segment that the convolutions of the next one read."""
 
@@ -197,14 +202,16 @@ def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer
     spec = attention_spec(model, kind)
     matrices = [weight for weight in spec.weights(model) if weight.is_matrix]
     if kind.endswith("L"):
+        state_size = spec.state_size(model)
         return TokenMixer(
             kind="linear",
             num_params=sum(weight.numel for weight in matrices),
             sharded_width=sum(w.shape[0] for w in matrices if w.tp_dim == 0 and not w.name.startswith("conv")),
             output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
             state_flops=round(spec.core_flops(model, 0)),
-            core_bytes=RECURRENCE_BYTES if spec.state_size(model) else CONVOLUTION_BYTES,
-            segment_states=spec.transition_size(model) + spec.state_size(model),
+            core_bytes=RECURRENCE_BYTES if state_size else CONVOLUTION_BYTES,
+            segment_states=spec.transition_size(model) + state_size,
+            segment_scan=SCAN_SHARE * (1 + spec.transition_size(model) / state_size) if state_size else 0.0,
             segment_tokens=(model.linear_conv_kernel - 1) * spec.conv_width(model),
         )
     indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]

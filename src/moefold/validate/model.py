@@ -196,16 +196,6 @@ def validate_mla(cfg: Config) -> Iterator[str]:
             yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
 
 
-def validate_attention_gate(cfg: Config) -> Iterator[str]:
-    """Check that gates of whole heads are not quantised."""
-    if cfg.model.attention_gate_width == "head" and cfg.train.precision != "dtype":
-        yield (
-            f"train.precision={cfg.train.precision!r} does not go with model.attention_gate_width='head', a projection "
-            "of one row for each head, narrower than a block of scales; set precision='dtype', or "
-            "attention_gate_width='dim'"
-        )
-
-
 def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
     """Check that norms after RoPE are of dims in the order of their weights."""
     model = cfg.model
@@ -264,7 +254,7 @@ def validate_norms_without_weights(cfg: Config) -> Iterator[str]:
 
 
 def validate_linear_attention(cfg: Config) -> Iterator[str]:
-    """Check the heads of layers of kind L, and refuse what they do not have."""
+    """Check the heads of layers of kind L."""
     model = cfg.model
     if not model.has_linear_attention or model.linear_attention == "short_convolution":
         return
@@ -274,12 +264,6 @@ def validate_linear_attention(cfg: Config) -> Iterator[str]:
         yield (
             f"model.linear_num_value_heads={values} must be a multiple of model.linear_num_key_heads={keys}, each of "
             f"which serves as many; choose {nearest_multiples(values, keys)}"
-        )
-    name = f"model.attention_pattern={model.attention_pattern!r}"
-    if cfg.train.precision != "dtype":
-        yield (
-            f"train.precision={cfg.train.precision!r} does not go with {name}: linear attention has projections of one "
-            "row for each head, narrower than a block of scales; set 'dtype', or choose a pattern without L"
         )
 
 
@@ -315,7 +299,6 @@ MODEL_RULES = (
     validate_norms_without_weights,
     validate_heads,
     validate_mla,
-    validate_attention_gate,
     validate_norm_after_rope,
     validate_rope,
     validate_rope_scaling,

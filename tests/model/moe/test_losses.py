@@ -12,6 +12,7 @@ from moefold.model.moe.losses import (
     local_load_balancing_loss,
     local_z_sum,
     uniform_if_empty,
+    without_base,
 )
 
 
@@ -55,6 +56,9 @@ def test_attach_changes_the_gradient_and_nothing_else():
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     attached = attach_aux_loss(x, 3.0 * (weight**2).sum())
+    # FSDP warns of modules that return views.
+    assert attached._base is None
+    assert without_base(attached.view_as(attached))._base is None
     assert torch.equal(attached, x)
     # However large the gradient that arrives, the attached loss counts once.
     (1000.0 * attached.sum()).backward()

@@ -12,7 +12,7 @@ from moefold.planner.cost_model.layer import LayerCostModel
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.model_spec import load_model_spec, model_spec_from_config
+from moefold.planner.model_spec import SCAN_SHARE, load_model_spec, model_spec_from_config
 from tests.clock import processor_s
 
 FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
@@ -251,3 +251,11 @@ def test_the_backward_pass_of_linear_attention_recomputes_its_core():
     assert core > 0 == dict(ours.recompute)["core_attention"]
     assert ours.backward_cost.compute_s == pytest.approx(theirs.backward_cost.compute_s + core)
     assert ours.forward_cost == theirs.forward_cost
+
+
+def test_context_parallelism_scans_the_segments_of_linear_attention_twice():
+    """The first scan has the columns of the values and those of the transition: here twice as many."""
+    model = load_model_spec("qwen3-next-80b-a3b")
+    costs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True))
+    alone, shared = (dict(costs.mixer(model.layers[0], 1, cp, cp).recompute)["core_attention"] for cp in (1, 2))
+    assert shared == pytest.approx((1 + 2 * SCAN_SHARE) * alone)

@@ -26,6 +26,7 @@ from moefold.model.moe.losses import (
     local_z_sum,
     placed_load_balancing_loss,
     uniform_if_empty,
+    without_base,
 )
 from moefold.model.moe.router import Router, RoutingDecision
 from moefold.model.moe.token_drop import CapacityPolicy
@@ -176,7 +177,7 @@ class MoELayer(nn.Module):
             y = self._attach_losses(y, routing, routing_map, token_positions)
         if self.is_shortcut:
             assert y_shared is not None, "rejected by validate/shortcut.py"
-            return y_shared, y
+            return y_shared, without_base(y)
         return y
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:

@@ -157,13 +157,29 @@ def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
     return _AttachAuxLoss.apply(x, loss, scale)
 
 
+def without_base(x: Tensor) -> Tensor:
+    """Return `x` as a tensor that is no view for autograd, for FSDP, which warns of modules that return views."""
+    return x if x._base is None else _WithoutBase.apply(x)
+
+
+class _WithoutBase(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.loss_options = {"dtype": loss.dtype, "device": loss.device}
         ctx.loss_shape = loss.shape
         ctx.scale = scale
-        return x.view_as(x)
+        # Of the same storage, and not a view for autograd: FSDP warns of modules that return views.
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

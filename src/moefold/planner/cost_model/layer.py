@@ -265,6 +265,7 @@ class _MixerCost:
             seconds = self.layer_costs.gemm.memory_bound_s(
                 mixer.core_bytes * mixer.output_width * self.tokens / self.tp
             )
+            seconds *= 1.0 + (mixer.segment_scan if self.cp > 1 else 0.0)
             return seconds, (3 if self._recomputes_core else 2) * seconds
         if self.load is None:
             keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
@@ -312,7 +313,7 @@ class _MixerCost:
         flops = 2.0 * selected * width * mixer.num_heads / self.tp * self.tokens
         scores = mixer.index_flops * keys / self.tp * self.tokens
         forward_s, backward_s = attention_core_s(costs.device, costs.workload.dtype, flops, selected, width / 2)
-        scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0]
+        scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0] if scores else 0.0
         heads = max(1.0, mixer.num_kv_heads / self.tp)
         # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
         copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * mixer.key_value_size)
