@@ -57,7 +57,10 @@ def test_list_describes_each_recipe(capsys):
     ("words", "message"),
     [
         (["sftt"], "did you mean 'sft'?"),
-        (["xxxxxxx", "folder"], "the recipes are countdown, countdown-sft, dpo, mixtral-8x7b, prorl, quickstart,"),
+        (
+            ["xxxxxxx", "folder"],
+            "the recipes are countdown, countdown-sft, dpo, lora, mixtral-8x7b, prorl, quickstart,",
+        ),
         (["sft", "a", "b"], "one argument too many"),
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],
