@@ -42,6 +42,8 @@ from moefold.convert.tensor_mapping import Region, Shape
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
+from moefold.hub import repo_of_snapshot
+from moefold.remote_path import to_path
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -89,7 +91,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     with atomic_directory(out, world) as tmp_dir:
         if world.is_rank0:
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
-            keys = _config_keys(lora, modules, _base_name(Path(settings["base"])))
+            keys = _config_keys(lora, modules, _base_name(to_path(settings["base"])))
             (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         raise_on_all_ranks(world, "")
     size = sum(values.nbytes for values in tensors.values())
@@ -146,11 +148,19 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict
 
 
 def _base_name(base: Path) -> str:
-    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown."""
+    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown.
+
+    A snapshot of the hub is named ORG/NAME, as PEFT loads it.
+    """
+    if repo := repo_of_snapshot(str(base)):
+        return repo
     if is_hf_folder(base) or not (base / SIDECAR_DIR).is_dir():
         return str(base)
     origin = read_meta(base).origin
-    return origin.removeprefix("import of ") if origin.startswith("import of ") else str(base)
+    if not origin.startswith("import of "):
+        return str(base)
+    imported = origin.removeprefix("import of ")
+    return repo_of_snapshot(imported) or imported
 
 
 @dataclass(frozen=True)
