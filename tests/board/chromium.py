@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,26 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FLAGS = (
-    "--headless",
-    "--hide-scrollbars",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-extensions",
-    "--no-first-run",
-    "--remote-debugging-pipe",
-)
+from tests.docs.browser import FLAGS, chromium
+
 TIMEOUT_S = 60.0
-
-
-def find_chromium() -> str | None:
-    """Return the path of an installed Chromium."""
-    return next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
 
 
 class Page:
@@ -90,6 +72,21 @@ class Page:
             extra = {"text": text} if kind == "keyDown" and text else {}
             self._call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=codes[name], **extra)
 
+    def drag(self, element: str, start: float, end: float) -> None:
+        """Drag the mouse over an element (a JavaScript expression) from one fraction of its width to another."""
+        box = f"{element}.getBoundingClientRect()"
+        left, top, width, height = (self.evaluate(f"{box}.{side}") for side in ("x", "y", "width", "height"))
+        y = top + height / 2
+        self._mouse("mouseMoved", left + start * width, y, 0)
+        self._mouse("mousePressed", left + start * width, y, 1)
+        self._mouse("mouseMoved", left + (start + end) / 2 * width, y, 1)
+        self._mouse("mouseMoved", left + end * width, y, 1)
+        self._mouse("mouseReleased", left + end * width, y, 0)
+
+    def _mouse(self, kind: str, x: float, y: float, buttons: int) -> None:
+        button = "left" if kind != "mouseMoved" or buttons else "none"
+        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=1)
+
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a picture of the window, or of the whole page, as PNG."""
         data = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))
@@ -139,14 +136,14 @@ class Page:
 @contextmanager
 def open_page(profile: Path) -> Iterator[Page]:
     """Start a browser with an empty profile, and end it after the block."""
-    chromium = find_chromium()
-    assert chromium is not None
+    program = chromium()
+    assert program is not None
     read_end, to_browser = os.pipe()
     from_browser, write_end = os.pipe()
     # Chromium reads from descriptor 3 and writes to 4.
     command = f'exec "$@" 3<&{read_end} 4>&{write_end}'
     process = subprocess.Popen(
-        ["bash", "-c", command, "bash", chromium, *FLAGS, f"--user-data-dir={profile}"],
+        ["bash", "-c", command, "bash", program, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
         pass_fds=(read_end, write_end),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

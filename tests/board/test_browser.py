@@ -13,12 +13,13 @@ pytest.importorskip("starlette", reason="starlette comes with the extra `board`:
 
 from moefold.board.export import export_board
 from moefold.board.run_list import RunList
-from tests.board.chromium import Page, find_chromium, open_page
+from tests.board.chromium import Page, open_page
 from tests.board.run_files import step_metrics, write_faults, write_rollouts, write_run
+from tests.docs.browser import chromium
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="needs a browser: apt-get install chromium"),
+    pytest.mark.skipif(chromium() is None, reason="needs a browser: apt-get install chromium"),
 ]
 VIEWS = ("curves", "experts", "memory", "ranks", "faults", "rollouts", "recipes")
 LOSS = "[...document.querySelectorAll('.card')].find((card) => card.querySelector('h3').title === 'loss')"
@@ -112,6 +113,15 @@ def test_zoom_axes_and_smoothing(page, folder):
         page.wait("!document.querySelector('.reset').disabled")
         page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step21')")
         assert any("first=10&last=20" in address for address in page.requests)
+        page.evaluate("document.querySelector('.reset').click()")
+        page.wait("document.querySelector('.reset').disabled")
+        # The middle half of steps 1 to 40, in one round of requests.
+        page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step40')")
+        page.requests.clear()
+        page.drag(f"{LOSS}.querySelector('.u-over')", 0.25, 0.75)
+        page.wait("!document.querySelector('.reset').disabled")
+        page.wait("Math.abs(document.querySelector('.toolbar input').value - 11) <= 1")
+        assert len([one for one in page.requests if "first=" in one]) == 2
         page.evaluate("document.querySelector('.reset').click()")
         page.wait("document.querySelector('.reset').disabled")
         for index, value in ((0, "tokens"), (0, "time_s"), (1, "0.9")):

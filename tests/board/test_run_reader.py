@@ -15,6 +15,7 @@ from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_finder import find_runs
 from moefold.board.run_list import RunList
 from moefold.board.run_reader import RunReader
+from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import ExpertCountsWriter
 from moefold.metrics.writer import MetricsWriter
@@ -42,7 +43,8 @@ def test_a_run_has_all_that_training_wrote(tmp_path):
     assert (summary["name"], summary["state"], summary["step"], summary["steps"]) == ("run", "finished", 30, 30)
     assert (summary["loss"], summary["mapping"], summary["problems"]) == (5.0 / 30, "1 rank", [])
     series = reader.series()
-    assert series["series"]["loss"] == {"steps": list(range(1, 31)), "values": [5.0 / step for step in range(1, 31)]}
+    assert series["series"]["loss"]["steps"] == list(range(1, 31))
+    assert series["series"]["loss"]["values"] == pytest.approx([5.0 / step for step in range(1, 31)], rel=1e-6)
     assert series["series"]["eval_loss"]["steps"] == [10, 20, 30]
     assert series["axes"]["tokens"]["values"][-1] == 30 * 2048
     assert series["axes"]["time_s"]["values"][-1] == 15.0
@@ -106,6 +108,42 @@ def test_counts_truncated_between_two_reads_are_read_again(tmp_path):
     assert reader.experts()["experts"]["steps"][-1] == [7, 7]
     assert shares(reader)[3:, 0].tolist() == [[0, 0, 0, 255]] * 4
     assert shares(reader)[:3, 0].tolist() == [[128] * 4] * 3
+
+
+def test_without_counts_a_trace_is_read_and_read_again_after_a_resume(tmp_path, monkeypatch):
+    run_dir = write_run(tmp_path / "run", 3)
+    (run_dir / "expert_counts.bin").unlink()
+    shape = TraceShape(layers=(1, 3), num_experts=4, top_k=2, global_batch_size=2, seq_len=8)
+
+    def trace(steps: range, expert: int) -> None:
+        writer = RoutingTraceWriter(run_dir, shape, resume_step=steps.start - 1)
+        for step in steps:
+            even = np.arange(32, dtype=np.uint8).reshape(2, 8, 2) % 4
+            writer.write(step, [even, np.full((2, 8, 2), expert, np.uint8)])
+
+    trace(range(1, 4), 0)
+    reader = open_run(run_dir)
+    experts = reader.experts()["experts"]
+    assert (experts["numbers"], experts["steps"], experts["is_sampled"]) == ([1, 3], [[1, 1], [2, 2], [3, 3]], False)
+    assert shares(reader).tolist() == [[[128, 128, 128, 128], [255, 0, 0, 0]]] * 3
+    version = reader.summary()["version"]
+    trace(range(2, 6), 3)
+    # A call reads about one step of 64 choices; of a step with more, the first sample.
+    monkeypatch.setattr("moefold.board.trace_tail.MAX_READ_CHOICES", 40)
+    reader.read()
+    assert reader.summary()["has_more"]
+    while reader.summary()["has_more"]:
+        reader.read()
+    assert reader.summary()["version"] != version
+    assert reader.experts()["experts"]["is_sampled"]
+    assert shares(reader)[:, 1].tolist() == [[255, 0, 0, 0], *[[0, 0, 0, 255]] * 4]
+    assert reader.summary()["problems"] == []
+    (run_dir / "routing/step-000006.npy").write_bytes(b"x")
+    reader.read()
+    assert reader.summary()["problems"][0].startswith("routing/ cannot be read: ")
+    shutil.rmtree(run_dir / "routing")
+    reader.read()
+    assert (reader.experts()["experts"], reader.summary()["problems"]) == (None, [])
 
 
 def test_a_large_file_of_counts_is_sampled(tmp_path, monkeypatch):

@@ -110,8 +110,9 @@ def test_a_picture(tmp_path, capsys, ending):
     assert capsys.readouterr().err == f"wrote {path}\n"
 
 
-@pytest.mark.parametrize("layers", [1, 5, 40])
-def test_pictures_of_few_and_many_layers(tmp_path, layers):
+@pytest.mark.parametrize("layers", [1, pytest.param(5, marks=pytest.mark.slow), 40])
+def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
+    monkeypatch.setattr("moefold.cli.inspect_picture.DPI", 50)
     save_picture(read_balance(_run(tmp_path, layers=layers)), tmp_path / "balance.png")
     (tmp_path / "expert_counts.bin").unlink()
     save_picture(read_balance(tmp_path), tmp_path / "loads.png")

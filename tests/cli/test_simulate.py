@@ -163,8 +163,15 @@ def test_simulating_needs_no_torch(recipe):
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
-def test_the_warmup_of_indexers_has_no_price(tmp_path, capsys, command):
-    recipe = tmp_path / "warmup.toml"
-    recipe.write_text('[model]\nindex_topk = 64\n[train]\nindexer_stage = "warmup"\n')
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('[model]\nindex_topk = 64\n[train]\nindexer_stage = "warmup"\n', "train.indexer_stage='warmup'"),
+        ("[lora]\nrank = 8\n", "lora.rank=8"),
+    ],
+)
+def test_frozen_weights_have_no_price(tmp_path, capsys, command, text, name):
+    recipe = tmp_path / "frozen.toml"
+    recipe.write_text(text)
     assert main([command, str(recipe), "--gpu", "h100", *(["--num-gpus", "1"] if command == "plan" else [])]) == 2
-    assert "train.indexer_stage='warmup' has no predicted step time" in capsys.readouterr().err
+    assert f"{name} has no predicted step time" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def _masked(line: str) -> str:
     line = NUMBER.sub("#", PICTURE.sub("", line))
     line = re.sub(r"(?<= on )\S+(?= is stopped)", "HOST", line)
     # Where a rank was stopped depends on the machine.
-    return " ".join(re.sub(r"^( +ranks? .*?: step #,).*", r"\1", line).split())
+    return " ".join(re.sub(r"^( +ranks? .*?step #).*", r"\1", line).split())
 
 
 def outputs(page: Path) -> list[Block]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.state_offload import StateStore
@@ -23,7 +24,7 @@ class Site:
             name: nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw)) for name, shape in SHAPES.items()
         }
         self.buffers = {name: buffer.clone() for name, buffer in BUFFERS.items()}
-        self.outer = OuterOptimizer(self.parameters, self.buffers, settings, StateStore(), {})
+        self.outer = OuterOptimizer(self.parameters, self.buffers, settings, StateStore())
         self.outer.start()
 
     def move(self, gradients: dict[str, Tensor], lr: float = 0.1) -> None:
@@ -132,7 +133,6 @@ def test_rounds_that_are_not_applied_are_one_longer_round():
     exchange(sites)
     exchange(rare)
     assert torch.equal(sites[0].flat(), rare[0].flat())
-    assert sites[0].outer.num_rounds == 1
 
 
 def test_floating_point_buffers_are_averaged_and_counts_stay():
@@ -147,7 +147,7 @@ def test_floating_point_buffers_are_averaged_and_counts_stay():
 
 def test_norms_count_each_logical_element_once():
     site = Site(SitesConfig(count=2))
-    other = OuterOptimizer(site.parameters, {}, SitesConfig(count=2), StateStore(), {"a": 2, "b": 0})
+    other = OuterOptimizer(site.parameters, {}, SitesConfig(count=2), StateStore(), replicas={"a": 2, "b": 0})
     other.start()
     site.move(gradients(0, 0), lr=1.0)
     own = other.difference()
@@ -166,17 +166,21 @@ def test_entries_restore_the_state():
         site.move(gradients(number, 0))
     exchange(sites)
     resumed = Site(settings, seed=5)
-    for name, tensor in resumed.outer.entries().items():
-        tensor.copy_(sites[0].outer.entries()[name])
     for name, parameter in resumed.parameters.items():
         parameter.data.copy_(sites[0].parameters[name])
-    resumed.outer.restore(sites[0].outer.state())
+    sites[0].outer.num_rounds = 1
+
+    def load(entries):
+        for name, tensor in entries.items():
+            tensor.copy_(sites[0].outer.checkpoint_entries()[name])
+
+    resumed.outer.restore(sites[0].outer.state(), load, lambda step: (0,))
     assert resumed.outer.num_rounds == 1
     for site in (sites[0], resumed):
         site.move(gradients(0, 1))
     assert torch.equal(resumed.outer.difference(), sites[0].outer.difference())
     for site in (sites[0], resumed):
-        site.outer.step(site.outer.difference(), torch.linspace(-1, 1, site.outer.numel, dtype=torch.float64))
+        site.outer.step(site.outer.difference(), torch.linspace(-1, 1, 20, dtype=torch.float64))
     assert torch.equal(resumed.flat(), sites[0].flat())
 
 
@@ -202,3 +206,56 @@ def test_a_wrong_outer_step_is_noticed(broken):
                 for parameter, part in zip(site.parameters.values(), before.split([12, 5, 0, 1]), strict=True):
                     parameter.data.copy_(part.view_as(parameter))
     assert (right[0].flat() - wrong[0].flat()).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "fp4"])
+@pytest.mark.parametrize("beta", [1.0, 0.9])
+def test_residual_keeps_what_codes_lose(precision, beta):
+    """All that was sent, plus the residual at the end, is all that was to be sent, each part decayed since."""
+    site = Site(SitesConfig(count=2, precision=precision, residual=beta))
+    code = make_wire_code(precision, torch.float64)
+    num_coded = site.outer.num_coded((0,))
+    sent_total = torch.zeros(num_coded, dtype=torch.float64)
+    due_total = torch.zeros(num_coded, dtype=torch.float64)
+    for round_ in range(6):
+        site.move(gradients(0, round_))
+        phi = torch.cat([w.flatten() for w in site.outer.weights.values()])
+        due = (phi - site.flat()).detach()
+        value = site.outer.difference()
+        residual = torch.cat([e.flatten() for e in site.outer.residual.values()])
+        torch.testing.assert_close(value[:num_coded], due + beta * residual, rtol=1e-14, atol=1e-14)
+        assert torch.equal(value, site.outer.difference())
+        decoded = value.clone()
+        decoded[:num_coded] = code.decode(code.encode(value[:num_coded]), value[:num_coded])
+        if round_ == 3:
+            # A round that is not applied leaves the residual, and the next one sends the longer difference.
+            continue
+        site.outer.keep_residual((0,), value, decoded)
+        site.outer.step(value, decoded)
+        sent_total = beta * sent_total + decoded[:num_coded]
+        due_total = beta * due_total + due
+    residual = torch.cat([e.flatten() for e in site.outer.residual.values()])
+    lost = float(residual.abs().max())
+    assert lost > 0
+    torch.testing.assert_close(sent_total + residual, due_total, rtol=1e-12, atol=1e-12)
+
+
+def test_fragments_are_exchanged_apart():
+    parameters = {f"layers.{i}.w": nn.Parameter(torch.full((2,), float(i))) for i in range(4)}
+    parameters["embedding.weight"] = nn.Parameter(torch.zeros(3))
+    buffers = {"layers.2.ffn.router.expert_bias": torch.ones(2)}
+    settings = SitesConfig(count=2, fragment_layers=2, overlap=1, keep_local=0.5)
+    outer = OuterOptimizer(parameters, buffers, settings, StateStore(), num_fragments=2)
+    outer.start()
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(1.0)
+    own = outer.difference((0,))
+    assert (len(own), outer.num_coded((0,))) == (6, 4)
+    assert own.tolist() == [-1.0] * 4 + [1.0, 1.0]
+    outer.step(own, 2 * own, (0,), keep_local=0.5)
+    # phi moves by 2; half of what the site has moved by itself stays.
+    assert [float(outer.weights[f"layers.{i}.w"][0]) for i in range(4)] == [2.0, 1.0, 4.0, 3.0]
+    assert [float(parameters[f"layers.{i}.w"].detach()[0]) for i in range(4)] == [1.5, 2.0, 3.5, 4.0]
+    assert buffers["layers.2.ffn.router.expert_bias"].tolist() == [1.5, 1.5]
+    assert outer.difference((1,)).tolist() == [-1.0] * 7

@@ -49,15 +49,22 @@ def _train_and_gather(cfg: Config) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, before, gather_full_tensors(model)
 
 
-def test_new_adapters_change_no_bit_and_training_leaves_the_base(pool):
-    """With B = 0 the loss has the bits of the base model; two steps change every adapter and nothing else."""
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow([("float64",)])])
+def test_new_adapters_change_no_bit_and_training_leaves_the_base(pool, dtype):
+    """With B = 0 the loss has the bits of the base model; two steps change every adapter and nothing else.
+
+    The base is in the compute type, in which it is read.
+    """
     model = MIXED | {"router_score": "sigmoid", "expert_bias": True}
     cfg = tiny(model=model, lora=LORA, world_size=2, ep=2, zero=3)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
     losses, before, after = pool.run(2, _train_and_gather, cfg)[0]
     plain_losses, plain_before, _ = pool.run(2, _train_and_gather, replace(cfg, lora=LoraConfig()))[0]
     assert losses[0] == plain_losses[0]
     assert losses[1] != plain_losses[1]
-    assert all(torch.equal(before[name], weight) for name, weight in plain_before.items())
+    assert all(torch.equal(before[name], weight.to(before[name].dtype)) for name, weight in plain_before.items())
+    assert before["embedding.weight"].dtype == getattr(torch, dtype)
+    assert before["layers.1.ffn.router.weight"].dtype == torch.promote_types(torch.float32, getattr(torch, dtype))
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert changed == set(adapter_weights(cfg.model, cfg.lora))
 
@@ -89,7 +96,12 @@ def _train(cfg: Config) -> int:
 
 
 def _recipe(folder: Path, name: str, base: str = "", **mapping: Any) -> Config:
-    cfg = tiny(model=MIXED, lora=LORA if base else {}, train={"eval_every": 4, "lr_schedule": "constant"}, **mapping)
+    cfg = tiny(
+        model=MIXED,
+        lora=LORA if base else {},
+        train={"eval_every": 4, "eval_samples": 4, "lr_schedule": "constant"},
+        **mapping,
+    )
     run = RunConfig(dir=str(folder / name), seed=3, steps=4, device="cpu", dtype="float64")
     return replace(cfg, run=run, checkpoint=CheckpointConfig(every=2, init_from=base))
 

@@ -91,6 +91,40 @@ ROUTING = {
     ),
 }
 
+_LORA = "lora.rank=4 model.layer_pattern=DM"
+ADAPTERS = {
+    f"{_LORA} lora.targets=['wq_up','attention']": (
+        "lora.targets='wq_up' names no matrix of this model that can be adapted; choose all, attention, dense_mlp, "
+        "experts, wq, wk, wv, wo, w_gate, w_up, w_down"
+    ),
+    f"{_LORA} lora.targets=[]": "lora.targets=[] adapts nothing; name all, attention, dense_mlp, experts, wq, wk,...",
+    "lora.rank=300": (
+        "lora.rank=300 must be at most 256, the smaller side of layers.0.attention.wq [256, 256]; choose a lower rank, "
+        "or lora.targets without it"
+    ),
+    "lora.rank=4 model.attention_pattern=L model.layer_pattern=D lora.targets=['attention']": (
+        "lora.targets='attention' names no matrix of this model that can be adapted; choose all, dense_mlp, w_gate,..."
+    ),
+    f"{_LORA} train.precision=fp8-blockwise": (
+        "train.precision='fp8-blockwise' has no kernels for experts with adapters; choose lora.targets without experts,"
+        " or train.precision='dtype'"
+    ),
+    f"{_LORA} world_size=4 ep=4 dispatcher=leastloaded": (
+        "parallel.dispatcher='leastloaded' moves the weights of experts between ranks, and not their adapters; choose "
+        "lora.targets without experts, or parallel.dispatcher='alltoall'"
+    ),
+    f"{_LORA} run.cuda_graphs=attention": (
+        "run.cuda_graphs='attention' does not record adapters; set run.cuda_graphs='none'"
+    ),
+    f"{_LORA} model.index_topk=64 train.indexer_stage=warmup": (
+        "train.indexer_stage='warmup' trains the indexers alone, and lora.rank=4 adapters alone; choose one of them"
+    ),
+    f"{_LORA} model.upcycle_from=runs/a": (
+        "model.upcycle_from='runs/a' makes weights that no folder has, and lora.rank=4 needs a base; run moefold "
+        "upcycle, and name its result in checkpoint.init_from"
+    ),
+}
+
 TRAINING = {
     "data.document_end=256": (
         "data.document_end=256 must be below model.vocab_size=256; choose an id of the vocabulary, or -1 for samples "

@@ -15,6 +15,7 @@ REFUSED = {
     **model_refusals.SIZES,
     **recipe_refusals.ROUTING,
     **recipe_refusals.TRAINING,
+    **recipe_refusals.ADAPTERS,
     **recipe_refusals.DATA,
     **recipe_refusals.ALIGNMENT,
     **recipe_refusals.MEMORY,

@@ -3,6 +3,7 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
+from moefold.topology.fragments import fragment_of, fragments_due, num_fragments
 from moefold.validate.config import check_config
 
 TWO = ("sites.count=2", "run.steps=100")
@@ -19,6 +20,10 @@ REFUSED = [
     ((*TWO, "parallel.elastic=true"), "parallel.elastic=true changes the shards of a site"),
     ((*TWO, "data.kind=task", "rl.group_size=8"), "set sites.count=1"),
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
+    ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
+    ((*TWO, "sites.overlap=30"), "sites.overlap=30 must be below the 30 steps between two rounds"),
+    ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
+    ((*TWO, "faults.spike=rollback", "checkpoint.every=5"), "faults.spike='rollback' goes back to weights"),
     ((*TWO, "moe.trace_every=5"), "moe.trace_every and moe.replay store the routing of one job"),
 ]
 
@@ -40,7 +45,22 @@ def test_method_fills_the_keys_that_are_left_out():
 
 
 def test_rounds_are_due_every_so_many_steps_and_at_the_end():
-    sites = load_config(None, [*TWO, "sites.every=30", "sites.first=40"]).sites
-    assert [step for step in range(1, 101) if sites.is_due(step, 100)] == [60, 90, 100]
-    alone = load_config(None, [*TWO, "sites.first=100"]).sites
-    assert [step for step in range(1, 101) if alone.is_due(step, 100)] == [100]
+    assert rounds("sites.every=30", "sites.first=40") == {60: (0,), 90: (0,), 100: (0,)}
+    assert rounds("sites.first=100") == {100: (0,)}
+
+
+def rounds(*overrides: str) -> dict[int, tuple[int, ...]]:
+    """The fragments of each round of 100 steps."""
+    cfg = load_config(None, [*TWO, *overrides])
+    return {step: found for step in range(1, 101) if (found := fragments_due(cfg, step))}
+
+
+def test_fragments_have_rounds_at_steps_of_their_own():
+    found = rounds("sites.every=40", "sites.fragment_layers=1", "model.num_layers=4")
+    assert found == {
+        10: (1,), 20: (2,), 30: (3,), 40: (0,), 50: (1,), 60: (2,), 70: (3,), 80: (0,), 90: (1,), 100: (0, 1, 2, 3)
+    }  # fmt: skip
+    assert [num_fragments(layers, 3) for layers in (1, 3, 4, 61)] == [1, 1, 2, 21]
+    names = ["embedding.weight", "layers.0.ffn.w_up", "layers.5.attention.wq", "head.weight", "mtp.0.projection"]
+    assert [fragment_of(name, 3) for name in names] == [2, 0, 2, 2, 2]
+    assert {fragment_of(name, 1) for name in names} == {0}

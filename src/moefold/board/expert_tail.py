@@ -77,9 +77,7 @@ class ExpertCountsTail:
         if not self._continues(file, header, start, identity, num_records):
             self._restart()
         if self._ranges is None:
-            num_cells = len(header.layers) * header.num_experts
-            num_ranges = max(2, min(MAX_RANGES, MAX_CELLS // num_cells) // 2 * 2)
-            self._ranges = StepRanges((len(header.layers), header.num_experts), num_ranges)
+            self._ranges = make_ranges(len(header.layers), header.num_experts)
         self.header = header
         self._identity = identity
         stride = max(1, -(-(num_records - self._num_read) * record.itemsize // MAX_READ_BYTES))
@@ -107,6 +105,12 @@ class ExpertCountsTail:
         return file.read(len(self._fingerprint)) == self._fingerprint
 
     _last_record = 0
+
+
+def make_ranges(num_layers: int, num_experts: int) -> StepRanges:
+    """Return ranges for counts [L, E], as many as `MAX_CELLS` allows."""
+    num_ranges = max(2, min(MAX_RANGES, MAX_CELLS // (num_layers * num_experts)) // 2 * 2)
+    return StepRanges((num_layers, num_experts), num_ranges)
 
 
 def shares_of(means: Array) -> Array:

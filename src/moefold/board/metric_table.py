@@ -12,6 +12,8 @@ from moefold.metrics.expert_balance import Array, finite_number
 
 MAX_METRICS = 1000
 """Limit of the columns: the names in loss_metrics are free, and each takes 12 bytes a step."""
+DIGITS = 7
+"""Significant digits of the points of a curve; all 17 would double the bytes of an answer."""
 WORST_LOAD = "worst_expert_load"
 """Column of the largest expert_load of all layers."""
 NOT_SCALAR = ("step", "expert_load", "moe_layers", "memory_by_part", "nonfinite")
@@ -84,7 +86,8 @@ class MetricTable:
     def series(self, name: str, first: int, last: int, max_points: int) -> tuple[list[int], list[float | None]]:
         """Return a metric between two steps, at most about `max_points` points that keep minima and maxima.
 
-        One point outside of the range is kept on each side, so that lines reach the edge of a picture.
+        Values have `DIGITS` digits. One point outside of the range is kept on each side, so that lines reach the edge
+        of a picture.
         """
         steps, values = self.column(name)
         start = max(0, int(np.searchsorted(steps, first)) - 1)
@@ -92,7 +95,8 @@ class MetricTable:
         steps = steps[start:end]
         values = values[start:end]
         kept = downsample(values, max_points)
-        return steps[kept].tolist(), [None if np.isnan(value) else value for value in values[kept].tolist()]
+        shown = [None if np.isnan(value) else float(f"{value:.{DIGITS}g}") for value in values[kept].tolist()]
+        return steps[kept].tolist(), shown
 
     def _add(self, name: str, value: Any, row: int) -> None:
         number = finite_number(value)

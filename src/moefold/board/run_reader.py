@@ -20,6 +20,7 @@ from moefold.board.metric_table import MetricTable
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
 from moefold.board.step_ranges import StepRanges
+from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.metrics.expert_balance import Array, finite_number
 from moefold.metrics.step_metrics import MAX_STEP, METRICS_FILE
@@ -52,6 +53,7 @@ class RunReader:
         self._metrics = JsonTail(run.path / METRICS_FILE)
         self._faults_tail = JsonTail(run.path / FAULTS_FILE)
         self._counts = ExpertCountsTail(run.path)
+        self._trace = TraceTail(run.path)
         self._rollouts = RolloutIndex(run.path)
         self._last_record: dict[str, Any] = {}
         self._peeked_s: float | None = None
@@ -84,12 +86,15 @@ class RunReader:
             self._read_metrics()
             self._read_faults()
             self._counts.read()
+            if self._counts.ranges is None:
+                self._trace.read()
             self._rollouts.read()
 
     def peek(self) -> None:
-        """Read the settings and the last line of the metrics, for the list of runs; no more than that is kept."""
+        """Read the settings, the faults and the last line of the metrics, for the list of runs."""
         with self._lock:
             self._read_settings()
+            self._read_faults()
             path = self.run.path / METRICS_FILE
             modified_s = _modified_s(path)
             if modified_s != self._peeked_s:
@@ -130,7 +135,9 @@ class RunReader:
                 "num_rollouts": len(self._rollouts),
                 "problems": self._problems(),
                 "read": min(self._metrics.read_fraction, self._rollouts.tail.read_fraction),
-                "has_more": self._metrics.has_more or self._rollouts.tail.has_more or self._faults_tail.has_more,
+                "has_more": any(
+                    tail.has_more for tail in (self._metrics, self._rollouts.tail, self._faults_tail, self._trace)
+                ),
                 "version": self._version(),
             }
 
@@ -156,14 +163,16 @@ class RunReader:
                 means = ranges.means()
                 fields = {name: _nullable(means[:, i]) for i, name in enumerate(LAYER_FIELDS)}
                 answer["layers"] = {"numbers": list(self._layers), "steps": ranges.steps.tolist(), **fields}
-            counts = self._counts.ranges
-            if counts is not None and self._counts.header is not None:
+            tail = self._counts if self._counts.ranges is not None else self._trace
+            shape = self._counts.header if tail is self._counts else self._trace.shape
+            counts = tail.ranges
+            if counts is not None and shape is not None:
                 levels = share_levels(shares_of(counts.means()))
                 answer["experts"] = {
-                    "numbers": list(self._counts.header.layers),
-                    "num_experts": self._counts.header.num_experts,
+                    "numbers": list(shape.layers),
+                    "num_experts": shape.num_experts,
                     "steps": counts.steps.tolist(),
-                    "is_sampled": self._counts.is_sampled,
+                    "is_sampled": tail.is_sampled,
                     "max_log2_share": MAX_LOG2_SHARE,
                     "shares": base64.b64encode(levels.tobytes()).decode("ascii"),
                 }
@@ -211,6 +220,8 @@ class RunReader:
             self._faults_tail.generation,
             self._faults_tail.offset,
             self._counts.generation,
+            self._trace.generation,
+            self._trace.last_step,
             self._rollouts.tail.generation,
             self._rollouts.tail.offset,
             *(self._settings_stamp or ()),
@@ -219,7 +230,7 @@ class RunReader:
 
     def _problems(self) -> list[str]:
         problems = [*self._metrics.problems, *self._faults_tail.problems, *self._rollouts.tail.problems]
-        problems += [text for text in (self._settings_problem, self._counts.problem) if text]
+        problems += [text for text in (self._settings_problem, self._counts.problem, self._trace.problem) if text]
         if self._num_invalid_steps:
             problems.append(f"{METRICS_FILE}: {self._num_invalid_steps} lines have no step number")
         if self._table.left_out:

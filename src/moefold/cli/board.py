@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import secrets
+import socket
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
@@ -57,7 +58,9 @@ def run(argv: list[str]) -> int:
     with listen(arguments.host, arguments.port) as listener:
         app = make_app(runs, token=token, is_loopback=is_loopback)
         count = len(runs.readers)
-        address = f"{url_of(listener)}/{f'?token={token}' if token else ''}"
+        # A browser cannot open an address that stands for all of this machine.
+        url = url_of(listener).replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
+        address = f"{url}/{f'?token={token}' if token else ''}"
         print_escaped(f"moefold: {count} run{'s' if count > 1 else ''} at {address}", flush=True)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
         uvicorn.Server(config).run(sockets=[listener])

@@ -25,18 +25,21 @@ C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention", "exact_topk")
 OPTIONAL_PACKAGES = (
     ("datasets", "datasets", 'data.kind="huggingface"'),
     ("transformers", "transformers", "comparisons in moefold bench"),
+    ("huggingface_hub", "huggingface_hub", "names such as hf://ORG/NAME, and moefold push"),
+    ("s3fs", "s3fs", "s3:// paths"),
+    ("gcsfs", "gcsfs", "gs:// paths"),
     ("tensorboard", "tensorboard", "metrics.tensorboard"),
     ("wandb", "wandb", "metrics.wandb"),
     ("lm-eval", "lm_eval", "moefold lm-eval"),
-    ("uvicorn", "uvicorn", "moefold serve"),
-    ("starlette", "starlette", "moefold serve"),
+    ("uvicorn", "uvicorn", "moefold serve and moefold board"),
+    ("starlette", "starlette", "moefold serve and moefold board"),
     ("ray", "ray", "the program of moefold template ray"),
     ("triton", "triton", "kernels on CUDA"),
 )
 """Package, module, and the feature that needs it."""
 
-EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. What is missing stands with
-the command that installs it.
+EPILOG = """Exit status 1 means that torch cannot be used; layout and plan work without it. A package that is missing is
+listed with the command that installs it.
 """
 
 
@@ -180,7 +183,9 @@ def _install_command(package: str) -> str:
         listed = importlib.metadata.requires("moefold") or []
     except importlib.metadata.PackageNotFoundError:
         listed = []
-    requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in listed]
+    # The extra for development asks for newer versions than a run does.
+    needed = [line for line in listed if "extra == 'dev'" not in line.replace('"', "'")]
+    requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in needed]
     found = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)
     return f"pip install '{found}'"
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.torch_compat import gloo_group
+from moefold.comm.wire_codes import PlainCode, WireCode
 
 PART_ELEMENTS = 2**22
 """Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
@@ -56,11 +57,25 @@ class _TorchStore(dist.Store):
 
 
 @dataclass(frozen=True)
+class SiteRound:
+    """Members of a round, as the meeting point chose them."""
+
+    epoch: str
+    """Name of the set of members; for another one the members connect again."""
+    members: tuple[int, ...]
+    """The sites of the round, ascending, this one among them."""
+    weights: tuple[float, ...]
+    """Weight of each member; a member of weight 0 takes part, and its values are not read."""
+
+
+@dataclass(frozen=True)
 class Exchanged:
     """Result of an exchange on this rank."""
 
     mean: Tensor
-    """Weighted sum of the members' vectors, on the host."""
+    """Weighted sum of the members' decoded vectors, on the host."""
+    decoded: Tensor
+    """What the members decoded of this site's vector; the vector itself if its code loses nothing."""
     sent_bytes: int
     seconds: float
 
@@ -88,19 +103,56 @@ class SiteLinks:
         self._members: tuple[int, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
 
-    def begin(self, epoch: str, members: Sequence[int], weights: Sequence[float], own: Tensor) -> "Future[Exchanged]":
+    def begin(self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode) -> "Future[Exchanged]":
         """Start to exchange a vector with the members of a round, in the thread.
 
         Errors of the connection are raised by the result of the future.
 
         Args:
-            epoch: name of the set of members; for another one the members connect again.
-            members: the sites of the round, ascending, this one among them.
-            weights: weight of each member; a member of weight 0 takes part, and its values are not read.
+            round_: members and weights.
             own: the vector of this site, on the host, of the same size and type on all members; it must not change
                 before the exchange is done.
+            num_coded: elements at the start of the vector that are sent as a code; the others are sent as they are.
+            code: the code.
         """
-        return self._thread.submit(self._exchange, epoch, tuple(members), tuple(weights), own)
+        return self._thread.submit(self._exchange, round_, own, num_coded, code)
+
+    def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
+        """Send the tensors of this rank to its equal on a site that joins; blocks, returns the bytes.
+
+        Args:
+            gift: name of the transfer.
+            tensors: local tensors, in the order of the receiver's.
+        """
+        group = self._connect_pair(gift, 0)
+        sent_bytes = 0
+        for tensor in tensors:
+            if tensor.numel():
+                content = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+                for first in range(0, len(content), PART_ELEMENTS):
+                    group.send([content[first : first + PART_ELEMENTS]], 1, 0).wait()
+                sent_bytes += len(content)
+        return sent_bytes
+
+    @torch.no_grad()
+    def receive_state(self, gift: str, tensors: Sequence[Tensor]) -> None:
+        """Receive what `send_state` of another site sends, and write it to the tensors; blocks.
+
+        Args:
+            gift: name of the transfer.
+            tensors: local tensors of the sizes and types of the sender's.
+        """
+        group = self._connect_pair(gift, 1)
+        for tensor in tensors:
+            if tensor.numel():
+                content = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+                for first in range(0, len(content), PART_ELEMENTS):
+                    group.recv([content[first : first + PART_ELEMENTS]], 0, 0).wait()
+                tensor.copy_(content.view(tensor.dtype).view(tensor.shape))
+
+    def _connect_pair(self, gift: str, member: int) -> Any:
+        store = dist.PrefixStore(f"{gift}/{self._rank}", self._store)
+        return gloo_group(store, member, 2, self._host, self._timeout)
 
     def drop(self) -> None:
         """Drop the connections after a failed round; the next one has a new epoch."""
@@ -112,22 +164,31 @@ class SiteLinks:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.drop()
 
-    def _exchange(self, epoch: str, members: tuple[int, ...], weights: tuple[float, ...], own: Tensor) -> Exchanged:
+    def _exchange(self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode) -> Exchanged:
         started_s = time.perf_counter()
-        if epoch != self._epoch:
-            self._connect(epoch, members)
+        if round_.epoch != self._epoch:
+            self._connect(round_.epoch, round_.members)
         mean = torch.empty_like(own)
+        is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == own.dtype)
+        decoded = own.clone() if is_lossy else own
         sent_bytes = 0
-        for first in range(0, len(own), PART_ELEMENTS):
-            part = slice(first, min(first + PART_ELEMENTS, len(own)))
-            received = [torch.empty_like(own[part]) for _ in members]
-            self._group.allgather([received], [own[part]]).wait()
-            sent_bytes += own[part].nbytes * (len(members) - 1)
+        parts = [
+            (slice(first, min(first + PART_ELEMENTS, num_coded)), code) for first in range(0, num_coded, PART_ELEMENTS)
+        ]
+        if num_coded < len(own):
+            parts.append((slice(num_coded, len(own)), PlainCode(own.dtype)))
+        for part, part_code in parts:
+            payload = part_code.encode(own[part])
+            received = [torch.empty_like(payload) for _ in round_.members]
+            self._group.allgather([received], [payload]).wait()
+            sent_bytes += payload.nbytes * (len(round_.members) - 1)
             total = mean[part].zero_()
-            for weight, values in zip(weights, received, strict=True):
+            for weight, values in zip(round_.weights, received, strict=True):
                 if weight:
-                    total.add_(values, alpha=weight)
-        return Exchanged(mean, sent_bytes, time.perf_counter() - started_s)
+                    total.add_(part_code.decode(values, total), alpha=weight)
+            if decoded is not own:
+                decoded[part] = part_code.decode(payload, total)
+        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s)
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
         """Connect to this rank's equals; returns once all are connected."""

@@ -344,7 +344,7 @@ class DataConfig:
     learning. prompts: JSON lines for reinforcement learning ([rl.md](rl.md))."""
     path: str | tuple[str, ...] = ""
     """File or folder, or a list of them (text, tokens, sft, preference, prompts); huggingface: also a name on the
-    hub."""
+    hub. May be remote ([remote.md](remote.md))."""
     task: Literal["sort", "add", "countdown"] = "sort"
     """Problems of kind "task". sort: sort digits. add: add two numbers. countdown: combine all given numbers by + - *
     to a target."""
@@ -353,7 +353,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Sampling weight of each path, in any unit; empty: paths are concatenated, so that each counts by its size."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json."""
+    """bytes, or the path of a tokenizer.json or its folder, which may be remote or hf://ORG/NAME."""
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the ids in a .bin file; .npy files store their own."""
     validation_fraction: float = 0.05
@@ -397,7 +397,8 @@ class CheckpointConfig:
     """Checkpoint folder, intervals and resume."""
 
     dir: str = ""
-    """Folder of the checkpoints; empty: RUN_DIR/checkpoints."""
+    """Folder of the checkpoints; empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
+    ([remote.md](remote.md))."""
     every: int = 500
     """Save every this many steps; 0: not between the first step and the last. A shorter run saves at its end."""
     at_end: bool = True
@@ -414,7 +415,7 @@ class CheckpointConfig:
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
-    folder."""
+    folder. May be remote, or hf://ORG/NAME ([hub.md](hub.md))."""
 
     @property
     def saves(self) -> bool:

@@ -8,10 +8,20 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
     {
         "mean": MappingProxyType({"lr": 1.0, "momentum": 0.0}),
         "diloco": MappingProxyType({"lr": 0.7, "momentum": 0.9}),
+        "streaming": MappingProxyType(
+            {
+                "lr": 0.4,
+                "momentum": 0.9,
+                "fragment_layers": 3,
+                "overlap": 1,
+                "keep_local": 0.5,
+                "precision": "fp4",
+            }
+        ),
     }
 )
 """Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500."""
+diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +38,28 @@ class SitesConfig:
     secret: str = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco"] = "mean"
-    """Preset of the outer step: sets the keys lr and momentum that the recipe leaves out. mean: the mean of the sites'
-    weights (lr 1, momentum 0). diloco: Nesterov momentum on the mean difference (arXiv:2311.08105; lr 0.7, momentum
-    0.9), which pays after hundreds of rounds."""
+    method: Literal["mean", "diloco", "streaming"] = "mean"
+    """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
+    the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
+    of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
+    (arXiv:2501.18512)."""
     every: int = 30
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round."""
     first: int = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
+    fragment_layers: int = 0
+    """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at another step than
+    the others. 0: all layers in one."""
+    overlap: int = 0
+    """Steps that training goes on while a fragment is exchanged; below every / fragments."""
+    keep_local: float = 0.0
+    """Share of a site's own weights that stays when an exchanged fragment is applied (overlap above 0)."""
+    precision: Literal["float32", "bfloat16", "int8", "fp4"] = "float32"
+    """Numbers that are sent. int8 and fp4 (sign and exponent) have a float32 scale for each 256. Sums are float32.
+    float32: float64 in runs of run.dtype float64."""
+    residual: float = 0.0
+    """Factor by which what a code has lost is added to the next round (error feedback); 0: it is lost."""
     lr: float = 1.0
     """Learning rate of the outer step."""
     momentum: float = 0.0
@@ -60,8 +83,8 @@ class SitesConfig:
 
     @property
     def num_states(self) -> int:
-        """Return the number of tensors that the outer optimizer keeps for each weight: outer weights and momentum."""
-        return (1 + (self.momentum > 0)) * self.is_active
+        """Return the number of tensors that the outer optimizer keeps for each weight."""
+        return (1 + (self.momentum > 0) + (self.residual > 0)) * self.is_active
 
     @property
     def starts_all(self) -> bool:
@@ -72,12 +95,3 @@ class SitesConfig:
     def min_members(self) -> int:
         """Return the fewest sites of a round."""
         return self.quorum or self.count // 2 + 1
-
-    def is_due(self, step: int, num_steps: int) -> bool:
-        """Return whether a round follows a step.
-
-        Args:
-            step: number of the step, from 1.
-            num_steps: run.steps.
-        """
-        return self.is_active and (step == num_steps or (step > self.first and step % self.every == 0))

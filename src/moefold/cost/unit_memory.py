@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.cost.adapter_spec import MODULE_NAME, layer_adapters
+from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.param_spec import ModelPart, ParamSpec
@@ -85,6 +85,8 @@ class ShardSpec:
     trained_names: str = ""
     """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
     all are trained."""
+    narrows_frozen: bool = False
+    """Whether frozen weights are in the compute type, except for those that are read in the master type."""
     outer_bytes: int = 0
     """Bytes of the outer weights and momentum per weight; 0 without sites."""
 
@@ -93,9 +95,11 @@ class ShardSpec:
         weight_bytes = gradients = sums = moments = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
-            weight_bytes += shards.padded_numel * self.master_bytes
             if self.trained_names not in weight.name:
+                is_narrow = self.narrows_frozen and not weight.is_full_precision
+                weight_bytes += shards.padded_numel * (self.compute_bytes if is_narrow else self.master_bytes)
                 continue
+            weight_bytes += shards.padded_numel * self.master_bytes
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
             moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
@@ -138,6 +142,7 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
         trained_names=_trained_names(cfg),
+        narrows_frozen=cfg.trains_adapters_only,
         outer_bytes=master * cfg.sites.num_states,
     )
 
@@ -191,6 +196,8 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
         return 0
     read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
     weights = [weight for name in read for weight in unit_weights(cfg, name) if not weight.is_full_precision]
+    if cfg.trains_adapters_only:
+        weights = [weight for weight in weights if is_adapter(weight.name)]
     return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
 
 

@@ -137,7 +137,7 @@ class RoutingTraceWriter:
             step: 1-based.
             layers: the choices of each traced layer in order, [G, S, K] of the trace's dtype.
         """
-        _write_atomically(_step_file(self._folder, step), lambda path: self._write_layers(path, layers))
+        _write_atomically(step_file(self._folder, step), lambda path: self._write_layers(path, layers))
 
     def _write_layers(self, path: Path, layers: Iterable[ExpertIndices]) -> None:
         # Not memory-mapped: on a full disk a write raises an error, while a mapped page kills the process (SIGBUS).
@@ -206,7 +206,7 @@ class RoutingTrace:
         Raises:
             ConfigError: the step is missing, or its file cannot be read or does not have the shape in the manifest.
         """
-        path = _step_file(self.folder, step)
+        path = step_file(self.folder, step)
         if not path.is_file():
             raise ConfigError(f"{self._key} has no step {step}; {self._describe_steps()}")
         try:
@@ -289,7 +289,7 @@ def truncate_trace(run_dir: Path, last_step: int) -> None:
         draft.unlink()
     for step in traced_steps(folder):
         if step > last_step:
-            _step_file(folder, step).unlink()
+            step_file(folder, step).unlink()
 
 
 def traced_steps(folder: Path) -> list[int]:
@@ -298,7 +298,8 @@ def traced_steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _step_file(folder: Path, step: int) -> Path:
+def step_file(folder: Path, step: int) -> Path:
+    """Return the file of a step in a trace folder."""
     return folder / f"step-{step:06d}.npy"
 
 

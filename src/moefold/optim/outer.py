@@ -3,13 +3,16 @@
 The outer weights phi are those after the last round, equal on all sites. A site trains its own weights theta from them.
 In a round the sites exchange their differences D = phi - theta; with g, the weighted mean of the differences,
 
-    m = momentum * m + g;  phi = phi - lr * (g + momentum * m if nesterov else m);  theta = phi.
+    m = momentum * m + g;  phi = phi - lr * (g + momentum * m if nesterov else m)
+    theta = keep_local * theta + (1 - keep_local) * phi.
 
-With lr 1 and momentum 0, phi becomes the mean of the sites' weights. Every operation is element by element, so that
-shards of any mapping give the same result.
+With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual e (error feedback) adds what coding
+lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
+has rounds of its own (Streaming DiLoCo, arXiv:2501.18512). Every operation is element by element, so that shards of any
+mapping give the same result, but for the blocks of codes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +21,13 @@ from torch import Tensor, nn
 from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 from moefold.optim.state_offload import StateStore
+from moefold.topology.fragments import fragment_of
 
-WEIGHTS = "weights"
-MOMENTUM = "momentum"
+STATES = ("weights", "momentum", "residual")
+"""Names of the states in checkpoints."""
+FragmentsDue = Callable[[int], Sequence[int]]
+PENDING = "outer.pending."
+"""Prefix of the checkpoint entries of a mean that is received and not applied yet."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,11 @@ class OuterNorms:
     """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its own."""
 
     difference: float
-    """Of this site's difference D."""
+    """Of what this site sent: its difference D, with the residual."""
     mean: float
     """Of the mean difference g."""
     product: float
-    """Dot product of D and g."""
+    """Dot product of both."""
     weights: float
     """Of the outer weights before the step."""
 
@@ -41,8 +48,22 @@ class OuterNorms:
         return torch.tensor([self.difference, self.mean, self.product, self.weights], dtype=torch.float64)
 
 
+@dataclass(frozen=True)
+class PendingRound:
+    """A round that all its members voted for, to be applied after a later step."""
+
+    step: int
+    """Step after which the differences were taken."""
+    due: int
+    """Step after which it is applied."""
+    fragments: tuple[int, ...]
+    own: Tensor
+    """What this site sent."""
+    mean: Tensor
+
+
 class OuterOptimizer:
-    """Outer weights and momentum of the trained parameters, and the step of a round.
+    """Outer weights, momentum and residual of the trained parameters, and the step of a round.
 
     Floating-point buffers (the expert bias) have no outer weights: the sites take their mean. Integer buffers (token
     counts of the last batch) stay as they are, like the moments of the optimizer.
@@ -51,7 +72,8 @@ class OuterOptimizer:
         parameters: the trained parameters of this rank, by name.
         buffers: the buffers of this rank, by name.
         settings: the section [sites].
-        state_store: memory of the outer weights and momentum, between rounds.
+        state_store: memory of the states between rounds.
+        num_fragments: fragments of the model.
         replicas: number of ranks that hold the same shard of a parameter, by name; 1 if absent. 0: another rank counts
             the parameter.
     """
@@ -62,74 +84,112 @@ class OuterOptimizer:
         buffers: Mapping[str, Tensor],
         settings: SitesConfig,
         state_store: StateStore,
-        replicas: Mapping[str, int],
+        *,
+        num_fragments: int = 1,
+        replicas: Mapping[str, int] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._settings = settings
         self._store = state_store
-        self._replicas = replicas
-        self.weights = {name: state_store.zeros(p.data, p.dtype) for name, p in self._parameters.items()}
-        """Outer weights phi by parameter, sharded as the parameter."""
-        self.momentum: dict[str, Tensor] = {}
-        """Momentum m by parameter; empty without momentum."""
-        if settings.momentum:
-            self.momentum = {name: state_store.zeros(p.data, p.dtype) for name, p in self._parameters.items()}
+        self._num_fragments = num_fragments
+        self._replicas = {} if replicas is None else replicas
+        kinds = [True, settings.momentum > 0, settings.residual > 0]
+        self._states = {
+            kind: {name: state_store.zeros(p.data, p.dtype) for name, p in self._parameters.items()} if is_kept else {}
+            for kind, is_kept in zip(STATES, kinds, strict=True)
+        }
         first = next(iter(self._parameters.values()), None)
         self.dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
         """Type of the exchanged differences."""
         self.num_rounds = 0
-        """Rounds applied."""
-        self.tokens = 0
-        """Tokens of this site up to the last round applied."""
+        """Rounds that all their members voted for."""
+        self.tokens = [0] * num_fragments
+        """Tokens of this site up to the last of these rounds, by fragment."""
+        self.pending: PendingRound | None = None
+        """A round that is certain and not applied yet; None: no such round."""
 
     @property
-    def numel(self) -> int:
-        """Number of elements that this rank exchanges in a round: differences of weights, and buffers."""
-        tensors = [*self._parameters.values(), *self._buffers.values()]
-        return sum(local_tensor(tensor.data).numel() for tensor in tensors)
+    def weights(self) -> dict[str, Tensor]:
+        """Outer weights phi by parameter, sharded as the parameter."""
+        return self._states["weights"]
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        """Momentum m by parameter; empty without momentum."""
+        return self._states["momentum"]
+
+    @property
+    def residual(self) -> dict[str, Tensor]:
+        """Residual e by parameter; empty without one."""
+        return self._states["residual"]
+
+    def num_coded(self, fragments: Sequence[int]) -> int:
+        """Return the elements of this rank's differences of weights, which come first in the vector of a round."""
+        return sum(local_tensor(self._parameters[name].data).numel() for name in self._names(fragments))
 
     @torch.no_grad()
     def start(self) -> None:
         """Set the outer weights to the present weights, at the start of a run; local."""
-        for parameter, (weights,) in self._states([self.weights]):
-            weights.copy_(local_tensor(parameter.data))
+        for name, (weights,) in self._visit(list(self._parameters), ["weights"]):
+            weights.copy_(local_tensor(self._parameters[name].data))
 
     @torch.no_grad()
-    def difference(self) -> Tensor:
-        """Return D = phi - theta of all parameters, then the buffers, on the host, [numel]; local."""
-        flat = torch.empty(self.numel, dtype=self.dtype)
+    def difference(self, fragments: Sequence[int] = (0,)) -> Tensor:
+        """Return what this site sends in a round of fragments, on the host; changes nothing.
+
+        Returns:
+            D = phi - theta of the parameters, plus the decayed residual, then the buffers, [elements of this rank].
+        """
+        num_coded = self.num_coded(fragments)
+        buffers = [buffer for _, buffer in self._buffers_of(fragments)]
+        flat = torch.empty(num_coded + sum(buffer.numel() for buffer in buffers), dtype=self.dtype)
         first = 0
-        for parameter, (weights,) in self._states([self.weights]):
-            theta = local_tensor(parameter.data)
-            flat[first : first + theta.numel()].copy_((weights - theta).flatten())
-            first += theta.numel()
-        for buffer in self._buffers.values():
+        for name, (weights, *residual) in self._visit(self._names(fragments), ["weights", "residual"]):
+            value = weights - local_tensor(self._parameters[name].data)
+            if residual:
+                value.add_(residual[0], alpha=self._settings.residual)
+            flat[first : first + value.numel()].copy_(value.flatten())
+            first += value.numel()
+        for buffer in buffers:
             flat[first : first + buffer.numel()].copy_(buffer.flatten())
             first += buffer.numel()
         return flat
 
     @torch.no_grad()
-    def step(self, own: Tensor, mean: Tensor) -> OuterNorms:
-        """Take the outer step of a round and set the weights to the outer weights; local.
+    def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
+        """Set the residual to what the code of a round has lost, once the round is certain; local.
 
         Args:
-            own: what `difference` returned for the round, [numel].
-            mean: the weighted mean of the sites' differences, [numel]; `own` itself in a round of one site.
+            fragments: the fragments of the round.
+            sent: what `difference` returned.
+            decoded: what the sites decoded of it.
+        """
+        lost = sent - decoded
+        for _, (residual,), part in self._split(self._names(fragments), ["residual"], lost):
+            residual.copy_(part)
+
+    @torch.no_grad()
+    def step(
+        self, own: Tensor, mean: Tensor, fragments: Sequence[int] = (0,), *, keep_local: float = 0.0
+    ) -> OuterNorms:
+        """Take the outer step of a round; local.
+
+        Args:
+            own: what `difference` returned for the round.
+            mean: the weighted mean of the sites' vectors; `own` itself in a round of one site.
+            fragments: the fragments of the round.
+            keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
         settings = self._settings
-        is_own = mean is own
+        is_own = mean is own and not keep_local and not settings.residual
         sums = [0.0] * 4
-        first = 0
-        names = iter(self._parameters)
-        for parameter, (weights, *momentum) in self._states([self.weights, self.momentum]):
-            theta = local_tensor(parameter.data)
-            part = slice(first, first + theta.numel())
-            first = part.stop
-            mean_g = mean[part].to(theta).view_as(theta)
-            own_d = own[part].to(theta).view_as(theta)
-            share = self._replicas.get(next(names), 1)
-            if share:
+        names = self._names(fragments)
+        own_parts = self._parts(names, own)
+        for name, (weights, *momentum), mean_g in self._split(names, ["weights", "momentum"], mean):
+            theta = local_tensor(self._parameters[name].data)
+            own_d = next(own_parts)
+            if share := self._replicas.get(name, 1):
                 pairs = ((own_d, own_d), (mean_g, mean_g), (own_d, mean_g), (weights, weights))
                 sums = [total + _dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
             if is_own and not settings.has_outer_step:
@@ -141,44 +201,140 @@ class OuterOptimizer:
                 momentum[0].mul_(settings.momentum).add_(mean_g)
                 update = mean_g.add(momentum[0], alpha=settings.momentum) if settings.nesterov else momentum[0]
             weights.add_(update, alpha=-settings.lr)
-            theta.copy_(weights)
-        for buffer in self._buffers.values():
-            part = slice(first, first + buffer.numel())
-            first = part.stop
-            buffer.copy_(mean[part].view(buffer.shape))
-        self.num_rounds += 1
+            _mix(theta, weights, keep_local)
+        first = self.num_coded(fragments)
+        for _, buffer in self._buffers_of(fragments):
+            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
+            first += buffer.numel()
+            _mix(buffer, part, keep_local)
         return OuterNorms(*sums)
 
-    def entries(self, *, with_momentum: bool = True) -> dict[str, Tensor]:
+    def checkpoint_entries(self) -> dict[str, Tensor]:
+        """Return this rank's shards of all checkpoint entries, those of a pending round included."""
+        pending = self.pending
+        return self.entries() | ({} if pending is None else self.pending_entries(pending.fragments, pending.mean))
+
+    def state(self) -> dict[str, int]:
+        """Return the part of the state that is no tensor."""
+        tokens = {f"tokens.{fragment}": count for fragment, count in enumerate(self.tokens)}
+        return {
+            "rounds": self.num_rounds,
+            **tokens,
+            **{kind: 1 for kind in STATES if self._states[kind]},
+            **({} if self.pending is None else {"pending.step": self.pending.step, "pending.due": self.pending.due}),
+        }
+
+    def restore(self, state: Mapping[str, int], load: Callable[[dict[str, Tensor]], None], due: FragmentsDue) -> None:
+        """Restore the state of a checkpoint; collective if `load` is.
+
+        A state that the checkpoint lacks begins as at the start of a run.
+
+        Args:
+            state: what `state` returned.
+            load: loads entries of the checkpoint.
+            due: returns the fragments of the round after a step.
+        """
+        load(self.entries([kind for kind in STATES if kind in state]))
+        self.num_rounds = state["rounds"]
+        self.tokens = [state.get(f"tokens.{fragment}", 0) for fragment in range(self._num_fragments)]
+        self.pending = None
+        if "pending.due" in state:
+            fragments = tuple(due(state["pending.step"]))
+            entries = self.pending_entries(fragments)
+            load(entries)
+            mean = self.pending_mean(entries)
+            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, mean.clone(), mean)
+
+    @torch.no_grad()
+    def adopt(self, num_rounds: int, tokens: int) -> None:
+        """Go on from outer weights and momentum that were just written: the weights become the outer weights; local.
+
+        Args:
+            num_rounds: rounds of these outer weights.
+            tokens: tokens that this site has trained on.
+        """
+        for name, (weights, *residual) in self._visit(list(self._parameters), ["weights", "residual"]):
+            local_tensor(self._parameters[name].data).copy_(weights)
+            for tensor in residual:
+                tensor.zero_()
+        self.num_rounds = num_rounds
+        self.tokens = [tokens] * self._num_fragments
+        self.pending = None
+
+    def pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
+
+        Args:
+            fragments: the fragments of the round.
+            mean: the mean; None: entries to load a checkpoint into.
+        """
+        entries = {}
+        names = self._names(fragments)
+        parts = (None,) * len(names) if mean is None else self._parts(names, mean)
+        for name, part in zip(names, parts, strict=True):
+            tensor = torch.zeros_like(self._parameters[name].data)
+            if part is not None:
+                local_tensor(tensor).copy_(part)
+            entries[f"{PENDING}{name}"] = tensor
+        first = self.num_coded(fragments)
+        for name, buffer in self._buffers_of(fragments):
+            tensor = torch.zeros(buffer.shape, dtype=self.dtype)
+            if mean is not None:
+                tensor.copy_(mean[first : first + buffer.numel()].view(buffer.shape))
+            first += buffer.numel()
+            entries[f"{PENDING}{name}"] = tensor
+        return entries
+
+    def pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean of loaded entries, on the host."""
+        parts = [local_tensor(tensor).flatten().to("cpu", self.dtype) for tensor in entries.values()]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+
+    def entries(self, kinds: Sequence[str] = STATES) -> dict[str, Tensor]:
         """Return this rank's shards of the checkpoint entries, by mapping-independent names; copies nothing.
 
         Args:
-            with_momentum: False: without the momentum, which a checkpoint of a run without it lacks.
+            kinds: names of the states.
         """
-        momentum = self.momentum if with_momentum else {}
-        return {
-            f"outer.{kind}.{name}": tensor
-            for kind, tensors in ((WEIGHTS, self.weights), (MOMENTUM, momentum))
-            for name, tensor in tensors.items()
-        }
+        return {f"outer.{kind}.{name}": tensor for kind in kinds for name, tensor in self._states[kind].items()}
 
     def states_on_device(self) -> list[Tensor]:
-        """Return the outer weights and momentum that are on the device between rounds."""
+        """Return the states that are on the device between rounds."""
         return [tensor for tensor in self.entries().values() if not self._store.is_offloaded(tensor)]
 
-    def state(self) -> dict[str, int]:
-        """Return the JSON-serialisable part of the state."""
-        return {"rounds": self.num_rounds, "tokens": self.tokens, "momentum": int(bool(self.momentum))}
+    def _names(self, fragments: Sequence[int]) -> list[str]:
+        return [name for name in self._parameters if fragment_of(name, self._num_fragments) in fragments]
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Restore what `state` returned; the entries are loaded by the caller."""
-        self.num_rounds = state["rounds"]
-        self.tokens = state["tokens"]
+    def _buffers_of(self, fragments: Sequence[int]) -> list[tuple[str, Tensor]]:
+        return [item for item in self._buffers.items() if fragment_of(item[0], self._num_fragments) in fragments]
 
-    def _states(self, kinds: list[dict[str, Tensor]]) -> Iterator[tuple[nn.Parameter, list[Tensor]]]:
-        """Yield each parameter with its local states on the device, to be changed in place."""
-        states = [[tensors[name] for tensors in kinds if tensors] for name in self._parameters]
-        yield from zip(self._parameters.values(), self._store.prefetch(states), strict=True)
+    def _visit(self, names: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield each parameter's name with its local states on the device, to be changed in place."""
+        states = [[self._states[kind][name] for kind in kinds if self._states[kind]] for name in names]
+        yield from zip(names, self._store.prefetch(states), strict=True)
+
+    def _parts(self, names: Sequence[str], vector: Tensor) -> Iterator[Tensor]:
+        """Yield the part of each parameter in the vector of a round, in the parameter's shape, type and device."""
+        first = 0
+        for name in names:
+            theta = local_tensor(self._parameters[name].data)
+            yield vector[first : first + theta.numel()].to(theta).view_as(theta)
+            first += theta.numel()
+
+    def _split(
+        self, names: Sequence[str], kinds: Sequence[str], vector: Tensor
+    ) -> Iterator[tuple[str, list[Tensor], Tensor]]:
+        """Yield each parameter's name, local states, and part of the vector of a round."""
+        parts = self._parts(names, vector)
+        for name, states in self._visit(names, kinds):
+            yield name, states, next(parts)
+
+
+def _mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
+    if keep_local:
+        tensor.mul_(keep_local).add_(outer, alpha=1 - keep_local)
+    else:
+        tensor.copy_(outer)
 
 
 def _dot(x: Tensor, y: Tensor) -> float:

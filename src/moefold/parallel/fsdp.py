@@ -34,7 +34,7 @@ from moefold.comm.torch_compat import (
     suspended_fsdp_hooks,
 )
 from moefold.config.schema import Config
-from moefold.cost.adapter_spec import training_weights
+from moefold.cost.adapter_spec import is_adapter, training_weights
 from moefold.cost.param_spec import expert_dp_dim
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
@@ -68,6 +68,16 @@ def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
     """Convert the meta parameters that are read in the type of the master weights to it."""
     for module, leaf in _full_precision_parameters(stage):
         module.register_parameter(leaf, nn.Parameter(getattr(module, leaf).to(dtype)))
+
+
+def narrow_frozen_weights(stage: Transformer) -> None:
+    """Convert the meta parameters that adapters leave frozen to the compute type, in which they are read."""
+    weights = training_weights(stage.cfg.model, stage.cfg.lora)
+    for module_name, module in stage.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{module_name}.{leaf}"
+            if not is_adapter(name) and not weights[name].is_full_precision:
+                module.register_parameter(leaf, nn.Parameter(parameter.to(stage.dtype)))
 
 
 def _full_precision_parameters(stage: Transformer) -> Iterator[tuple[nn.Module, str]]:

@@ -36,5 +36,6 @@ def merged_shards(model: ParallelModel) -> dict[str, Tensor]:
         if name in parameters:
             values, starts = local_slice(parameters[name].data)
             region = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
-            shards[name] = values + cfg.lora.scale * product_region(name, region, read).to(values.dtype)
+            product = product_region(name, region, read)
+            shards[name] = (values.to(product.dtype) + cfg.lora.scale * product).to(values.dtype)
     return shards

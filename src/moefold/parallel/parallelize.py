@@ -20,7 +20,13 @@ from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
-from moefold.parallel.fsdp import keep_full_precision, master_weight_dtype, shard_data_parallel, shard_model_parallel
+from moefold.parallel.fsdp import (
+    keep_full_precision,
+    master_weight_dtype,
+    narrow_frozen_weights,
+    shard_data_parallel,
+    shard_model_parallel,
+)
 from moefold.parallel.graphed_modules import apply_cuda_graphs
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.parallel_model import ParallelModel, make_runner
@@ -131,6 +137,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         for layer in stage.moe_layers().values():
             layer.router.to(master_weight_dtype(cfg))
         keep_full_precision(stage, master_weight_dtype(cfg))
+        if for_training and cfg.trains_adapters_only:
+            narrow_frozen_weights(stage)
         apply_tensor_parallel(stage, groups.attn.tp)
         apply_expert_parallel(stage, groups, positions, dispatcher)
         apply_context_parallel(stage, cfg.parallel, groups)

@@ -145,7 +145,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             for name, x in state.items()
         )
         if cfg.sites.is_active:
-            outer = OuterOptimizer(trained, {}, cfg.sites, StateStore(), {})
+            outer = OuterOptimizer(trained, {}, cfg.sites, StateStore())
             shards = [local_tensor(tensor) for tensor in outer.entries().values()]
             moments += sum(_tensor_bytes(shard) for shard in shards if not _is_offloaded(cfg.train, shard))
         # `init_weights` keeps the type of integer buffers and makes all others float32.

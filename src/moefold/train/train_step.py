@@ -28,6 +28,7 @@ from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
+from moefold.topology.fragments import recipe_fragments
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
@@ -528,7 +529,14 @@ def _make_outer_optimizer(model: ParallelModel, cfg: Config, state_store: StateS
         name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
         for name, parameter in parameters.items()
     }
-    return OuterOptimizer(parameters, model.named_buffers, cfg.sites, state_store, replicas)
+    return OuterOptimizer(
+        parameters,
+        model.named_buffers,
+        cfg.sites,
+        state_store,
+        num_fragments=recipe_fragments(cfg),
+        replicas=replicas,
+    )
 
 
 def _trained_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.align import REFERENCE_METHODS
 from moefold.config.schema import Config
+from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -44,6 +45,20 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.every={sites.every} is above run.steps={cfg.run.steps}, so that only the round after the last "
             f"step is left; set sites.first={cfg.run.steps} if that is meant, or a lower sites.every"
         )
+    count = recipe_fragments(cfg)
+    if sites.every < count:
+        yield (
+            f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
+            f"{sites.fragment_layers}, each of which has a round of its own; choose every={count}, or larger fragments"
+        )
+    elif sites.overlap >= shortest_gap(count, sites.every):
+        gap = shortest_gap(count, sites.every)
+        yield (
+            f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
+            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}"
+        )
+    if sites.keep_local == 1:
+        yield "sites.keep_local=1 never takes the outer weights; choose a share below 1, such as 0.5"
     if sites.count > 1 and sites.timeout_s > cfg.faults.timeout_s / 2:
         yield (
             f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={cfg.faults.timeout_s:g}, "
@@ -79,6 +94,12 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
             f"align.method={cfg.align.method!r} stores the log-probabilities of the reference by the order of one "
             f"job's samples, and sites.count={sites.count} divides them; set sites.count=1"
         )
+    for key in ("nonfinite", "spike"):
+        if getattr(cfg.faults, key) == "rollback":
+            yield (
+                f"faults.{key}='rollback' goes back to weights of an earlier round than those of the other sites; "
+                "choose 'skip' or 'stop'"
+            )
     if cfg.moe.trace_every or cfg.moe.replay:
         yield (
             "moe.trace_every and moe.replay store the routing of one job's samples; set sites.count=1, or leave them "
@@ -89,6 +110,30 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
 SITES_RULES = (validate_site_number, validate_rounds, validate_site_training)
 
 UNUSED_SITES_KEYS = (
+    UnusedKeyRule(
+        "sites.precision sites.residual",
+        lambda cfg: cfg.sites.count == 1,
+        "sites.count=1 sends nothing",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.residual",
+        lambda cfg: cfg.sites.precision == "float32",
+        "sites.precision='float32' loses nothing",
+        "choose sites.precision='bfloat16', 'int8' or 'fp4'",
+    ),
+    UnusedKeyRule(
+        "sites.fragment_layers sites.overlap",
+        lambda cfg: not cfg.sites.is_active,
+        "sites.count=1 without an outer step has no rounds",
+        "set sites.count, or sites.method='diloco'",
+    ),
+    UnusedKeyRule(
+        "sites.keep_local",
+        lambda cfg: cfg.sites.overlap == 0,
+        "sites.overlap=0 applies a round before the next step",
+        "set sites.overlap",
+    ),
     UnusedKeyRule(
         "sites.number sites.meet sites.secret sites.quorum sites.timeout_s",
         lambda cfg: cfg.sites.count == 1,

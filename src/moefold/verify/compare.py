@@ -190,7 +190,7 @@ def _layer_scales(tensors: Weights) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Yardstick:
-    """How the deviation of a tensor without a magnitude of its own is judged."""
+    """Rounding and scale by which the deviation of a tensor without a magnitude of its own is judged."""
 
     rounding: float
     """Deviation that rounding explains."""

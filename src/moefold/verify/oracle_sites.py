@@ -1,8 +1,11 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`: the formulas are those of arXiv:2311.08105, sites of equal batches.
+Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105 and arXiv:2501.18512, for sites of
+equal batches.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +49,9 @@ class OracleSites:
         ]
         self.outer = {name: p.clone() for name, p in initial.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in initial.items()}
+        layers = cfg.sites.fragment_layers
+        self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
+        self._pending: tuple[int, Weights] | None = None
         self._data = open_samples(cfg)
 
     def run(self, num_steps: int) -> list[SitesState]:
@@ -60,8 +66,17 @@ class OracleSites:
             mine = range((step - 1) * size, step * size)
             batch = oracle_batch(self._data.train, self.cfg, [number + sites.count * index for index in mine])
             losses.append(site.step(batch).loss)
-        if (step > sites.first and step % sites.every == 0) or step == self.cfg.run.steps:
-            self._round()
+        if self._pending and (step == self._pending[0] or step == self.cfg.run.steps):
+            self._apply(self._pending[1], sites.keep_local)
+            self._pending = None
+        if step == self.cfg.run.steps:
+            self._apply(self._send(lambda name: True), 0.0)
+        elif fragments := self._fragments(step):
+            mean = self._send(lambda name: self._fragment(name) in fragments)
+            if sites.overlap:
+                self._pending = (step + sites.overlap, mean)
+            else:
+                self._apply(mean, 0.0)
         weights = tuple(
             {name: w.detach().clone() for name, w in site.weights.items()}
             | {name: buffer.clone() for name, buffer in site.router.buffers().items()}
@@ -69,22 +84,39 @@ class OracleSites:
         )
         return SitesState(weights, _copies(self.outer), _copies(self.momentum), tuple(losses))
 
+    def _fragment(self, name: str) -> int:
+        parts = name.split(".")
+        return int(parts[1]) % self._num_fragments if parts[0] == "layers" else self._num_fragments - 1
+
+    def _fragments(self, step: int) -> list[int]:
+        every = self.cfg.sites.every
+        if step <= self.cfg.sites.first:
+            return []
+        return [p for p in range(self._num_fragments) if (step - p * every // self._num_fragments) % every == 0]
+
     @torch.no_grad()
-    def _round(self) -> None:
-        sites = self.cfg.sites
+    def _send(self, is_sent: Callable[[str], bool]) -> Weights:
+        """Return the mean difference of each weight, and the mean of each buffer, that is sent."""
+        mean = {}
         for name, phi in self.outer.items():
-            mean = torch.zeros_like(phi)
-            for site in self.sites:
-                mean += (phi - site.weights[name]) / sites.count
-            self.momentum[name] = sites.momentum * self.momentum[name] + mean
-            update = mean + sites.momentum * self.momentum[name] if sites.nesterov else self.momentum[name]
-            self.outer[name] = phi - sites.lr * update
-            for site in self.sites:
-                site.weights[name].copy_(self.outer[name])
+            if is_sent(name):
+                mean[name] = sum((phi - site.weights[name]) / len(self.sites) for site in self.sites) + 0 * phi
         for name in self.sites[0].router.biases:
-            bias = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
+            if is_sent(name):
+                mean[name] = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
+        return mean
+
+    @torch.no_grad()
+    def _apply(self, mean: Weights, keep: float) -> None:
+        sites = self.cfg.sites
+        for name, g in mean.items():
+            if name in self.outer:
+                self.momentum[name] = sites.momentum * self.momentum[name] + g
+                update = g + sites.momentum * self.momentum[name] if sites.nesterov else self.momentum[name]
+                self.outer[name] = self.outer[name] - sites.lr * update
             for site in self.sites:
-                site.router.biases[name].copy_(bias)
+                tensor = site.weights[name] if name in self.outer else site.router.biases[name]
+                tensor.copy_(keep * tensor + (1 - keep) * self.outer.get(name, g))
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:

@@ -154,7 +154,9 @@
         values: (u, values) => values.map((value) => (value === null ? null : number(value))), size: 54,
         font: "11px system-ui, sans-serif" },
     ],
-    cursor: { sync: { key: "board" }, drag: { x: true, y: false, setScale: false }, focus: { prox: 24 } },
+    // Charts share the place of the mouse, and not the selection: each would zoom by itself.
+    cursor: { sync: { key: "board", filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+      drag: { x: true, y: false, setScale: false }, focus: { prox: 24 } },
     hooks: {
       draw: [faultMarks(chart)],
       setSelect: [(u) => {

@@ -78,7 +78,7 @@
       Board.colorBar(Board.shareColor, 1, 255, ["1/4 of the mean", "4 times"], "no token"),
       overLayers(),
       overSteps,
-      experts.is_sampled ? Board.note("The file of counts is large: records at equal distances are shown.") : null,
+      experts.is_sampled ? Board.note("The files are large: the counts are of a part of the steps or of their samples.") : null,
     ];
   };
 
@@ -105,7 +105,7 @@
           parts.push(Board.colorBar(Board.loadColor, 1, 3, ["even", "3 times the mean"]), layerMap(answer.layers, redraw));
         }
         if (answer.experts) parts.push(...expertMaps(answer.experts, redraw));
-        else if (answer.layers) parts.push(Board.note("The experts were not counted: set metrics.expert_counts_every = 1."));
+        else if (answer.layers) parts.push(Board.note("The experts were not counted: set metrics.expert_counts_every = 1, or moe.trace_every."));
         else parts.push(Board.note("No step of a model with experts yet."));
         panel.replaceChildren(...parts.filter(Boolean));
         if (focused) document.getElementById(focused)?.focus();

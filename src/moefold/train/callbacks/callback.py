@@ -1,5 +1,6 @@
 """Hooks of the training loop: the base class of callbacks, and the state that the loop passes to them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
@@ -48,6 +49,8 @@ class TrainingContext:
     """A checkpoint was loaded."""
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
+    before_save: list[Callable[[], None]] = field(default_factory=list)
+    """Called before a checkpoint is saved, on all ranks; may communicate."""
     save_s: float = 0.0
     """Time that the save after the last step blocked training."""
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
 from moefold.optim.outer import OuterOptimizer
+from moefold.topology.fragments import fragments_due
 from moefold.train.adapter_weights import AdapterWeights
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
@@ -126,11 +128,13 @@ class Checkpointing(Callback):
     def save(self, run: TrainingContext) -> None:
         """Save a checkpoint; collective."""
         run.data.prepare_save()
+        for prepare in run.before_save:
+            prepare()
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
         state = checkpoint_state(*self._stored(run), training.optimizer) | run.data.entries()
         if training.outer is not None:
-            state |= training.outer.entries()
+            state |= training.outer.checkpoint_entries()
         position = TrainState(
             step=run.position.step,
             samples=run.position.samples,
@@ -163,7 +167,7 @@ class Checkpointing(Callback):
         training = run.training
         meta = load_checkpoint(path, *self._stored(run), training.optimizer)
         if training.outer is not None:
-            self._load_outer(training.outer, path, meta)
+            self._load_outer(run.cfg, training.outer, path, meta)
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
@@ -181,13 +185,12 @@ class Checkpointing(Callback):
         self.checkpoint_dp = meta.dp
         run.position.checked_step = meta.checked_step
 
-    def _load_outer(self, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
+    def _load_outer(self, cfg: Config, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
         """Restore the outer optimizer, or start it from the loaded weights; collective."""
         if meta.sites is None:
             outer.start()
             return
-        load_entries(path, outer.entries(with_momentum=bool(meta.sites.get("momentum"))))
-        outer.restore(meta.sites)
+        outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, cfg))
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:

@@ -1,285 +1,332 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
-import socket
 import time
-from contextlib import suppress
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import model_sizes
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import Exchanged, SiteLinks
+from moefold.comm.site_links import Exchanged, SiteRound
+from moefold.comm.wire_codes import make_wire_code
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, RunError
+from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
-from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
+from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
-from moefold.launch.signed_lines import Message, read_secret
-from moefold.optim.outer import OuterNorms, OuterOptimizer
+from moefold.launch.signed_lines import Message
+from moefold.model.local_param import local_tensor
+from moefold.optim.adamw import named_moments
+from moefold.optim.outer import OuterOptimizer, PendingRound
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.replica_check import TensorHasher
+from moefold.topology.fragments import fragments_due
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import SIGNALS
+from moefold.train.site_meeting import SiteMeeting
 
-POLL_S = 0.5
-"""Interval in which a site asks whether the others have come."""
-ANSWER_GRACE_S = 15.0
-"""Time for an answer of the meeting point beyond sites.timeout_s."""
-_EQUAL_PARALLEL_KEYS = (
-    *("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order"),
-    *("schedule", "virtual_stages", "pipeline_layout", "zero"),
-)
-_EQUAL_SITES_KEYS = ["count", "every", "first", "lr", "momentum", "nesterov", "quorum"]
-_FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
+WAIT_S = 1.0
+"""Interval in which a rank that waits for an exchange reports progress."""
 
 
-def equal_settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings that all sites must share, by name."""
-    model = {f"model.{key}": value for key, value in model_sizes(cfg.model).items() if key not in _FREE_MODEL_KEYS}
-    parallel = asdict(cfg.parallel)
-    sites = asdict(cfg.sites)
-    return (
-        {f"sites.{key}": sites[key] for key in _EQUAL_SITES_KEYS}
-        | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
-        | {"run.seed": cfg.run.seed, "run.steps": cfg.run.steps, "run.dtype": cfg.run.dtype}
-        | model
-    )
+@dataclass
+class _Flight:
+    """An exchange that has begun and that the sites have not voted on."""
+
+    step: int
+    due: int
+    fragments: tuple[int, ...]
+    own: Tensor
+    members: tuple[int, ...]
+    exchange: "Future[Exchanged] | None"
+    """None in a round of one site."""
+    began_s: float
 
 
 class SiteRounds(Callback):
-    """Callback that takes the outer step of a round; a round that is skipped changes nothing.
-
-    Rank 0 of the site talks to the meeting point; all ranks get its answers.
-    """
+    """Callback that takes the outer step of a round; a round that is skipped changes nothing."""
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._sites = cfg.sites
-        self._connection: MeetConnection | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._links: SiteLinks | None = None
+        self._meeting: SiteMeeting | None = None
+        self._flight: _Flight | None = None
+        self._record: dict[str, Any] = {}
         self._num_skipped = 0
+        self._has_told = False
+        self._gift: Message | None = None
+        """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, run: TrainingContext) -> None:
         """Meet the other sites; collective.
 
         Raises:
             ConfigError: the settings or weights are not those of the other sites.
-            RunError: the meeting point cannot be reached, or the other sites are ahead.
+            RunError: the meeting point cannot be reached, or the state of another site did not arrive.
         """
+        run.before_save.append(lambda: self._decide(run))
         if self._sites.count == 1:
             return
-        sites = self._sites
-        host, port = parse_address(sites.meet, "sites.meet")
-        secret = read_secret(sites.secret, "sites.secret")
-        links_connection = MeetConnection(host, port, secret, sites.timeout_s + ANSWER_GRACE_S)
-        if run.is_first_rank:
-            self._connection = MeetConnection(host, port, secret, sites.timeout_s + ANSWER_GRACE_S)
-        if not self._say_hello(run):
+        self._meeting = SiteMeeting(self._cfg, run.groups.rank)
+        hello = {"weights": self._digest(run), "step": run.position.step, "version": _outer_of(run).num_rounds}
+        found = self._meeting.ask_until_ready(hello, partial(self._poll, run))
+        if found == "stopped":
             return
-        if self._connection is not None:
-            self._heartbeat = Heartbeat(MeetConnection(host, port, secret, ANSWER_GRACE_S), sites.number)
-            self._heartbeat.start()
-        try:
-            # Opens the connection, whose local address the other sites can reach.
-            links_connection.ask({"do": "beat", "site": sites.number})
-        except MeetError as error:
-            raise RunError(f"sites.meet={sites.meet!r}: {error}") from None
-        self._links = SiteLinks(
-            MeetStore(links_connection, sites.timeout_s),
-            links_connection.local_host,
-            sites.number,
-            run.groups.rank,
-            sites.timeout_s,
-        )
+        # The round after the present step is still to come.
+        self._meeting.connect(lambda: hello | {"step": run.position.step - 1, "version": _outer_of(run).num_rounds})
+        if found == "missed":
+            self._join(run)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-        """Take part in a round if it is due; collective."""
-        if not self._sites.is_due(step.number, self._cfg.run.steps):
+        """Apply the round that is due, and begin one; collective."""
+        is_last = step.number == self._cfg.run.steps
+        outer = _outer_of(run)
+        due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
+        if due and (step.number >= due or is_last):
+            run.groups.recorder.set_phase("waiting for the exchange with the other sites")
+            self._decide(run)
+            step.sites = self._apply(run, self._sites.keep_local)
+            self._give(run)
+        fragments = fragments_due(self._cfg, step.number)
+        if not fragments:
             return
         run.groups.recorder.set_phase("exchanging weights with the other sites")
-        started_s = time.perf_counter()
-        outer = _outer_of(run)
-        reshard_parameters(run.training.model.stages)
-        own = outer.difference()
-        digest, is_finite = self._agree(run, own)
-        if self._sites.count == 1:
-            members = [0]
-            exchanged, why = (Exchanged(own, 0, 0.0), "") if is_finite else (None, "the weights are not finite")
-        else:
-            members, exchanged, why = self._exchange(run, step.number, own, digest, is_finite)
-        record: dict[str, Any] = {"members": len(members), "skipped": why or None}
-        if exchanged is None:
-            self._num_skipped += 1
-            if run.log is not None:
-                run.log.log_skipped_round(step.number, why)
-        else:
-            record |= self._step(run, own, exchanged)
-        step.sites = record | {
-            "rounds": outer.num_rounds,
-            "num_skipped": self._num_skipped,
-            "round_s": time.perf_counter() - started_s,
-        }
+        overlap = 0 if is_last else self._sites.overlap
+        if not self._begin(run, step.number, fragments, overlap):
+            self._join(run)
+            step.is_last = run.position.step == self._cfg.run.steps
+        elif not overlap or self._flight is None:
+            self._decide(run)
+            step.sites = self._apply(run, 0.0)
+            self._give(run)
 
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Leave the meeting point."""
-        if self._connection is not None and self._links is not None:
-            with suppress(MeetError):
-                self._connection.ask({"do": "left", "site": self._sites.number})
-        self._close()
+        if self._meeting is not None:
+            self._meeting.leave()
 
     def on_error(self, run: TrainingContext, error: Exception) -> None:
         """Close the connections, by which the meeting point knows that the site is gone."""
-        self._close()
+        if self._meeting is not None:
+            self._meeting.close()
 
-    def _close(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-        if self._links is not None:
-            self._links.close()
-        if self._connection is not None:
-            self._connection.close()
+    def _poll(self, run: TrainingContext, answer: Message) -> bool:
+        """Return whether a signal ends the wait for the other sites; collective."""
+        run.groups.recorder.set_phase("waiting for the other sites")
+        if not self._has_told and run.log is not None:
+            awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
+            run.log.message(f"waiting for {awaited} at {self._sites.meet}")
+        self._has_told = True
+        raised = [any(flags) for flags in zip(*current_world().all_gather_object(run.stop.flags), strict=True)]
+        if any(raised):
+            run.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
+        return any(raised)
 
-    def _say_hello(self, run: TrainingContext) -> bool:
-        """Wait until all sites are here; return False after a signal. Collective."""
-        outer = _outer_of(run)
-        hello: Message = {
-            "do": "hello",
-            "site": self._sites.number,
-            "host": socket.gethostname(),
-            "settings": equal_settings(self._cfg),
-            "weights": self._digest(run, outer),
-            "step": run.position.step,
-            "version": outer.num_rounds,
-        }
-        started_s = time.monotonic()
-        has_told = False
-        while True:
-            run.groups.recorder.set_phase("waiting for the other sites")
-            answer = self._ask(hello)
-            if "ready" in answer:
-                if self._connection is not None:
-                    self._connection.greet(lambda: hello | self._position(run) | {"again": True})
-                return True
-            self._raise_if_refused(answer, outer)
-            is_too_late = time.monotonic() - started_s > self._sites.timeout_s
-            # Rank 0 decides, as the clocks of the ranks differ.
-            if "unreachable" in answer and current_world().all_gather_object(is_too_late)[0]:
-                raise RunError(f"sites.meet={self._sites.meet!r}: {answer['unreachable']}; start `moefold meet` there")
-            if "missing" in answer and run.log is not None and not has_told:
-                run.log.message(f"waiting for {describe_sites(answer['missing'])} at {self._sites.meet}")
-                has_told = True
-            raised = [any(flags) for flags in zip(*current_world().all_gather_object(run.stop.flags), strict=True)]
-            if any(raised):
-                run.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
-                return False
-            time.sleep(POLL_S)
+    def _join(self, run: TrainingContext) -> None:
+        """Take weights, moments and position of another site, as this one lacks rounds; collective.
 
-    def _position(self, run: TrainingContext) -> Message:
-        return {"step": run.position.step - 1, "version": _outer_of(run).num_rounds}
-
-    def _raise_if_refused(self, answer: Message, outer: OuterOptimizer) -> None:
-        number = self._sites.number
-        if "refused" in answer:
-            raise ConfigError(f"site {number} cannot take part in the run: {answer['refused']}")
-        if "error" in answer:
+        Raises:
+            RunError: the state did not arrive.
+        """
+        assert self._meeting is not None
+        assert self._meeting.links is not None
+        self._has_told = False
+        answer = self._meeting.ask_for_giver(partial(self._poll, run))
+        if answer is None:
+            return
+        run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
+        header = torch.tensor(_header(run))
+        failure = ""
+        try:
+            self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
+        except (RuntimeError, MeetError) as error:
+            failure = _first_line(error)
+        if failures := [text for text in current_world().all_gather_object(failure) if text]:
             raise RunError(
-                f"site {number}: {answer['error']}: memory or a file of one of them is damaged; resume all sites from "
-                "checkpoints of the same step with checkpoint.resume"
+                f"site {self._sites.number} did not receive the state of site {answer['giver']}: {failures[0]}; start "
+                "it again"
             )
-        if "missed" in answer:
-            raise RunError(
-                f"site {number} has applied {outer.num_rounds} rounds, and site {answer['giver']} "
-                f"{answer['version']}: it missed the others; start all sites from checkpoints with the same number of "
-                "rounds, which checkpoint.resume names"
-            )
+        before = run.position.step
+        _adopt(run, header)
+        if run.log is not None:
+            run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
 
-    def _agree(self, run: TrainingContext, own: Tensor) -> tuple[int, bool]:
-        """Return the digest of the outer weights, and whether all ranks of the site have finite values; collective."""
-        is_finite = bool(torch.isfinite(own).all())
-        everywhere = all(current_world().all_gather_object(is_finite))
-        return self._digest(run, _outer_of(run)), everywhere
+    def _give(self, run: TrainingContext) -> None:
+        """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
+        order, self._gift = self._gift, None
+        if order is None or self._meeting is None or self._meeting.links is None:
+            return
+        run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
+        tensors = [torch.tensor(_header(run)), *_state_tensors(run)]
+        try:
+            self._meeting.links.send_state(order["gift"], tensors)
+            text = f"gave its state to site {order['to']}"
+        except (RuntimeError, MeetError) as error:
+            text = f"site {order['to']} did not receive the state: {_first_line(error)}"
+        if run.log is not None:
+            run.log.message(f"after step {run.position.step}: {text}")
 
-    def _digest(self, run: TrainingContext, outer: OuterOptimizer) -> int:
-        """Return a hash of the outer weights of all ranks of the site; collective."""
-        hasher = TensorHasher(run.groups.device)
-        local = sum(int(hasher.digest(tensor)[1]) for tensor in outer.weights.values())
-        return int(sum(current_world().all_gather_object(local)) % 2**63)
+    def _begin(self, run: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
+        """Take the differences of fragments, and start to exchange them; collective.
 
-    def _ask(self, message: Message) -> Message:
-        """Ask the meeting point, and return its answer on all ranks; collective."""
-        answer: Message | None = None
-        if self._connection is not None:
-            try:
-                answer = self._connection.ask(message)
-            except MeetError as error:
-                answer = {"unreachable": str(error)}
-        found: Message = current_world().all_gather_object(answer)[0]
-        return found
-
-    def _exchange(
-        self, run: TrainingContext, step: int, own: Tensor, digest: int, is_finite: bool
-    ) -> tuple[list[int], Exchanged | None, str]:
-        """Exchange the differences of a round; return the members, the mean, and why there is none. Collective."""
+        Returns:
+            False if the other sites have applied rounds without this one.
+        """
+        began_s = time.perf_counter()
         outer = _outer_of(run)
-        question: Message = {
+        reshard_parameters(run.training.model.stages)
+        own = outer.difference(fragments)
+        self._record = {"fragment": fragments[0] if len(fragments) == 1 else -1, "members": 0, "skipped": None}
+        is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
+        if self._meeting is None:
+            if is_finite:
+                self._flight = _Flight(step, step + overlap, fragments, own, (0,), None, began_s)
+            else:
+                self._skip(run, step, "the weights are not finite")
+            return True
+        question = {
             "do": "round",
-            "site": self._sites.number,
             "step": step,
             "version": outer.num_rounds,
-            "tokens": run.position.tokens - outer.tokens,
+            "tokens": run.position.tokens - min(outer.tokens[fragment] for fragment in fragments),
             "finite": is_finite,
-            "digest": digest,
+            "digest": self._digest(run),
             "timeout_s": self._sites.timeout_s,
+            "last": step == self._cfg.run.steps,
         }
-        answer = self._ask(question)
-        self._raise_if_refused(answer, outer)
+        answer = self._meeting.ask(question)
+        if "missed" in answer:
+            return False
+        self._meeting.raise_if_refused(answer)
+        self._gift = answer.get("give")
         if "members" not in answer:
-            return [], None, str(answer.get("skip") or answer.get("unreachable"))
-        members = list(answer["members"])
+            self._skip(run, step, str(answer.get("skip") or answer.get("unreachable")))
+            return True
         if answer["nonfinite"] and run.log is not None:
             run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
-        exchanged, failure = self._transfer(answer, own)
-        failures = [text for text in current_world().all_gather_object(failure) if text]
-        vote = self._ask({"do": "vote", "site": self._sites.number, "step": step, "ok": not failures})
-        if vote.get("apply"):
-            return members, exchanged, ""
-        if self._links is not None:
-            self._links.drop()
-        why = failures[0] if failures else str(vote.get("why") or vote.get("unreachable") or vote.get("refused"))
-        return members, None, why
+        members = tuple(answer["members"])
+        exchange = None
+        if len(members) > 1:
+            assert self._meeting.links is not None
+            round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
+            code = make_wire_code(self._sites.precision, own.dtype)
+            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), code)
+        self._flight = _Flight(step, step + overlap, fragments, own, members, exchange, began_s)
+        return True
 
-    def _transfer(self, answer: Message, own: Tensor) -> tuple[Exchanged | None, str]:
-        """Exchange this rank's vector; return the mean, or why it failed."""
-        assert self._links is not None
-        if len(answer["members"]) == 1 and answer["weights"][0]:
-            return Exchanged(own, 0, 0.0), ""
-        try:
-            return self._links.begin(answer["epoch"], answer["members"], answer["weights"], own).result(), ""
-        except (RuntimeError, MeetError) as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            return None, f"the exchange with {describe_sites(answer['members'])} failed: {first_line[:160]}"
-
-    def _step(self, run: TrainingContext, own: Tensor, exchanged: Exchanged) -> dict[str, Any]:
-        """Take the outer step and return its metrics; collective."""
+    def _decide(self, run: TrainingContext) -> None:
+        """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        waiting_since_s = time.perf_counter()
+        exchanged, failure = _result(flight, run)
+        waited_s = time.perf_counter() - waiting_since_s
         outer = _outer_of(run)
-        norms: OuterNorms = outer.step(own, exchanged.mean)
-        outer.tokens = run.position.tokens
-        sums = norms.to_tensor().to(run.groups.device)
-        sent = torch.tensor([float(exchanged.sent_bytes)], dtype=torch.float64, device=sums.device)
-        difference, mean, product, weights, sent_bytes = all_reduce_sum(
-            torch.cat([sums, sent]), run.groups.world
-        ).tolist()
-        return {
-            "difference": (difference / weights) ** 0.5 if weights else 0.0,
-            "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
-            "sent_bytes": int(sent_bytes),
+        if self._meeting is not None:
+            failures = [text for text in current_world().all_gather_object(failure) if text]
+            vote = self._meeting.ask({"do": "vote", "step": flight.step, "ok": not failures})
+            if not vote.get("apply"):
+                if self._meeting.links is not None:
+                    self._meeting.links.drop()
+                why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
+                self._skip(run, flight.step, str(why))
+                return
+        assert exchanged is not None
+        outer.num_rounds += 1
+        for fragment in flight.fragments:
+            outer.tokens[fragment] = run.position.tokens
+        if outer.residual:
+            outer.keep_residual(flight.fragments, flight.own, exchanged.decoded)
+        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
+        self._record |= {
+            "members": len(flight.members),
+            "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
             "exchange_s": exchanged.seconds,
+            "wait_s": waited_s,
+            "round_s": time.perf_counter() - flight.began_s,
         }
+
+    def _apply(self, run: TrainingContext, keep_local: float) -> dict[str, Any]:
+        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
+        outer = _outer_of(run)
+        pending, outer.pending = outer.pending, None
+        if pending is not None:
+            reshard_parameters(run.training.model.stages)
+            norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
+            difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
+            self._record |= {
+                "difference": (difference / weights) ** 0.5 if weights else 0.0,
+                "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
+            }
+        return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _skip(self, run: TrainingContext, step: int, why: str) -> None:
+        self._num_skipped += 1
+        self._record["skipped"] = why
+        if run.log is not None:
+            run.log.log_skipped_round(step, why)
+
+    def _digest(self, run: TrainingContext) -> int:
+        """Return a hash of the outer weights of all ranks of the site; collective."""
+        hasher = TensorHasher(run.groups.device)
+        local = sum(int(hasher.digest(tensor)[1]) for tensor in _outer_of(run).weights.values())
+        return int(sum(current_world().all_gather_object(local)) % 2**63)
+
+
+def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
+    """Wait for an exchange of this rank; return its result, or why it failed."""
+    if flight.exchange is None:
+        return Exchanged(flight.own, flight.own, 0, 0.0), ""
+    try:
+        while True:
+            try:
+                return flight.exchange.result(WAIT_S), ""
+            except TimeoutError:
+                if flight.exchange.done():
+                    raise
+                # Every part of the exchange has a limit of its own.
+                run.groups.recorder.note_progress()
+    except (RuntimeError, MeetError, TimeoutError) as error:
+        return None, f"the exchange with {describe_sites(flight.members)} failed: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def _header(run: TrainingContext) -> list[int]:
+    """Return the numbers of the state that a site gives: step, rounds, and updates of the moments."""
+    return [run.position.step, _outer_of(run).num_rounds, run.training.moment_updates]
+
+
+def _state_tensors(run: TrainingContext) -> list[Tensor]:
+    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers."""
+    training = run.training
+    moments = named_moments(training.optimizer, training.parameters)
+    outer = _outer_of(run).entries(("weights", "momentum"))
+    tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
+    return [local_tensor(tensors[name]) for name in sorted(tensors)]
+
+
+def _adopt(run: TrainingContext, header: Tensor) -> None:
+    """Go on from a received state: the weights become the outer weights."""
+    step, num_rounds, moment_updates = header.tolist()
+    reshard_parameters(run.training.model.stages)
+    _outer_of(run).adopt(num_rounds, run.position.tokens)
+    run.training.restore_moment_updates(moment_updates)
+    run.position.step = step
+
+
+def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
+    """Return the sums of numbers over the ranks of the site; collective."""
+    local = torch.tensor(numbers, dtype=torch.float64, device=run.groups.device)
+    sums: list[float] = all_reduce_sum(local, run.groups.world).tolist()
+    return sums
 
 
 def _outer_of(run: TrainingContext) -> OuterOptimizer:

@@ -1,0 +1,147 @@
+"""Codes of fewer bits for the differences that sites exchange: bfloat16, int8 and fp4 in blocks.
+
+A block of 256 elements has a float32 scale, its largest magnitude. Decoded values are the same bits on every machine,
+as each step is one rounded operation. Non-finite values must not be decoded.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Elements with a common scale."""
+_SCALE_BYTES = 4
+_INT8_MAX = 127.0
+_FP4_MIN_EXPONENT = -6
+"""Smallest magnitude of fp4, a power of two below the scale."""
+
+
+class WireCode(ABC):
+    """Code of a vector as bytes."""
+
+    @abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of a coded vector."""
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the code of a vector on the host, uint8 [num_bytes]."""
+
+    @abstractmethod
+    def decode(self, code: Tensor, like: Tensor) -> Tensor:
+        """Return the decoded vector, of the size and type of `like`."""
+
+
+class PlainCode(WireCode):
+    """The bytes of the vector itself.
+
+    Args:
+        dtype: type of the vector.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def num_bytes(self, numel: int) -> int:
+        """See base class."""
+        return numel * self.dtype.itemsize
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See base class."""
+        return x.to(self.dtype).contiguous().view(torch.uint8)
+
+    def decode(self, code: Tensor, like: Tensor) -> Tensor:
+        """See base class."""
+        return code.view(self.dtype).to(like.dtype)
+
+
+class _BlockCode(WireCode):
+    """Code with a scale for each block: the codes of the elements, then the scales."""
+
+    bits: int
+
+    def num_bytes(self, numel: int) -> int:
+        """See base class."""
+        return -(-numel * self.bits // 8) + _SCALE_BYTES * -(-numel // BLOCK)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See base class."""
+        padded = torch.zeros(-(-len(x) // BLOCK) * BLOCK)
+        padded[: len(x)] = x
+        blocks = padded.view(-1, BLOCK)
+        scales = blocks.abs().amax(1)
+        # The ratio to a scale of 0 is never used: all elements of the block are 0.
+        ratios = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+        codes = self._encode(ratios.flatten()[: len(x)])
+        return torch.cat([codes, scales.view(torch.uint8)])
+
+    def decode(self, code: Tensor, like: Tensor) -> Tensor:
+        """See base class."""
+        num_scales = -(-len(like) // BLOCK)
+        codes, scales = code.split([len(code) - _SCALE_BYTES * num_scales, _SCALE_BYTES * num_scales])
+        padded = torch.zeros(num_scales * BLOCK)
+        padded[: len(like)] = self._decode(codes, len(like))
+        return (
+            (padded.view(-1, BLOCK) * scales.clone().view(torch.float32)[:, None]).flatten()[: len(like)].to(like.dtype)
+        )
+
+    @abstractmethod
+    def _encode(self, ratios: Tensor) -> Tensor:
+        """Return the codes of values in [-1, 1], uint8."""
+
+    @abstractmethod
+    def _decode(self, codes: Tensor, numel: int) -> Tensor:
+        """Return values in [-1, 1], float32 [numel]."""
+
+
+class Int8Code(_BlockCode):
+    """Integers of 8 bits, of a 127th of the scale each."""
+
+    bits = 8
+
+    def _encode(self, ratios: Tensor) -> Tensor:
+        return (ratios * _INT8_MAX).round().to(torch.int8).view(torch.uint8)
+
+    def _decode(self, codes: Tensor, numel: int) -> Tensor:
+        return codes.view(torch.int8).float() / _INT8_MAX
+
+
+class Fp4Code(_BlockCode):
+    """Sign and three bits of exponent (E3M0): 0, and the scale times 2**-6 to 1, rounded to the nearest."""
+
+    bits = 4
+
+    def _encode(self, ratios: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(ratios.abs())
+        # mantissa is in [0.5, 1): 0.75 is half-way between two powers of two.
+        power = torch.where(mantissa >= 0.75, exponent, exponent - 1)
+        level = torch.where(power >= _FP4_MIN_EXPONENT, power - _FP4_MIN_EXPONENT + 1, 1)
+        level = torch.where(ratios.abs() >= 2.0 ** (_FP4_MIN_EXPONENT - 1), level, 0)
+        codes = (level + 8 * (ratios < 0)).to(torch.uint8)
+        if len(codes) % 2:
+            codes = torch.cat([codes, codes.new_zeros(1)])
+        return codes[::2] | codes[1::2] << 4
+
+    def _decode(self, codes: Tensor, numel: int) -> Tensor:
+        both = torch.stack([codes & 15, codes >> 4], 1).flatten()[:numel].int()
+        powers = [0.0, *(2.0**exponent for exponent in range(_FP4_MIN_EXPONENT, 1))]
+        value = torch.tensor(powers)[both & 7]
+        return torch.where(both >= 8, -value, value)
+
+
+def make_wire_code(precision: str, dtype: torch.dtype) -> WireCode:
+    """Return the code of `sites.precision` for vectors of a type.
+
+    Args:
+        precision: float32 (the vector itself), bfloat16, int8 or fp4.
+        dtype: type of the vector.
+    """
+    match precision:
+        case "bfloat16":
+            return PlainCode(torch.bfloat16)
+        case "int8":
+            return Int8Code()
+        case "fp4":
+            return Fp4Code()
+    return PlainCode(dtype)

@@ -1,0 +1,58 @@
+"""Fragments of a model: the parts that the sites exchange at different steps (Streaming DiLoCo, arXiv:2501.18512)."""
+
+import re
+
+from moefold.config.schema import Config
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def num_fragments(num_layers: int, fragment_layers: int) -> int:
+    """Return the number of fragments.
+
+    Args:
+        num_layers: layers of the model.
+        fragment_layers: layers of a fragment; 0: all of them.
+    """
+    return -(-num_layers // fragment_layers) if fragment_layers else 1
+
+
+def fragment_of(name: str, count: int) -> int:
+    """Return the fragment of a parameter or buffer.
+
+    Layers are strided, layer l in fragment l mod count, so that each fragment has early and late layers. Embedding,
+    head and MTP layers are in the last fragment, which has the fewest layers.
+
+    Args:
+        name: name in the full model.
+        count: number of fragments.
+    """
+    layer = _LAYER.match(name)
+    return int(layer[1]) % count if layer else count - 1
+
+
+def recipe_fragments(cfg: Config) -> int:
+    """Return the number of fragments of a recipe."""
+    return num_fragments(cfg.model.num_layers, cfg.sites.fragment_layers)
+
+
+def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
+    """Return the fragments of the round after a step, counted from 1; empty if there is no round.
+
+    Fragment p of P has a round every `sites.every` steps, at an offset of p * every // P steps. After the last step of
+    the run, all fragments have one.
+    """
+    sites = cfg.sites
+    count = recipe_fragments(cfg)
+    if not sites.is_active:
+        return ()
+    if step == cfg.run.steps:
+        return tuple(range(count))
+    if step <= sites.first:
+        return ()
+    return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
+
+
+def shortest_gap(count: int, every: int) -> int:
+    """Return the fewest steps between the rounds of two fragments."""
+    return every // count

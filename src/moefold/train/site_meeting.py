@@ -1,0 +1,194 @@
+"""A site's side of the meeting point: rank 0 talks to it, and all ranks get its answers."""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from moefold.checkpoint.checkpoint_dir import model_sizes
+from moefold.comm.groups import current_world
+from moefold.comm.site_links import SiteLinks
+from moefold.config.schema import Config
+from moefold.errors import ConfigError, RunError
+from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
+from moefold.launch.signed_lines import Message, read_secret
+
+POLL_S = 0.5
+"""Interval in which a site asks whether the others have come."""
+ANSWER_GRACE_S = 15.0
+"""Time for an answer of the meeting point beyond sites.timeout_s."""
+_EQUAL_PARALLEL_KEYS = (
+    *("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order"),
+    *("schedule", "virtual_stages", "pipeline_layout", "zero"),
+)
+_OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "method"})
+_FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
+
+
+def equal_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings that all sites must share, by name."""
+    model = {f"model.{key}": value for key, value in model_sizes(cfg.model).items() if key not in _FREE_MODEL_KEYS}
+    parallel = asdict(cfg.parallel)
+    sites = {f"sites.{key}": value for key, value in asdict(cfg.sites).items() if key not in _OWN_SITES_KEYS}
+    return (
+        sites
+        | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
+        | {"run.seed": cfg.run.seed, "run.steps": cfg.run.steps, "run.dtype": cfg.run.dtype}
+        | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
+        | {f"lora.{key}": value for key, value in asdict(cfg.lora).items()}
+        | model
+    )
+
+
+class SiteMeeting:
+    """Connections of this rank to the meeting point; `links` connects it to its equals on the other sites.
+
+    Args:
+        cfg: the recipe of the site.
+        rank: this rank in the site.
+    """
+
+    def __init__(self, cfg: Config, rank: int) -> None:
+        sites = cfg.sites
+        self._cfg = cfg
+        self._sites = sites
+        self.number = sites.number
+        self._rank = rank
+        host, port = parse_address(sites.meet, "sites.meet")
+        secret = read_secret(sites.secret, "sites.secret")
+        timeout_s = sites.timeout_s + ANSWER_GRACE_S
+        self._connection = MeetConnection(host, port, secret, timeout_s) if rank == 0 else None
+        self._links_connection = MeetConnection(host, port, secret, timeout_s)
+        self._heartbeat = Heartbeat(MeetConnection(host, port, secret, ANSWER_GRACE_S), sites.number)
+        self.links: SiteLinks | None = None
+
+    def ask(self, message: Message) -> Message:
+        """Ask the meeting point, and return its answer on all ranks; collective.
+
+        The answer is {"unreachable": reason} if there is none.
+        """
+        answer: Message | None = None
+        if self._connection is not None:
+            try:
+                answer = self._connection.ask(message | {"site": self.number})
+            except MeetError as error:
+                answer = {"unreachable": str(error)}
+        found: Message = current_world().all_gather_object(answer)[0]
+        return found
+
+    def ask_until_ready(self, hello: Message, poll: Callable[[Message], bool]) -> str:
+        """Say hello until all sites are here; collective.
+
+        Args:
+            hello: position and weights of the site.
+            poll: called with each answer that says to wait, on all ranks; returns whether to stop waiting.
+
+        Returns:
+            "ready" if all sites are here, "missed" if the others have applied rounds without this site, "stopped" if
+            `poll` said so.
+
+        Raises:
+            ConfigError: the settings or weights are not those of the other sites.
+            RunError: the meeting point cannot be reached.
+        """
+        message = hello | {
+            "do": "hello",
+            "host": socket.gethostname(),
+            "settings": equal_settings(self._cfg),
+        }
+        started_s = time.monotonic()
+        while True:
+            answer = self.ask(message)
+            if "ready" in answer:
+                return "ready"
+            if "missed" in answer:
+                return "missed"
+            self.raise_if_refused(answer)
+            is_too_late = time.monotonic() - started_s > self._sites.timeout_s
+            # Rank 0 decides, as the clocks of the ranks differ.
+            if "unreachable" in answer and current_world().all_gather_object(is_too_late)[0]:
+                raise RunError(f"sites.meet={self._sites.meet!r}: {answer['unreachable']}; start `moefold meet` there")
+            if poll(answer):
+                return "stopped"
+            time.sleep(POLL_S)
+
+    def ask_for_giver(self, poll: Callable[[Message], bool]) -> Message | None:
+        """Wait for a site that gives its state to this one; None if `poll` stops the wait. Collective.
+
+        Raises:
+            RunError: the other sites have ended, or the meeting point cannot be reached.
+        """
+        started_s = time.monotonic()
+        while True:
+            answer = self.ask({"do": "join"})
+            if "giver" in answer:
+                return answer
+            if "ended" in answer:
+                raise RunError(
+                    f"site {self.number} lacks rounds that the other sites have applied, and they have ended; start "
+                    "all sites again, or go on from a checkpoint of another site with checkpoint.init_from"
+                )
+            self.raise_if_refused(answer)
+            is_too_late = time.monotonic() - started_s > self._sites.timeout_s
+            if "unreachable" in answer and current_world().all_gather_object(is_too_late)[0]:
+                raise RunError(f"sites.meet={self._sites.meet!r}: {answer['unreachable']}")
+            if poll(answer):
+                return None
+            time.sleep(POLL_S)
+
+    def connect(self, greeting: Callable[[], Message]) -> None:
+        """Prepare for rounds, once all sites are here.
+
+        Args:
+            greeting: returns position and weights of the site, for a connection after the first one was lost.
+
+        Raises:
+            RunError: the meeting point cannot be reached.
+        """
+        if self._connection is not None:
+            settings = {"do": "hello", "site": self.number, "host": socket.gethostname(), "again": True}
+            settings["settings"] = equal_settings(self._cfg)
+            self._connection.greet(lambda: greeting() | settings)
+            self._heartbeat.start()
+        try:
+            # Opens the connection, whose local address the other sites can reach.
+            self._links_connection.ask({"do": "beat", "site": self.number})
+            self._links_connection.greet(lambda: {"do": "beat", "site": self.number})
+        except MeetError as error:
+            raise RunError(f"sites.meet={self._sites.meet!r}: {error}") from None
+        store = MeetStore(self._links_connection, self._sites.timeout_s)
+        host = self._links_connection.local_host
+        self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
+
+    def raise_if_refused(self, answer: Message) -> None:
+        """Raise an error if an answer says that the site cannot take part.
+
+        Raises:
+            ConfigError: the settings or weights are not those of the other sites.
+            RunError: the outer weights are damaged.
+        """
+        if "refused" in answer:
+            raise ConfigError(f"site {self.number} cannot take part in the run: {answer['refused']}")
+        if "error" in answer:
+            raise RunError(
+                f"site {self.number}: {answer['error']}: memory or a file of one of them is damaged; resume all sites "
+                "from checkpoints of the same step with checkpoint.resume"
+            )
+
+    def leave(self) -> None:
+        """Tell the meeting point that the site has ended, and close the connections."""
+        if self._connection is not None and self.links is not None:
+            with suppress(MeetError):
+                self._connection.ask({"do": "left", "site": self.number})
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections, by which the meeting point knows that the site is gone."""
+        self._heartbeat.stop()
+        if self.links is not None:
+            self.links.close()
+        self._links_connection.close()
+        if self._connection is not None:
+            self._connection.close()
