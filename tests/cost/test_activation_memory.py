@@ -59,7 +59,6 @@ LLAMA4 = {
     "qk_norm_weight": False, "nope_temperature_scale": 0.1, "router_probs_on_input": True,
 }  # fmt: skip
 HEAD_GATE = {"attention_gate": True, "attention_gate_width": "head"}
-WARMUP = {"indexer_stage": "warmup"}
 SPARSE = {"index_topk": 24, "index_heads": 3, "index_head_dim": 16}
 CHOICES = [
     (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
@@ -222,8 +221,7 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LATENT | SPARSE},
         {"model": SPARSE, "train": {"recompute": ("layer",)}},
         {"model": LATENT | SPARSE | {"index_pattern": "FS"}},
-        {"model": SPARSE | {"mtp_layers": 1}, "train": WARMUP},
-        {"model": LATENT | SPARSE | {"num_layers": 4, "index_pattern": "FS"}, "train": WARMUP},
+        {"model": SPARSE | {"index_pattern": "FS", "mtp_layers": 1}, "train": {"indexer_stage": "warmup"}},
         {"model": SPARSE | {"index_pattern": "FS"}, "train": {"recompute": ("layer",)}},
         {"model": {"attention_gate": True, "norm_placement": "both", "qk_norm": True, "moe_hidden_size": 24}},
         {"model": {"norm_placement": "post", "logits_divisor": 3.0, "residual_multiplier": 0.6}},
@@ -256,7 +254,6 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         "sparse, recomputed",
         "shared selection",
         "warm-up of indexers",
-        "warm-up of shared indexers",
         "shared selection, recomputed",
         "gate and latent experts",
         "norms of outputs",

@@ -1,7 +1,7 @@
 """Frozen parts of a model: computed without a graph, and passed by gradients, so that the layers stay connected.
 
 In the warm-up of indexers (`train.indexer_stage`) only their losses have gradients to compute, and none of them passes
-through the model. Gradients still travel from the last layer to the first, because pipelines and FSDP start the
+through the model. Gradients still pass from the last layer to the first, because pipelines and FSDP start the
 backward pass of a stage or layer when they arrive; their values mean nothing.
 """
 
