@@ -33,6 +33,10 @@ def test_the_log_begins_with_what_runs(tmp_path):
     assert lines["batch"] == "16 x 32 = 512 tokens a step, learning rate 0.001, 0 steps of warm-up, adamw"
     assert lines["ranks"] == "8 on cpu, float32; attention tp2 x cp1 x dp2 x pp2, experts etp1 x ep4 x edp1 x pp2"
     assert lines["saves"] == "every 500 steps and at the end, the newest 10 stay"
+    assert "note" not in lines
+    warmup = ["model.index_topk=8", "model.index_head_dim=16", "train.indexer_stage=warmup"]
+    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16", *warmup]), tmp_path)
+    assert lines["note"] == "train.indexer_stage='warmup' trains the indexers alone, not by moe.aux_loss"
 
 
 @pytest.mark.parametrize(

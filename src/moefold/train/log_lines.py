@@ -5,7 +5,7 @@ from pathlib import Path
 from signal import Signals
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
@@ -37,7 +37,21 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
         *([f"sites  {_describe_sites(cfg)}"] if cfg.sites.is_active else []),
+        *_warmup_lines(cfg),
     ]
+
+
+def _warmup_lines(cfg: Config) -> list[str]:
+    """Return a note on losses that are reported and train nothing in the warm-up of indexers."""
+    coefficients = {
+        "moe.aux_loss": cfg.moe.aux_coefficient if has_moe_layers(cfg.model) else 0.0,
+        "moe.z_loss": cfg.moe.z_loss if has_moe_layers(cfg.model) else 0.0,
+        "train.mtp_loss": cfg.train.mtp_loss if cfg.model.mtp_layers else 0.0,
+    }
+    idle = [key for key, value in coefficients.items() if value]
+    if not cfg.trains_indexers_only or not idle:
+        return []
+    return [f"note   train.indexer_stage='warmup' trains the indexers alone, not by {', '.join(idle)}"]
 
 
 MIN_ROUNDS_OF_MOMENTUM = 100
