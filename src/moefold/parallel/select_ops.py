@@ -124,8 +124,9 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
     """
     set_on_modules(stage, "kernels", kernels)
     for layer in stage.moe_layers().values():
-        # Experts with adapters choose grouped GEMMs themselves, on rows that are sorted by expert.
-        layer.experts.ops = kernels.expert_ops if layer.experts.lora is None else TORCH_EXPERT_OPS
+        # Experts with adapters multiply rows that are sorted by expert.
+        is_fused = layer.experts.lora is None or not kernels.expert_ops.fuses_permutation
+        layer.experts.ops = kernels.expert_ops if is_fused else TORCH_EXPERT_OPS
         layer.dispatcher.use_permute_ops(kernels.permute_ops)
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
     for module in stage.modules():
