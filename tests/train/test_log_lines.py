@@ -54,6 +54,28 @@ def test_the_log_says_what_will_be_saved(tmp_path, words, text):
 
 
 @pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["sites.count=2", "sites.number=1", "sites.every=5"],
+            "number 1 of 2, a round every 5 steps, learning rate 1",
+        ),
+        (
+            ["sites.method=diloco", "sites.every=10", "sites.fragment_layers=1"],
+            "a round every 10 steps for each of 2 fragments, learning rate 0.7, momentum 0.9; with only 3 rounds this "
+            "momentum does harm, sites.method='mean' does not",
+        ),
+        (
+            ["sites.method=diloco", "sites.every=10", "run.steps=5000"],
+            "a round every 10 steps, learning rate 0.7, momentum 0.9",
+        ),
+    ],
+)
+def test_the_log_says_when_sites_have_rounds(tmp_path, words, text):
+    assert lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]), tmp_path)["sites"] == text
+
+
+@pytest.mark.parametrize(
     ("saved", "words", "status", "step", "first"),
     [
         (20, [], 0, 20, "done: 20 steps, in {run}; model in {run}/checkpoints/step-000020"),

@@ -11,6 +11,7 @@ from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
+from moefold.topology.fragments import recipe_fragments
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
 MIN_UNBOUNDED_SAMPLES = 2**39
@@ -35,7 +36,25 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"ranks  {_describe_ranks(cfg, device_type)}",
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
+        *([f"sites  {_describe_sites(cfg)}"] if cfg.sites.is_active else []),
     ]
+
+
+MIN_ROUNDS_OF_MOMENTUM = 100
+"""Rounds below which an outer momentum above 0.5 does harm: docs/log.md, 2026-11-26."""
+
+
+def _describe_sites(cfg: Config) -> str:
+    sites = cfg.sites
+    num_rounds = max(0, cfg.run.steps - sites.first) // sites.every + 1
+    number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
+    fragments = f" for each of {count} fragments" if (count := recipe_fragments(cfg)) > 1 else ""
+    text = f"{number}a round every {sites.every} steps{fragments}, learning rate {sites.lr:g}"
+    if sites.momentum:
+        text += f", momentum {sites.momentum:g}"
+    if sites.momentum > 0.5 and num_rounds < MIN_ROUNDS_OF_MOMENTUM:
+        text += f"; with only {num_rounds} rounds this momentum does harm, sites.method='mean' does not"
+    return text
 
 
 def _describe_sampling(cfg: Config) -> str:
