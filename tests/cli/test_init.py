@@ -20,6 +20,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["single"], ["single.toml"]),
         (["sft", "a/b"], ["a/b/sft.toml", "a/b/conversations.jsonl"]),
         (["dpo"], ["dpo.toml", "preferences.jsonl"]),
+        (["lora"], ["lora.toml", "conversations.jsonl"]),
         (["experiments"], ["experiments/quickstart.toml"]),
         (["slurm"], ["slurm.sbatch"]),
     ],
@@ -56,7 +57,10 @@ def test_list_describes_each_recipe(capsys):
     ("words", "message"),
     [
         (["sftt"], "did you mean 'sft'?"),
-        (["xxxxxxx", "folder"], "the recipes are countdown, countdown-sft, dpo, mixtral-8x7b, prorl, quickstart,"),
+        (
+            ["xxxxxxx", "folder"],
+            "the recipes are countdown, countdown-sft, dpo, lora, mixtral-8x7b, prorl, quickstart,",
+        ),
         (["sft", "a", "b"], "one argument too many"),
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],
