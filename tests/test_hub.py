@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli.main import main
 from moefold.convert.preflight import weights_path
 from moefold.errors import ConfigError
 from moefold.hub import check_repo_name, files_to_push, parse_hub_url, push_folder, repo_of_snapshot, snapshot
@@ -177,6 +178,21 @@ def test_a_public_repository_needs_the_option(hub: Hub, folder, monkeypatch):
     with pytest.raises(ConfigError, match="'me/model' is public: everyone could read the model; add --public"):
         _push(folder, "me/model")
     _push(folder, "me/model", public=True, overwrites=True)
+
+
+def test_a_dry_run_lists_the_files(hub: Hub, folder, capsys):
+    """A folder of adapters as well; the hub is not asked."""
+    for name in ("config.json", "adapter_config.json"):
+        (folder / "config.json").rename(folder / name)
+        assert main(["push", str(folder), "hf://me/new", "--dry-run"]) == 0
+        (folder / name).rename(folder / "config.json")
+        said = capsys.readouterr().out
+        assert f"MB  {name}" in said
+        assert "would push 5 files, 0.000256 GB to me/new, private; nothing was sent" in said
+    assert hub.requests == []
+    (folder / "config.json").unlink()
+    assert main(["push", str(folder), "me/new", "--dry-run"]) == 2
+    assert "is no complete checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.slow

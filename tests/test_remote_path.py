@@ -11,7 +11,7 @@ import pytest
 from moefold.bounded_read import open_regular, read_bytes, read_json
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
-from moefold.remote_path import RemoteError, RemotePath, is_remote, to_path
+from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -70,7 +70,7 @@ def test_files_and_folders_are_written_listed_and_deleted(root):
     folder.delete_tree()
     folder.delete_tree()
     assert not folder.exists()
-    root.check_writable()
+    check_remote_writable(root)
     assert not root.is_dir() or root.entries() == []
 
 

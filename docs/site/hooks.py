@@ -29,6 +29,7 @@ PAGES_OF_FILES = {
 PYTHON_PAGE = "python-reference.md"
 LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "sh", ".csv": "text", ".json": "json", ".jsonl": "json"}
 TABS = {
+    "Start here": "Start",
     "Tasks": "Guides",
     "Choosing a mapping": "Guides",
     "When something goes wrong": "Guides",
@@ -62,7 +63,9 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
             ]
         },
     ]
-    config.nav = [*config.nav, *nav]
+    start, *others = config.nav
+    start["Start"] += [path for section in tabs.get("Start", []) for pages in section.values() for path in pages]
+    config.nav = [start, *others, *nav]
     return config
 
 

@@ -28,6 +28,8 @@ OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl
 _ABSOLUTE_SCHEMES = frozenset({"file", "local"})
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _MAX_REASON_CHARS = 300
+_READ_BUFFER_BYTES = 1 << 17
+"""Size of a request for a small part of a file; larger parts are read by one request of their own size."""
 _S3_ADVICE = (
     "check the name of the bucket, the credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) and, "
     "for another store than Amazon's, AWS_ENDPOINT_URL"
@@ -242,8 +244,16 @@ class RemotePath(PosixPath):
         """
         assert mode in ("rb", "wb"), mode
         with self._requests() as (filesystem, key):
-            opened = filesystem.open(key, mode)
-        return BufferedReader(_TranslatedReader(opened, self)) if mode == "rb" else _TranslatedWriter(opened, self)
+            # Reads go to the server as they come: read-ahead would fetch megabytes around each small part of a file.
+            opened = filesystem.open(key, mode, cache_type="none") if mode == "rb" else filesystem.open(key, mode)
+        if mode == "wb":
+            return _TranslatedWriter(opened, self)
+        return BufferedReader(_TranslatedReader(opened, self), _READ_BUFFER_BYTES)
+
+    def read_range(self, start: int, size: int) -> bytes:
+        """Return `size` bytes of the file from `start` on, by one request; fewer at its end."""
+        with self._requests() as (filesystem, key):
+            return bytes(filesystem.cat_file(key, start=start, end=start + size))
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
@@ -303,21 +313,6 @@ class RemotePath(PosixPath):
         except FileNotFoundError:
             return
 
-    def check_writable(self) -> None:
-        """Write a small file below this path, read it back and delete it.
-
-        Raises:
-            RemoteError: one of these requests fails.
-        """
-        probe = self / f".moefold-{uuid.uuid4().hex}"
-        try:
-            probe.write_bytes(b"moefold")
-            if probe.read_bytes() != b"moefold":
-                raise RemoteError(errno.EIO, "a file that was just written has other content", str(self))
-            probe.unlink()
-        except FileNotFoundError as error:
-            raise RemoteError(errno.ENOENT, "there is no such bucket or folder", str(self)) from error
-
     def download(self, target: Path) -> None:
         """Copy the file to a path of this machine."""
         with self._requests() as (filesystem, key):
@@ -328,6 +323,22 @@ class RemotePath(PosixPath):
         with self._requests() as (filesystem, key):
             self._make_parents(filesystem, key)
             filesystem.put_file(str(source), key)
+
+
+def check_remote_writable(folder: RemotePath) -> None:
+    """Write a small file to a folder, read it back and delete it.
+
+    Raises:
+        RemoteError: one of these requests fails.
+    """
+    probe = folder / f".moefold-{uuid.uuid4().hex}"
+    try:
+        probe.write_bytes(b"moefold")
+        if probe.read_bytes() != b"moefold":
+            raise RemoteError(errno.EIO, "a file that was just written has other content", str(folder))
+        probe.unlink()
+    except FileNotFoundError as error:
+        raise RemoteError(errno.ENOENT, "there is no such bucket or folder", str(folder)) from error
 
 
 class _TranslatedReader(RawIOBase):

@@ -1,5 +1,7 @@
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +151,21 @@ def test_nothing_is_left_for_later(tmp_path):
     path = tmp_path / "snippet.py"
     path.write_text("x = 1  # TO" + "DO: later\ny = 'TODOS'\n")
     assert rules.leftovers(path, tmp_path) == ["snippet.py:1: x = 1  # TO" + "DO: later"]
+
+
+def imports_triton(path: Path) -> list[str]:
+    """The imports of Triton, or of its kernels, that a module does when it is imported itself."""
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [name for name in names if name.split(".")[0] == "triton" or name.startswith("moefold.ops.triton")]
+    return [f"{path.relative_to(rules.ROOT)}: {name}" for name in found]
+
+
+def test_triton_is_imported_where_it_is_used_only():
+    # CPU-only wheels of torch do not bring Triton.
+    kernels = rules.SOURCE / "ops/triton"
+    others = [path for path in rules.python_files(rules.SOURCE) if not path.is_relative_to(kernels)]
+    assert [line for path in others for line in imports_triton(path)] == []
+    assert imports_triton(kernels / "router.py")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from moefold.checkpoint.checkpoint_dir import (
     step_of,
 )
 from moefold.checkpoint.commit import remove_checkpoint
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.cli.main import main
 from moefold.config.schema import Config
@@ -40,41 +41,61 @@ def _remote(cfg: Config, folder: Path, *, async_save: bool = False) -> Config:
     return replace(cfg, checkpoint=checkpoint)
 
 
-def _train_until_killed(cfg: Config, step: int, moment: str) -> int:
-    """Train, and end this rank by SIGKILL in the middle of the save of a step."""
+class _Ended(BaseException):
+    """End of a run in the middle of a save, which nothing but the test catches."""
 
-    def die(folder: Path, *rest: object) -> object:
-        if step_of(folder) == step:
+
+def _train_until_ended(cfg: Config, step: int, moment: str, is_killed: bool) -> None:
+    """Train, and end this rank in the middle of the save of a step: by SIGKILL, or by an error."""
+
+    def end(folder: Path, *rest: object) -> object:
+        if step_of(folder) != step:
+            return original(folder, *rest)
+        if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(folder, *rest)
+        raise _Ended
 
     original = getattr(save_load, moment)
-    with patch.object(save_load, moment, die):
-        return _train(cfg)
+    with patch.object(save_load, moment, end), pytest.raises(_Ended):
+        _train(cfg)
+
+
+TWO = {"world_size": 2, "ep": 2}
+ONE = {"world_size": 1}
 
 
 @pytest.mark.parametrize(
-    ("async_save", "moment"), [(True, "write_manifest"), *slow([(False, "write_manifest"), (False, "write_meta")])]
+    ("mappings", "async_save", "moment", "is_killed"),
+    [
+        ((ONE, TWO), False, "write_manifest", False),
+        *slow(
+            [
+                ((TWO, ONE), True, "write_manifest", True),
+                ((TWO, ONE), False, "write_manifest", True),
+                ((TWO, TWO), False, "write_meta", True),
+            ]
+        ),
+    ],
 )
-def test_a_kill_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, async_save, moment):
+def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, mappings, async_save, moment, is_killed):
     """The rest is trained under another mapping, from the checkpoint before: losses and weights are as without it."""
-    whole = recipe(tmp_path / "whole", 4, every=4, world_size=2, ep=2)
-    pool.run(2, _train, whole)
-    cfg = _remote(recipe(tmp_path / "run", 4, every=1, world_size=2, ep=2), tmp_path / "store", async_save=async_save)
-    with pytest.raises(WorkerError):
-        pool.run(2, _train_until_killed, cfg, 3, moment)
+    before, after = mappings
+    whole = recipe(tmp_path / "whole", 4, every=4, **after)
+    pool.run(after["world_size"], _train, whole)
+    cfg = _remote(recipe(tmp_path / "run", 4, every=1, **before), tmp_path / "store", async_save=async_save)
+    with pytest.raises(WorkerError) if is_killed else nullcontext():
+        pool.run(before["world_size"], _train_until_ended, cfg, 3, moment, is_killed)
     store = checkpoint_folder(cfg)
     assert isinstance(store, RemotePath)
     left = tmp_path / "store" / "step-000003"
     assert (left / ".metadata").is_file()
     assert not (left / MANIFEST_FILE).exists()
     assert [step_of(path) for path in named_checkpoints(store)] == [1, 2]
-    other = _remote(recipe(tmp_path / "run", 4, every=2, world_size=1), tmp_path / "store", async_save=async_save)
-    (pool_losses,) = pool.run(1, _train, other)
-    assert pool_losses == 0
+    other = _remote(recipe(tmp_path / "run", 4, every=2, **after), tmp_path / "store", async_save=async_save)
+    pool.run(after["world_size"], _train, other)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
     assert [step_of(path) for path in named_checkpoints(store)] == [2, 4]
-    assert not left.exists(), "the next save removes what the kill left"
+    assert not left.exists(), "the next save removes what was left"
     local = tmp_path / "whole" / "checkpoints" / "step-000004"
     differences = differing_tensors(store / "step-000004", local)
     assert all(found.max_abs is not None and found.max_abs < 1e-9 for found in differences), differences
@@ -99,7 +120,23 @@ def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, caps
         assert main(["checkpoint", *words]) == 0
     listed = capsys.readouterr().out
     assert "step-000003: sound" in listed
+    path = store / "step-000003"
+    tensors = stored_tensors(path)
+    ranges = []
+    read_range = RemotePath.read_range
+    count = lambda self, start, size: (ranges.append((start, size)), read_range(self, start, size))[1]  # noqa: E731
+    with patch.object(RemotePath, "read_range", count):
+        assert differing_tensors(path, path) == []
+    assert len(ranges) == 2 * sum(tensor.num_chunks for tensor in tensors), "one request for each shard"
     data = tmp_path / "store" / "step-000003" / "__0_0.distcp"
+    start, size = sorted(ranges)[0]
+    forged = bytearray(data.read_bytes())
+    forged[start + size - 60 : start + size] = bytes(60)
+    whole = data.read_bytes()
+    data.write_bytes(forged)
+    with pytest.raises(ConfigError, match=r"file __0_0.distcp holds something else where .* belongs: no archive"):
+        differing_tensors(path, path)
+    data.write_bytes(whole)
     content = bytearray(data.read_bytes())
     content[5000] ^= 255
     data.write_bytes(content)

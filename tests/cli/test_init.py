@@ -20,6 +20,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["single"], ["single.toml"]),
         (["sft", "a/b"], ["a/b/sft.toml", "a/b/conversations.jsonl"]),
         (["dpo"], ["dpo.toml", "preferences.jsonl"]),
+        (["lora"], ["lora.toml", "conversations.jsonl"]),
         (["experiments"], ["experiments/quickstart.toml"]),
         (["slurm"], ["slurm.sbatch"]),
         (["pretrain/olmoe-1b-7b-8xh100", "mine"], ["mine/olmoe-1b-7b-8xh100.toml"]),

@@ -14,6 +14,8 @@ from tests.convert.hf_models import make_model, save_model
 
 RECORDED = Path(__file__).parent / "peft_qwen3"
 """Written by PEFT 0.21.2: random adapters of q_proj, o_proj and up_proj, r=2, lora_alpha=3, of a small Qwen3."""
+STACKED = Path(__file__).parent / "peft_qwen3_moe"
+"""The same of q_proj and of stacked experts (target_parameters gate_up_proj and down_proj) of a small Qwen3-MoE."""
 TRAIN = ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "train.seq_len=16", "train.global_batch_size=2"]
 TRAIN += ["run.steps=2", "train.lr=0.05"]
 RESUME = ["run.dir=new", "checkpoint.resume=run/checkpoints/step-000002"]
@@ -31,6 +33,7 @@ def folder(tmp_path_factory) -> Path:
         patch.chdir(path)
         save_model(make_model("qwen3"), path / "hf", dtype=torch.float32)
         save_model(make_model("mixtral"), path / "moe", dtype=torch.float32)
+        save_model(make_model("qwen3-moe"), path / "stacked", dtype=torch.float32)
         assert main(["import", "moe", "base", "--no-tokenizer"]) == 0
         assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "run.dir=run"]) == 0
     return path
@@ -56,6 +59,27 @@ def test_a_folder_of_peft_is_read(folder, tmp_path, monkeypatch):
     again = _tensors(tmp_path / "again")
     assert all(torch.equal(again[name], values) for name, values in recorded.items())
     assert again.keys() == recorded.keys()
+
+
+def test_adapters_of_stacked_experts_are_read(folder, tmp_path, monkeypatch):
+    """Each expert is W + lora_alpha / r * B A, as `ParamWrapper.get_delta_weight` of PEFT computes it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(STACKED), "adapters", "--base", str(folder / "stacked")]) == 0
+    assert main(["export", "adapters", "merged", "--merge"]) == 0
+    base = _tensors(folder / "stacked")
+    merged = _tensors(tmp_path / "merged")
+    recorded = _tensors(STACKED)
+    experts = "base_model.model.model.layers.1.mlp.experts"
+    deltas = []
+    for prefix, inputs, outputs in ((f"{experts}.base_layer", 24, 24), (experts, 12, 24)):
+        a_ERI = recorded[f"{prefix}.lora_A.weight"].reshape(6, 2, inputs)
+        b_ORE = recorded[f"{prefix}.lora_B.weight"].reshape(outputs, 2, 6)
+        deltas.append(1.5 * torch.einsum("o r e, e r i -> e o i", b_ORE, a_ERI))
+    for e in range(6):
+        parts = {"gate_proj": deltas[0][e, :12], "up_proj": deltas[0][e, 12:], "down_proj": deltas[1][e]}
+        for leaf, delta in parts.items():
+            name = f"model.layers.1.mlp.experts.{e}.{leaf}.weight"
+            assert torch.allclose(merged[name], base[name] + delta, rtol=1e-5, atol=1e-6), name
 
 
 def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
@@ -173,3 +197,13 @@ def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
         adapted = peft.PeftModel.from_pretrained(base, "peft")(ids).logits
     assert (plain - merged).abs().max() > 1e-2
     assert torch.allclose(adapted, merged, rtol=1e-4, atol=1e-4)
+    # PEFT saves stacked adapters of stacked experts.
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("hf", dtype=torch.float32), "peft")
+    loaded.save_pretrained("saved")
+    for source, target in (("peft", "first"), ("saved", "second")):
+        assert main(["import", source, target, "--base", "base"]) == 0
+    first, second = (CheckpointSource(tmp_path / folder) for folder in ("first", "second"))
+    assert first.shapes == second.shapes
+    for adapter, shape in first.shapes.items():
+        region = tuple(slice(0, size) for size in shape)
+        assert torch.equal(first.read(adapter, region), second.read(adapter, region)), adapter

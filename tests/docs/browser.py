@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 240.0
 FLAGS = (
@@ -46,6 +47,20 @@ async function measure(page) {{
   for (const page of pages) await measure(page);
   await fetch("/found", {{method: "POST", body: JSON.stringify(found)}});
 }})();
+</script>"""
+
+
+SEARCH = """<!doctype html><body style="margin:0"><script>
+const frame = document.createElement("iframe");
+frame.style = "width:1280px;height:900px;border:0";
+frame.src = "/index.html?q=" + encodeURIComponent({query});
+document.body.append(frame);
+const look = () => {{
+  const found = [...frame.contentDocument.querySelectorAll(".md-search-result__link")].map(link => link.href);
+  if (found.length) fetch("/found", {{method: "POST", body: JSON.stringify(found)}});
+  else setTimeout(look, 100);
+}};
+frame.onload = look;
 </script>"""
 
 
@@ -94,13 +109,23 @@ def served(folder: Path) -> Iterator[_Server]:
 
 def measure_pages(site: Path, pages: Sequence[str], width: int, profile: Path) -> dict[str, dict[str, object]]:
     """Return the layout of pages in a frame of a width: scroll width, broken pictures, heading, foreign requests."""
-    frame = site / "layout-test.html"
-    frame.write_text(FRAME.format(pages=json.dumps([f"/{page}" for page in pages]), width=width))
+    return _posted_by(FRAME.format(pages=json.dumps([f"/{page}" for page in pages]), width=width), site, profile)
+
+
+def search(site: Path, query: str, profile: Path) -> list[str]:
+    """Return the addresses of the results of the site's own search, best first."""
+    return _posted_by(SEARCH.format(query=json.dumps(query)), site, profile)
+
+
+def _posted_by(program: str, site: Path, profile: Path) -> Any:
+    """Open a page next to those of the site and return what it posts."""
+    page = site / "page-of-a-test.html"
+    page.write_text(program)
     try:
-        with served(site) as server, _browser(profile, f"{server.address}/{frame.name}"):
+        with served(site) as server, _browser(profile, f"{server.address}/{page.name}"):
             return json.loads(server.posted.get(timeout=LIMIT_S))
     finally:
-        frame.unlink()
+        page.unlink()
 
 
 def take_picture(site: Path, page: str, size: tuple[int, int], is_dark: bool, picture: Path, profile: Path) -> None:

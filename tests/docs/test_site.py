@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 from matplotlib.image import imread
 
-from tests.docs.browser import chromium, measure_pages, take_picture
+from tests.docs.browser import chromium, measure_pages, search, take_picture
 from tests.docs.markdown_page import ROOT
 
 NARROW = 400
@@ -79,12 +80,22 @@ def test_links_lead_to_the_pages_of_the_site(link, path, uri, found):
     assert load("hooks").adapt(f"[x]({link})", path, uri) == f"[x]({found})"
 
 
-def test_every_section_of_pages_has_a_tab():
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml without the objects that it names."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def test_every_page_is_in_the_navigation_once():
     hooks = load("hooks")
-    sections = dict(hooks._sections_of_readme())
-    assert list(sections) == [section for section in hooks.TABS if section in sections]
-    assert set(sections) == set(hooks.TABS)
-    assert "recipe.md" in sections["Reference"]
+    config = SimpleNamespace(nav=yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"])
+    listed = list(hooks._paths_of(hooks.on_config(config).nav))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    generated = {*hooks.PAGES_OF_FILES.values(), hooks.PYTHON_PAGE}
+    assert sorted(pages - set(listed)) == [], "list the page in docs/README.md, in a section of hooks.TABS"
+    assert sorted(set(listed) - pages - generated) == []
+    assert len(listed) == len(set(listed))
 
 
 @pytest.mark.slow
@@ -114,6 +125,11 @@ def test_no_page_is_broken_on_a_narrow_screen(site, browser, tmp_path):
     assert {page: one["broken"] for page, one in found.items() if one["broken"]} == {}
     assert {page: one["foreign"] for page, one in found.items() if one["foreign"]} == {}
     assert [page for page, one in found.items() if not one["heading"] or not one["has_search"]] == []
+
+
+@pytest.mark.slow
+def test_the_search_finds_pages(site, browser, tmp_path):
+    assert any("resume-on-another-cluster.html" in link for link in search(site, "resume another cluster", tmp_path))
 
 
 @pytest.mark.slow

@@ -135,3 +135,26 @@ def test_ray_train_starts_the_workers_again_after_one_is_killed(tmp_path: Path, 
     assert (run_dir / "checkpoints/step-000060").is_dir()
     (pointer,) = (tmp_path / "ray").rglob("checkpoint.json")
     assert json.loads(pointer.read_text())["path"].endswith("step-000060")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_program_of_torchrun_trains_in_its_processes_twice(tmp_path: Path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("world_size = 4", "world_size = 2").replace("/shared/run", str(tmp_path / "run")))
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import moefold
+import torch.distributed as dist
+
+for steps in (20, 40):
+    outcome = moefold.train_in_process({str(recipe)!r}, [f"run.steps={{steps}}"])
+    assert not dist.is_initialized()
+    print("trained", outcome.status, outcome.metrics["step"], outcome.checkpoint.name)
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    variables = environment() | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("trained 0 20 step-000020", "trained 0 40 step-000040"):
+        assert done.stdout.count(line) == 2, done.stdout

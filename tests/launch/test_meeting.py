@@ -225,3 +225,49 @@ def test_wrong_requests_are_refused(message):
     point.hello(0)
     with pytest.raises(BadRequestError):
         point.ask(message, 0)
+
+
+def test_joining_site_gets_the_state_of_a_member_after_the_next_round():
+    point = Point(3)
+    point.all_here(3)
+    point.meeting.close_connection(2)
+    for site in (0, 1):
+        point.round(site, 10)
+    for site in (0, 1):
+        point.vote(site, 10)
+    point.hello(2, step=5, connection=2)
+    join = {"do": "join", "site": 2}
+    assert point.ask(join, 2) == {"wait": True}
+    # Rounds do not wait for a site that joins.
+    point.round(0, 20, 1)
+    assert "give" not in point.round(1, 20, 1)
+    assert point.again(0, 20)["give"] == {"to": 2, "gift": "gift-1"}
+    assert point.ask(join, 2) == {"giver": 0, "gift": "gift-1"}
+    for site in (0, 1):
+        point.vote(site, 20)
+    # The next round waits for it again, and no other state is given.
+    point.round(0, 30, 2)
+    assert point.round(1, 30, 2) is None
+    answer = point.round(2, 30, 2)
+    assert answer["members"] == [0, 1, 2]
+    assert "give" not in point.again(0, 30)
+
+
+def test_state_is_given_after_a_skipped_round_and_not_after_the_last():
+    point = Point(3, quorum=3)
+    point.all_here(3)
+    for site in range(3):
+        point.round(site, 10)
+    for site in range(3):
+        point.vote(site, 10)
+    point.meeting.close_connection(1)
+    point.meeting.close_connection(2)
+    point.hello(2, step=5, connection=2)
+    point.ask({"do": "join", "site": 2}, 2)
+    assert "give" not in point.round(0, 20, 1, last=True)
+    assert point.round(0, 30, 1)["give"] == {"to": 2, "gift": "gift-1"}
+    point.ask({"do": "left", "site": 0}, 0)
+    point.hello(1, step=5, connection=1)
+    assert point.ask({"do": "join", "site": 1}, 1) == {"wait": True}
+    point.meeting.close_connection(2)
+    assert point.ask({"do": "join", "site": 1}, 1) == {"ended": True}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from moefold.config.schema import Config
@@ -20,13 +21,23 @@ class Server:
         self.log: list[str] = []
         self._secret = secret
         self._is_up = threading.Event()
+        self._watched: tuple[Callable[[str], bool], Path] | None = None
+
+    def watch(self, is_it: Callable[[str], bool], file: Path) -> None:
+        """Create a file when a line of the log is the awaited one."""
+        self._watched = is_it, file
+
+    def _log(self, line: str) -> None:
+        self.log.append(line)
+        if self._watched is not None and self._watched[0](line):
+            self._watched[1].touch()
 
     async def _serve(self, port: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
-        async with MeetServer(listener, self._secret, self.log.append):
+        async with MeetServer(listener, self._secret, self._log):
             self._is_up.set()
             await self._stopped.wait()
 

@@ -96,7 +96,12 @@ def _train(cfg: Config) -> int:
 
 
 def _recipe(folder: Path, name: str, base: str = "", **mapping: Any) -> Config:
-    cfg = tiny(model=MIXED, lora=LORA if base else {}, train={"eval_every": 4, "lr_schedule": "constant"}, **mapping)
+    cfg = tiny(
+        model=MIXED,
+        lora=LORA if base else {},
+        train={"eval_every": 4, "eval_samples": 4, "lr_schedule": "constant"},
+        **mapping,
+    )
     run = RunConfig(dir=str(folder / name), seed=3, steps=4, device="cpu", dtype="float64")
     return replace(cfg, run=run, checkpoint=CheckpointConfig(every=2, init_from=base))
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -129,22 +130,21 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        "one rank, mean",
         "tp ep zero 2, streaming",
-        *slow([(name,) for name in ORACLE_CASES if name not in ("one rank, mean", "tp ep zero 2, streaming")]),
+        *slow([(name,) for name in ORACLE_CASES if name != "tp ep zero 2, streaming"]),
     ],
 )
 def test_sites_equal_their_oracle(pool, tmp_path, case):
     """Weights between and after rounds, outer weights, momentum and losses, under each mapping."""
     sites, mapping = ORACLE_CASES[case]
-    cfg = recipe(tmp_path, 7, sites, every=1, **mapping)
+    cfg = recipe(tmp_path, 5, sites, every=1, **mapping)
     log = train_sites(pool, cfg)
     count = cfg.sites.count
     assert not [line for line in log if "round" in line and "after" not in line], log
-    expected = OracleSites(without_mapping(cfg)).run(7)
+    expected = OracleSites(without_mapping(cfg)).run(5)
     for number in range(count):
         run_dir = tmp_path / f"site-{number}"
-        for step in (2, 3, 5, 7):
+        for step in (2, 3, 5):
             path = checkpoint(run_dir, step)
             state = expected[step - 1]
             assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
@@ -153,9 +153,9 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
                 assert largest_error(tensors(path, "outer.momentum."), state.momentum) <= TOLERANCE
         losses = [record["loss"] for record in records(run_dir)]
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
-        assert differing_tensors(checkpoint(run_dir, 7), checkpoint(tmp_path / "site-0", 7), "outer.") == []
+        assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
-        assert rounds == ([3, 5, 7] if cfg.sites.overlap else [2, 4, 6, 7])
+        assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
@@ -179,10 +179,10 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
-@pytest.mark.parametrize("last", [4, *slow([(3,), (5,), (6,)])])
+@pytest.mark.parametrize("last", [2, *slow([(3,), (4,)])])
 def test_sites_resume_bit_by_bit(pool, tmp_path, last):
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits."""
-    whole = recipe(tmp_path / "whole", 7, CODED)
+    whole = recipe(tmp_path / "whole", 5, CODED)
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:
@@ -193,7 +193,7 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last):
         assert state.get("pending.due") == (None if last % 2 else last + 1)
         run_sites(pool, jobs, train)
     for number in (0, 1):
-        paths = [checkpoint(tmp_path / run / f"site-{number}", 7) for run in ("whole", "parts")]
+        paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
         resumed = tensors(paths[1], "")
         assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]
 
@@ -234,6 +234,7 @@ class Failing(Callback):
             raise ArithmeticError
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quorum(pool, tmp_path):
     cfg = recipe(tmp_path / "enough", 6, {"count": 3, "every": 2})
     few = recipe(tmp_path / "few", 6, {"count": 3, "every": 2, "quorum": 3})
@@ -254,3 +255,68 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     paths = [checkpoint(tmp_path / "few" / f"site-{n}", 6) for n in (0, 1)]
     assert differing_tensors(*paths, "outer.weights.") == []
     assert differing_tensors(*paths, "model.") != []
+
+
+def train_and_come_back(cfg: Config, go: Path) -> str:
+    """Train; site 2 fails after step 3, and starts again once the others wait for that after step 6."""
+    if cfg.sites.number < 2:
+        groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+        Trainer(cfg, groups, callbacks=[Waiting(6, go)]).run(StopSignals())
+        return "done"
+    assert train_and_fail(cfg, 3) == "lost"
+    wait_for(go.with_name("site-0 waits"))
+    wait_for(go.with_name("site-1 waits"))
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    Trainer(cfg, groups).run(StopSignals())
+    return "back"
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Waiting(Callback):
+    def __init__(self, at: int, go: Path) -> None:
+        self._at = at
+        self._go = go
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        if step.number == self._at:
+            self._go.with_name(f"site-{run.cfg.sites.number} waits").touch()
+            wait_for(self._go)
+
+
+@pytest.mark.parametrize(
+    ("sites", "mapping"),
+    [
+        (DILOCO, {}),
+        *slow(
+            [
+                (CODED | {"every": 2, "fragment_layers": 0}, {}),
+                (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}),
+            ]
+        ),
+    ],
+)
+def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
+    cfg = recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping)
+    go = tmp_path / "go"
+    with Server().running() as server:
+        jobs = [of_site(cfg, n, server.port) for n in range(3)]
+        server.watch(lambda line: line.startswith("site 2 on ") and "is here, at step 3" in line, go)
+        ends = run_sites(pool, jobs, train_and_come_back, go)
+    assert [end[0] for end in ends] == ["done", "done", "back"]
+    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3]
+    assert any("site 2 takes the state of site 0 after step 8" in line for line in server.log)
+    steps = [record["step"] for record in records(tmp_path / "site-2")]
+    taken = 8 + cfg.sites.overlap
+    assert steps == [1, 2, 3, *range(taken + 1, 11)]
+    for number in (1, 2):
+        paths = [checkpoint(tmp_path / f"site-{n}", 10) for n in (0, number)]
+        assert differing_tensors(*paths, "model.") == []
+        assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
+    assert read_meta(checkpoint(tmp_path / "site-2", 10)).sites["rounds"] == 5

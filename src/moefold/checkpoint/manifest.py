@@ -14,6 +14,7 @@ from moefold.bounded_read import MAX_DESCRIPTION_BYTES, open_regular, read_json
 from moefold.remote_path import RemotePath
 
 MANIFEST_FILE = "manifest.json"
+REMOTE_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,14 @@ def digest_file(path: Path) -> FileDigest:
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(file.tell(), digest)
+        if not isinstance(path, RemotePath):
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileDigest(file.tell(), digest)
+        sha256 = hashlib.sha256()
+        # One request a block.
+        while block := file.read(REMOTE_BLOCK_BYTES):
+            sha256.update(block)
+        return FileDigest(file.tell(), sha256.hexdigest())
 
 
 def write_manifest(folder: Path, digests: Mapping[str, FileDigest]) -> None:

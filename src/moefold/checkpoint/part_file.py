@@ -9,7 +9,7 @@ import pickletools
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import SEEK_CUR, BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from moefold.bounded_read import open_regular
 from moefold.comm.torch_compat import StorageInfo
+from moefold.remote_path import RemotePath
 
 _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
@@ -104,6 +105,28 @@ def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
                     _check_part(opened, part)
                 except (ValueError, struct.error) as error:
                     raise ValueError(f"file {file} holds something else where {part.name} belongs: {error}") from None
+
+
+def read_part(path: RemotePath, part: StoredPart) -> BytesIO:
+    """Read a shard of a remote checkpoint by one request, and check it against its index entry.
+
+    Args:
+        path: the data file.
+        part: the index entry.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the shard is not the tensor of the index.
+    """
+    info = part.storage_info
+    content = BytesIO(path.read_range(info.offset, info.length))
+    try:
+        _check_part(content, replace(part, storage_info=StorageInfo(info.relative_path, 0, info.length)))
+    except (ValueError, struct.error) as error:
+        name = info.relative_path
+        raise ValueError(f"file {name} holds something else where {part.name} belongs: {error}") from None
+    content.seek(0)
+    return content
 
 
 def values_offset(file: BinaryIO, part: StoredPart) -> int:

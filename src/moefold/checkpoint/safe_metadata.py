@@ -9,12 +9,14 @@ import math
 import pickle
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,15 +25,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from moefold.bounded_read import open_regular, read_bytes
+from moefold.bounded_read import batch_by_size, open_regular, read_bytes
 from moefold.checkpoint.manifest import check_file_name, regular_file
-from moefold.checkpoint.part_file import StoredPart, check_parts
+from moefold.checkpoint.part_file import StoredPart, check_parts, read_part
 from moefold.comm.torch_compat import StorageInfo
+from moefold.remote_path import RemotePath
 
 METADATA_FILE = ".metadata"
+REMOTE_READERS = 4
+"""Requests of a rank that are under way at a time; a store answers many small ones slowly one by one."""
+REMOTE_BATCH_BYTES = 1 << 28
+"""Bytes of the shards in memory at a time, unless one shard is larger."""
 MAX_DIMS = 64
 """The limit of torch."""
 _ALLOWED_CLASSES = {
@@ -80,8 +87,44 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Check each shard of a plan with `check_parts`, then read it."""
+        if isinstance(self.path, RemotePath):
+            return _read_remote(self.path, plan, planner, self._parts)
         check_parts(_folder_of(self), {index: self._parts[index] for index in _indices(plan)}.values())
         return super().read_data(plan, planner)
+
+
+def _read_remote(
+    folder: RemotePath, plan: LoadPlan, planner: LoadPlanner, parts: Mapping[MetadataIndex, StoredPart]
+) -> Future[None]:
+    """Read the shards of a plan, each by one request and once; some requests are under way at a time."""
+    items: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in plan.items:
+        items.setdefault(item.storage_index, []).append(item)
+
+    def fetch(index: MetadataIndex) -> BytesIO:
+        part = parts[index]
+        return read_part(folder / part.storage_info.relative_path, part)
+
+    with ThreadPoolExecutor(REMOTE_READERS) as readers:
+        for batch in batch_by_size(items, lambda index: parts[index].storage_info.length, REMOTE_BATCH_BYTES):
+            for index, content in zip(batch, readers.map(fetch, batch), strict=True):
+                _copy_shard(torch.load(content, map_location="cpu", weights_only=True), items[index], planner)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def _copy_shard(shard: Tensor, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+    """Copy the parts of a shard that a plan asks for."""
+    for item in items:
+        values = shard
+        for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            values = values.narrow(dim, start, size)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != values.shape:
+            raise ValueError(f"a part has shape {list(values.shape)}, not {list(target.shape)}")
+        target.copy_(values)
+        planner.commit_tensor(item, target)
 
 
 def _folder_of(reader: dcp.FileSystemReader) -> Path:

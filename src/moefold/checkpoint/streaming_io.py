@@ -29,11 +29,12 @@ from torch.distributed.checkpoint.planner import (
 from moefold.bounded_read import open_regular
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.manifest import FileDigest, digest_file, regular_file, write_manifest
-from moefold.checkpoint.part_file import StoredPart, check_parts, values_offset
+from moefold.checkpoint.part_file import StoredPart, check_parts, read_part, values_offset
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
 from moefold.comm.groups import World
 from moefold.errors import ConfigError
+from moefold.remote_path import RemotePath
 
 CHUNK_BYTES = 1 << 25
 """Approximate size of a chunk of whole rows: the unit that a reader has to read for any part of it."""
@@ -158,10 +159,17 @@ class CheckpointSource:
         place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
         stored = self._stored[name]
         (size,) = (chunk.sizes for chunk in stored.chunks if chunk.offsets == torch.Size(offsets))
-        with translate_read_errors(self.path), open_regular(regular_file(self.path, place.relative_path)) as opened:
-            check_parts(self.path, [StoredPart(name, place, size, stored.properties.dtype)])
-            window: Any = _FileSlice(opened, place.offset, place.length)
-            values: Any = torch.load(window, weights_only=True, map_location="cpu")
+        part = StoredPart(name, place, size, stored.properties.dtype)
+        values: Any
+        with translate_read_errors(self.path):
+            if isinstance(self.path, RemotePath):
+                content = read_part(self.path / place.relative_path, part)
+                values = torch.load(content, weights_only=True, map_location="cpu")
+            else:
+                with open_regular(regular_file(self.path, place.relative_path)) as opened:
+                    check_parts(self.path, [part])
+                    window: Any = _FileSlice(opened, place.offset, place.length)
+                    values = torch.load(window, weights_only=True, map_location="cpu")
         if not isinstance(values, Tensor) or (values.shape, values.dtype) != (size, stored.properties.dtype):
             raise ConfigError(
                 f"checkpoint {str(self.path)!r} is damaged: file {place.relative_path} holds something else where "

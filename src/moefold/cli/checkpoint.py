@@ -73,6 +73,9 @@ def print_content(
         soft_wrap=True,
     )
     console.print(printable(f"written by {describe_mapping(meta)}"))
+    if lora := meta.lora:
+        text = f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}, of {', '.join(lora['targets'])}"
+        console.print(printable(f"{text}; base: {lora['base'] or 'random weights'}"), soft_wrap=True)
     model = {
         key: meta.model.get(key, "?") for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")
     }

@@ -101,12 +101,13 @@ def _mark_arguments(parsers: list[argparse.ArgumentParser]) -> None:
     """Say for each argument of some parsers, and of their actions, what completes it."""
     for parser in parsers:
         for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                _mark_arguments(list(action.choices.values()))
-                continue
             if isinstance(action.choices, dict):
-                # shtab takes a dict of choices for parsers.
-                action.choices = list(action.choices)
+                choices = action.choices
+                if nested := [choice for choice in choices.values() if isinstance(choice, argparse.ArgumentParser)]:
+                    _mark_arguments(nested)
+                    continue
+                # shtab takes any other dict for parsers, too.
+                action.choices = list(choices)
             if completion := _completion(parser.prog, action):
                 action.complete = completion  # type: ignore[attr-defined]
 

@@ -25,6 +25,9 @@ C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention", "exact_topk")
 OPTIONAL_PACKAGES = (
     ("datasets", "datasets", 'data.kind="huggingface"'),
     ("transformers", "transformers", "comparisons in moefold bench"),
+    ("huggingface_hub", "huggingface_hub", "names such as hf://ORG/NAME, and moefold push"),
+    ("s3fs", "s3fs", "s3:// paths"),
+    ("gcsfs", "gcsfs", "gs:// paths"),
     ("tensorboard", "tensorboard", "metrics.tensorboard"),
     ("wandb", "wandb", "metrics.wandb"),
     ("lm-eval", "lm_eval", "moefold lm-eval"),

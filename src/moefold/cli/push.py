@@ -8,11 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moefold.cache_dir import cache_folders
+from moefold.checkpoint.checkpoint_dir import locate_checkpoint, read_meta
 from moefold.cli.command_parser import CommandParser
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.preflight import check_export, weights_path
+from moefold.errors import ConfigError
 from moefold.hub import check_hub_package, check_repo_name, files_to_push, push_folder
 from moefold.terminal import print_escaped
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""Settings of a folder of PEFT."""
 
 
 def run(argv: list[str]) -> int:
@@ -46,10 +51,19 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _hf_folder(given: Path) -> Iterator[Path]:
-    """Yield a Hugging Face folder: the given one, or an export of a checkpoint that is deleted at the end."""
-    if is_hf_folder(given):
+    """Yield a folder of Hugging Face or PEFT: the given one, or an export of a checkpoint that is deleted at the end.
+
+    Raises:
+        ConfigError: it is neither, or a checkpoint of adapters alone.
+    """
+    if is_hf_folder(given) or (given / ADAPTER_CONFIG_FILE).is_file():
         yield given
         return
+    if read_meta(locate_checkpoint(given)).lora:
+        raise ConfigError(
+            f"{str(given)!r} has adapters: write them with moefold export, or the merged weights with --merge, and "
+            "push that folder"
+        )
     root = cache_folders(None)[0] / "upload"
     out = root / uuid.uuid4().hex
     check_export(given, out, None)

@@ -117,6 +117,43 @@ class SiteLinks:
         """
         return self._thread.submit(self._exchange, round_, own, num_coded, code)
 
+    def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
+        """Send the tensors of this rank to its equal on a site that joins; blocks, returns the bytes.
+
+        Args:
+            gift: name of the transfer.
+            tensors: local tensors, in the order of the receiver's.
+        """
+        group = self._connect_pair(gift, 0)
+        sent_bytes = 0
+        for tensor in tensors:
+            if tensor.numel():
+                content = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+                for first in range(0, len(content), PART_ELEMENTS):
+                    group.send([content[first : first + PART_ELEMENTS]], 1, 0).wait()
+                sent_bytes += len(content)
+        return sent_bytes
+
+    @torch.no_grad()
+    def receive_state(self, gift: str, tensors: Sequence[Tensor]) -> None:
+        """Receive what `send_state` of another site sends, and write it to the tensors; blocks.
+
+        Args:
+            gift: name of the transfer.
+            tensors: local tensors of the sizes and types of the sender's.
+        """
+        group = self._connect_pair(gift, 1)
+        for tensor in tensors:
+            if tensor.numel():
+                content = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+                for first in range(0, len(content), PART_ELEMENTS):
+                    group.recv([content[first : first + PART_ELEMENTS]], 0, 0).wait()
+                tensor.copy_(content.view(tensor.dtype).view(tensor.shape))
+
+    def _connect_pair(self, gift: str, member: int) -> Any:
+        store = dist.PrefixStore(f"{gift}/{self._rank}", self._store)
+        return gloo_group(store, member, 2, self._host, self._timeout)
+
     def drop(self) -> None:
         """Drop the connections after a failed round; the next one has a new epoch."""
         self._group = None

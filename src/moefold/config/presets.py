@@ -45,7 +45,12 @@ def _read(name: str) -> str:
     return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
 
 
-EXTRA_FILES = {"dpo": ("preferences.jsonl",), "sft": ("conversations.jsonl",), "sort-align": ("plain.jinja",)}
+EXTRA_FILES = {
+    "dpo": ("preferences.jsonl",),
+    "lora": ("conversations.jsonl",),
+    "sft": ("conversations.jsonl",),
+    "sort-align": ("plain.jinja",),
+}
 """Additional files that a recipe reads, by recipe name."""
 TEMPLATES = {"slurm": "slurm.sbatch"}
 """Shipped files other than recipes, by name."""
@@ -55,6 +60,7 @@ PATH_KEYS = (
     ("data", "chat_template"),
     ("parallel", "schedule_csv"),
     ("checkpoint", "init_from"),
+    ("lora", "init_from"),
     ("model", "upcycle_from"),
     ("moe", "replay"),
     ("rl", "reference"),

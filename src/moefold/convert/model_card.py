@@ -23,7 +23,7 @@ from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.remote_path import is_remote
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout")
+CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout", "lora")
 """Sections of the recipe that a card shows, where they differ from the defaults."""
 ALWAYS_SHOWN = ("train.seq_len", "train.global_batch_size", "train.lr", "train.optimizer")
 MAX_ANCESTORS = 16

@@ -26,10 +26,12 @@ from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
+from moefold.convert.peft_stacked import read_stacked, stacked_names, stacked_parameters
 from moefold.convert.preflight import read_model, resolve_weights_folder
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
     FileWriter,
+    TensorLocation,
     bytes_of,
     create_file,
     plan_file_layout,
@@ -40,6 +42,8 @@ from moefold.convert.tensor_mapping import Region, Shape
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
+from moefold.hub import repo_of_snapshot
+from moefold.remote_path import to_path
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -50,7 +54,6 @@ UNREAD_KEYS = {
     "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_parameters": None,
     "trainable_token_indices": None,
     "use_dora": False,
     "lora_bias": False,
@@ -88,7 +91,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     with atomic_directory(out, world) as tmp_dir:
         if world.is_rank0:
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
-            keys = _config_keys(lora, modules, _base_name(Path(settings["base"])))
+            keys = _config_keys(lora, modules, _base_name(to_path(settings["base"])))
             (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         raise_on_all_ranks(world, "")
     size = sum(values.nbytes for values in tensors.values())
@@ -139,16 +142,25 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict
         "inference_mode": True,
         "init_lora_weights": True,
         "use_rslora": False,
+        "target_parameters": None,
         **UNREAD_KEYS,
     }
 
 
 def _base_name(base: Path) -> str:
-    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown."""
+    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown.
+
+    A snapshot of the hub is named ORG/NAME, as PEFT loads it.
+    """
+    if repo := repo_of_snapshot(str(base)):
+        return repo
     if is_hf_folder(base) or not (base / SIDECAR_DIR).is_dir():
         return str(base)
     origin = read_meta(base).origin
-    return origin.removeprefix("import of ") if origin.startswith("import of ") else str(base)
+    if not origin.startswith("import of "):
+        return str(base)
+    imported = origin.removeprefix("import of ")
+    return repo_of_snapshot(imported) or imported
 
 
 @dataclass(frozen=True)
@@ -233,7 +245,8 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         kind = keys.get("peft_type") if isinstance(keys, dict) else None
         raise ConfigError(f"{str(path)!r} has peft_type={kind!r}; moefold reads low-rank adapters, LORA")
     for key, value in UNREAD_KEYS.items():
-        if keys.get(key, value) not in (value, None, {}, []):
+        is_stacked = key in ("rank_pattern", "alpha_pattern") and _has_pattern_of_stacked_experts(keys, key)
+        if not is_stacked and keys.get(key, value) not in (value, None, {}, []):
             raise ConfigError(
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
@@ -243,6 +256,15 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
     return keys
+
+
+def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:
+    """Return whether a pattern doubles rank or alpha of gate and up projections that PEFT has stacked, and no more."""
+    pattern = keys.get(key)
+    single = keys.get("r" if key == "rank_pattern" else "lora_alpha")
+    if not isinstance(pattern, dict) or not isinstance(single, int | float):
+        return False
+    return all(name.endswith("gate_up_proj") and value == 2 * single for name, value in pattern.items())
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
@@ -269,14 +291,17 @@ def _read_adapters(
     rank = keys["r"]
     # rsLoRA scales by alpha / sqrt(r) (arXiv:2312.03732).
     alpha = float(keys["lora_alpha"]) * (math.sqrt(rank) if keys.get("use_rslora") else 1.0)
-    everything = LoraConfig(rank=rank, alpha=alpha)
-    weights = adapted_weights(model, everything)
-    modules = peft_modules(model, family, weights)
-    present = {module.name for module in modules if module.tensor_names[0] in stored}
-    targets = tuple(dict.fromkeys(f"{weights[name].part}.{name.rpartition('.')[2]}" for name in sorted(present)))
+    everything = adapted_weights(model, LoraConfig(rank=rank, alpha=alpha))
+    parameters = stacked_parameters(model, family, everything)
+    stacked_files = stored.keys() & stacked_names(parameters)
+    tensors = read_stacked({name: _read_whole(stored[name]) for name in stacked_files}, parameters, rank)
+    stacked = {name for name in everything if adapter_names(name)[0] in tensors}
+    modules = peft_modules(model, family, {name: w for name, w in everything.items() if name not in stacked})
+    present = stacked | {module.name for module in modules if module.tensor_names[0] in stored}
+    targets = tuple(dict.fromkeys(f"{everything[name].part}.{name.rpartition('.')[2]}" for name in sorted(present)))
     lora = LoraConfig(rank=rank, alpha=alpha, targets=targets)
     needed = [module for module in modules if module.name in adapted_weights(model, lora)]
-    names = {name for module in needed for name in module.tensor_names}
+    names = stacked_files | {name for module in needed for name in module.tensor_names}
     if unknown := sorted(stored.keys() - names):
         raise ConfigError(
             f"{str(folder / WEIGHTS_FILE)!r} has adapters of modules that this model lacks or that cannot be adapted: "
@@ -288,18 +313,19 @@ def _read_adapters(
             "adapts a matrix in every layer that has it"
         )
     shapes = {name: adapter.shape for name, adapter in adapter_weights(model, lora).items()}
-    tensors: dict[str, Tensor] = {}
     for module in needed:
-        pair = [
-            read_part(stored[name], [slice(0, size, 1) for size in stored[name].shape]) for name in module.tensor_names
-        ]
-        _check_shapes(folder, module, pair, weights[module.name], rank)
+        pair = [_read_whole(stored[name]) for name in module.tensor_names]
+        _check_shapes(folder, module, pair, everything[module.name], rank)
         for name, values in zip(adapter_names(module.name), module.from_peft(*pair), strict=True):
             if module.expert is None:
                 tensors[name] = values.contiguous()
             else:
                 tensors.setdefault(name, values.new_empty(shapes[name]))[module.expert] = values
     return tensors, lora
+
+
+def _read_whole(location: TensorLocation) -> Tensor:
+    return read_part(location, [slice(0, size, 1) for size in location.shape])
 
 
 def _check_shapes(folder: Path, module: PeftModule, pair: list[Tensor], weight: ParamSpec, rank: int) -> None:

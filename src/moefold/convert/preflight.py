@@ -28,7 +28,7 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
 from moefold.remote_copy import local_copy
-from moefold.remote_path import RemoteError, RemotePath, is_remote, to_path
+from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
 from moefold.validate.config import check_model
 
 
@@ -38,7 +38,7 @@ def new_folder_unsupported_reason(final: Path) -> str:
         if final.exists() or final.is_symlink():
             return f"{str(final)!r} exists; name another folder, or remove it"
         if isinstance(final, RemotePath):
-            RemotePath(*final.parts[:-1]).check_writable()
+            check_remote_writable(RemotePath(*final.parts[:-1]))
     except RemoteError as error:
         return str(error)
     except (OSError, ValueError) as error:

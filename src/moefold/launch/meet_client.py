@@ -72,18 +72,21 @@ class MeetConnection:
         Raises:
             MeetError: there is no connection, no answer in time, or an answer of someone without the secret.
         """
-        try:
-            if self._socket is None:
-                self._connect()
-                answer = {} if self._greeting is None else self._exchange(self._greeting())
-                if "refused" in answer:
-                    raise BadLineError(str(answer["refused"]))
-            return self._exchange(message)
-        except (OSError, BadLineError) as error:
-            self.close()
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            host, port = self._address
-            raise MeetError(f"the meeting point {host}:{port} did not answer ({reason})") from None
+        for is_stale in (self._socket is not None, False):
+            try:
+                if self._socket is None:
+                    self._connect()
+                    self._greet()
+                return self._exchange(message)
+            except (OSError, BadLineError) as error:
+                self.close()
+                # The meeting point may have closed the connection long ago, or have been started again.
+                if is_stale and self._greeting is not None and not isinstance(error, TimeoutError):
+                    continue
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                host, port = self._address
+                raise MeetError(f"the meeting point {host}:{port} did not answer ({reason})") from None
+        raise AssertionError("the second try returns or raises")
 
     @property
     def local_host(self) -> str:
@@ -107,6 +110,11 @@ class MeetConnection:
         nonce = new_nonce()
         self._lines = SignedLines(self._secret, str(greeting.get("nonce")), nonce, is_server=False)
         self._socket.sendall(b'{"nonce": "%s"}\n' % nonce.encode())
+
+    def _greet(self) -> None:
+        answer = {} if self._greeting is None else self._exchange(self._greeting())
+        if "refused" in answer:
+            raise BadLineError(str(answer["refused"]))
 
     def _exchange(self, message: Mapping[str, Any]) -> Message:
         assert self._socket is not None

@@ -55,6 +55,7 @@ class MeetServer:
         self._changed = asyncio.Condition()
         self._num_opened = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: dict[int, asyncio.StreamWriter] = {}
 
     async def __aenter__(self) -> "MeetServer":
         self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_LINE_BYTES, backlog=1024)
@@ -71,7 +72,9 @@ class MeetServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._meeting.drop_silent()
+            for connection in self._meeting.drop_silent():
+                # A site that goes on after a pause finds its connection closed, and says hello again.
+                self._writers[connection].close()
             await self._notify()
 
     async def _notify(self) -> None:
@@ -84,6 +87,7 @@ class MeetServer:
         self._tasks.add(task)
         self._num_opened += 1
         connection = self._num_opened
+        self._writers[connection] = writer
         address = str(writer.get_extra_info("peername")[0])
         try:
             if len(self._tasks) <= MAX_CONNECTIONS:
@@ -95,6 +99,7 @@ class MeetServer:
             pass
         finally:
             self._tasks.discard(task)
+            del self._writers[connection]
             self._meeting.close_connection(connection)
             writer.close()
             await self._notify()

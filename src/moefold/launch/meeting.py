@@ -5,7 +5,7 @@ due. All of the state can be lost: a new meeting point learns it from the messag
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class _Site:
     """Rounds applied."""
     connection: int | None
     last_word_s: float
+    is_joining: bool = False
+    """It lacks rounds and waits for the state of another site; rounds do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class _Asked:
     is_finite: bool
     digest: int
     timeout_s: float
+    is_last: bool
+    """It is the last round of the run, after which no state is given."""
 
 
 @dataclass
@@ -86,6 +90,9 @@ class Meeting:
         self._epoch = 0
         self._epoch_members: tuple[int, ...] = ()
         self._refusals: dict[int, str] = {}
+        self._givers: dict[int, Message] = {}
+        """Answers to joining sites whose giver is known."""
+        self._num_gifts = 0
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.
@@ -105,6 +112,9 @@ class Meeting:
                 self._enter_round(message, connection)
             case "vote":
                 self._enter_vote(message, connection)
+            case "join":
+                number = self._own(message, connection)
+                self._sites[number].is_joining = number not in self._givers
             case "beat":
                 if site := self._sites.get(_int(message, "site")):
                     site.last_word_s = self._clock()
@@ -130,6 +140,8 @@ class Meeting:
                 return self._answer_hello(message, connection)
             case "round":
                 return self._answer_round(self._own(message, connection), _int(message, "step"))
+            case "join":
+                return self._answer_join(self._own(message, connection))
             case "vote":
                 return self._answer_vote(_int(message, "step"))
             case "get":
@@ -146,11 +158,14 @@ class Meeting:
             if site.connection == connection:
                 self._drop(number, f"on {site.host} has closed its connection")
 
-    def drop_silent(self) -> None:
-        """Count sites as lost that were silent for `SILENT_S`."""
+    def drop_silent(self) -> list[int]:
+        """Count sites as lost that were silent for `SILENT_S`, and return their connections."""
+        dropped = []
         for number, site in self._sites.items():
             if site.connection is not None and self._clock() - site.last_word_s > SILENT_S:
+                dropped.append(site.connection)
                 self._drop(number, f"on {site.host} was silent for {SILENT_S:g} s")
+        return dropped
 
     @property
     def living(self) -> list[int]:
@@ -160,6 +175,8 @@ class Meeting:
     def _drop(self, number: int, why: str) -> None:
         if self._sites[number].connection is not None:
             self._sites[number].connection = None
+            self._sites[number].is_joining = False
+            self._givers.pop(number, None)
             self._log(f"site {number} {why}")
 
     def _own(self, message: Message, connection: int) -> int:
@@ -240,7 +257,33 @@ class Meeting:
         if not self._has_started:
             self._has_started = True
             self._log(f"all {count} sites are here")
-        return self._missed(number) or {"ready": True}
+        if missed := self._missed(number):
+            self._sites[number].is_joining = True
+            return missed
+        return {"ready": True}
+
+    def _answer_join(self, number: int) -> Message:
+        """Return who gives a joining site its state, or that it has to ask again."""
+        if number in self._givers:
+            return self._givers.pop(number)
+        if not [other for other in self.living if not self._sites[other].is_joining]:
+            return {"ended": True}
+        return {"wait": True}
+
+    def _assign_joining_site(self, step: int, givers: Sequence[int]) -> Message:
+        """Return the order to give the state to a joining site after a round, for the first of some sites."""
+        joining = [number for number in self.living if self._sites[number].is_joining and number not in self._givers]
+        if not joining or not givers:
+            return {}
+        self._num_gifts += 1
+        number = joining[0]
+        gift = f"gift-{self._num_gifts}"
+        # The next rounds wait for it again.
+        self._sites[number].step = step
+        self._sites[number].is_joining = False
+        self._givers[number] = {"giver": givers[0], "gift": gift}
+        self._log(f"site {number} takes the state of site {givers[0]} after step {step}")
+        return {"give": {"to": number, "gift": gift}}
 
     def _missed(self, number: int) -> Message | None:
         """Return the answer to a site that lacks rounds which others have applied; None if it lacks none."""
@@ -261,9 +304,11 @@ class Meeting:
             is_finite=bool(message.get("finite")),
             digest=_int(message, "digest"),
             timeout_s=_seconds(message),
+            is_last=bool(message.get("last")),
         )
         site.step = step
         site.version = asked.version
+        site.is_joining = False
         round_ = self._rounds.setdefault(step, _Round(self._clock()))
         for old in sorted(self._rounds)[:-MAX_KEPT_ROUNDS]:
             if old != step:
@@ -284,7 +329,11 @@ class Meeting:
         """Choose the members of a round once every living site has asked for it, or the wait is over."""
         living = self.living
         asked = {number: ask for number, ask in round_.asked.items() if number in living}
-        awaited = [number for number in living if number not in asked and self._sites[number].step < step]
+        awaited = [
+            number
+            for number in living
+            if number not in asked and self._sites[number].step < step and not self._sites[number].is_joining
+        ]
         wait_s = max(ask.timeout_s for ask in round_.asked.values())
         if not asked or (awaited and self._clock() - round_.opened_s < wait_s):
             return
@@ -301,6 +350,8 @@ class Meeting:
         if "members" in common:
             round_.members = members
         round_.answers |= dict.fromkeys(members, common)
+        if "error" not in common and not any(asked[number].is_last for number in members):
+            round_.answers[members[0]] = common | self._assign_joining_site(step, members)
 
     def _round_answer(self, members: tuple[int, ...], asked: Mapping[int, _Asked]) -> Message:
         """Return the common answer to the members of a round."""
@@ -329,8 +380,8 @@ class Meeting:
         """Begin a new epoch, whose members connect to each other again."""
         self._epoch += 1
         self._epoch_members = members
-        self._store.clear()
-        self._store_bytes = 0
+        self._store = {key: value for key, value in self._store.items() if key.startswith("gift-")}
+        self._store_bytes = sum(len(key) + len(value) for key, value in self._store.items())
 
     def _enter_vote(self, message: Message, connection: int) -> None:
         number = self._own(message, connection)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import MODULE_NAME, adapted_weights, adapter_names, adapter_pair
 from moefold.cost.param_spec import ParamSpec
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.tp_interface import SequenceParallel
 
@@ -61,11 +61,11 @@ class LowRankAdapters(nn.Module):
             x: its input, [..., K].
             name: the matrix; without an adapter, y is returned.
         """
-        return y if name not in self else self._add(y, F.linear(x, self.pair(name, x.dtype)[0]), name)
+        return y if name not in self else self._add(y, linear(x, self.pair(name, x.dtype)[0]), name)
 
     def add_pair(self, y: Tensor, x: Tensor, a_RK: Tensor, b_NR: Tensor) -> Tensor:
         """Compute `add` with a given adapter, such as one that a recomputed function takes as arguments."""
-        return y + F.linear(F.linear(x, a_RK), b_NR) * self.scale
+        return y + linear(linear(x, a_RK), b_NR) * self.scale
 
     def add_columns(
         self,
@@ -88,7 +88,7 @@ class LowRankAdapters(nn.Module):
         if not adapted:
             return list(outputs)
         a_RK = torch.cat([self.pair(name, x.dtype)[0] for name in adapted])
-        parts = sequence_parallel.gather(F.linear(x, a_RK)).chunk(len(adapted), -1)
+        parts = sequence_parallel.gather(linear(x, a_RK)).chunk(len(adapted), -1)
         low_rank = dict(zip(adapted, parts, strict=True))
         rows = rows or {}
         return [
@@ -108,11 +108,11 @@ class LowRankAdapters(nn.Module):
         if name not in self:
             return y
         a_RK = self.pair(name, x.dtype)[0]
-        return self._add(y, sequence_parallel.scatter(F.linear(x, a_RK)), name)
+        return self._add(y, sequence_parallel.scatter(linear(x, a_RK)), name)
 
     def _add(self, y: Tensor, low_rank: Tensor, name: str, rows: slice = ALL_ROWS) -> Tensor:
         b_NR = self.pair(name, low_rank.dtype)[1]
-        return y + F.linear(low_rank, b_NR if rows == ALL_ROWS else b_NR[rows]) * self.scale
+        return y + linear(low_rank, b_NR if rows == ALL_ROWS else b_NR[rows]) * self.scale
 
 
 def attach_adapters(model: nn.Module, cfg: Config) -> None:

@@ -245,6 +245,22 @@ class OuterOptimizer:
             mean = self.pending_mean(entries)
             self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, mean.clone(), mean)
 
+    @torch.no_grad()
+    def adopt(self, num_rounds: int, tokens: int) -> None:
+        """Go on from outer weights and momentum that were just written: the weights become the outer weights; local.
+
+        Args:
+            num_rounds: rounds of these outer weights.
+            tokens: tokens that this site has trained on.
+        """
+        for name, (weights, *residual) in self._visit(list(self._parameters), ["weights", "residual"]):
+            local_tensor(self._parameters[name].data).copy_(weights)
+            for tensor in residual:
+                tensor.zero_()
+        self.num_rounds = num_rounds
+        self.tokens = [tokens] * self._num_fragments
+        self.pending = None
+
     def pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
         """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
 

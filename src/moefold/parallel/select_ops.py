@@ -102,16 +102,19 @@ def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
 def _triton_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
+    from moefold.ops.triton.linear_attention import TritonLinearAttention
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
     routing, routing_message = _router_kernel(cfg)
     block_attention, attention_message = _block_attention(cfg, device)
+    has_recurrence = cfg.model.has_linear_attention and cfg.model.linear_attention != "short_convolution"
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,
         rope=apply_rope,
         block_attention=block_attention,
+        linear_attention=TritonLinearAttention() if has_recurrence else None,
         cross_entropy_ops=TritonCrossEntropyOps(),
         message=routing_message + attention_message,
     )
@@ -124,8 +127,9 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
     """
     set_on_modules(stage, "kernels", kernels)
     for layer in stage.moe_layers().values():
-        # Experts with adapters choose grouped GEMMs themselves, on rows that are sorted by expert.
-        layer.experts.ops = kernels.expert_ops if layer.experts.lora is None else TORCH_EXPERT_OPS
+        # Experts with adapters multiply rows that are sorted by expert.
+        is_fused = layer.experts.lora is None or not kernels.expert_ops.fuses_permutation
+        layer.experts.ops = kernels.expert_ops if is_fused else TORCH_EXPERT_OPS
         layer.dispatcher.use_permute_ops(kernels.permute_ops)
         layer.experts.activation = kernels.expert_activation or layer.experts.activation
     for module in stage.modules():

@@ -1,6 +1,5 @@
 """Training inside the processes of a program, which go on after the run."""
 
-from dataclasses import replace
 from functools import partial
 
 from moefold.comm.torch_compat import set_aside_process_groups
@@ -36,6 +35,4 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcom
         ranks.check_devices(device_type)
         ranks.agree(partial(prepare_data, setup, rank_env))
         with set_aside_process_groups():
-            outcome = train_on_rank(setup.cfg, setup.messages, program, rank_env, device_type)
-        first = ranks.first(outcome)
-        return replace(outcome, run_dir=first.run_dir, checkpoint=first.checkpoint)
+            return train_on_rank(setup.cfg, setup.messages, program, rank_env, device_type)

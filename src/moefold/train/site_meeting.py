@@ -36,6 +36,7 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"run.seed": cfg.run.seed, "run.steps": cfg.run.steps, "run.dtype": cfg.run.dtype}
+        | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
         | {f"lora.{key}": value for key, value in asdict(cfg.lora).items()}
         | model
     )
@@ -77,7 +78,7 @@ class SiteMeeting:
         found: Message = current_world().all_gather_object(answer)[0]
         return found
 
-    def ask_until_ready(self, hello: Message, poll: Callable[[Message], bool]) -> bool:
+    def ask_until_ready(self, hello: Message, poll: Callable[[Message], bool]) -> str:
         """Say hello until all sites are here; collective.
 
         Args:
@@ -85,11 +86,12 @@ class SiteMeeting:
             poll: called with each answer that says to wait, on all ranks; returns whether to stop waiting.
 
         Returns:
-            Whether all sites are here.
+            "ready" if all sites are here, "missed" if the others have applied rounds without this site, "stopped" if
+            `poll` said so.
 
         Raises:
             ConfigError: the settings or weights are not those of the other sites.
-            RunError: the meeting point cannot be reached, or the other sites are ahead.
+            RunError: the meeting point cannot be reached.
         """
         message = hello | {
             "do": "hello",
@@ -100,14 +102,40 @@ class SiteMeeting:
         while True:
             answer = self.ask(message)
             if "ready" in answer:
-                return True
+                return "ready"
+            if "missed" in answer:
+                return "missed"
             self.raise_if_refused(answer)
             is_too_late = time.monotonic() - started_s > self._sites.timeout_s
             # Rank 0 decides, as the clocks of the ranks differ.
             if "unreachable" in answer and current_world().all_gather_object(is_too_late)[0]:
                 raise RunError(f"sites.meet={self._sites.meet!r}: {answer['unreachable']}; start `moefold meet` there")
             if poll(answer):
-                return False
+                return "stopped"
+            time.sleep(POLL_S)
+
+    def ask_for_giver(self, poll: Callable[[Message], bool]) -> Message | None:
+        """Wait for a site that gives its state to this one; None if `poll` stops the wait. Collective.
+
+        Raises:
+            RunError: the other sites have ended, or the meeting point cannot be reached.
+        """
+        started_s = time.monotonic()
+        while True:
+            answer = self.ask({"do": "join"})
+            if "giver" in answer:
+                return answer
+            if "ended" in answer:
+                raise RunError(
+                    f"site {self.number} lacks rounds that the other sites have applied, and they have ended; start "
+                    "all sites again, or go on from a checkpoint of another site with checkpoint.init_from"
+                )
+            self.raise_if_refused(answer)
+            is_too_late = time.monotonic() - started_s > self._sites.timeout_s
+            if "unreachable" in answer and current_world().all_gather_object(is_too_late)[0]:
+                raise RunError(f"sites.meet={self._sites.meet!r}: {answer['unreachable']}")
+            if poll(answer):
+                return None
             time.sleep(POLL_S)
 
     def connect(self, greeting: Callable[[], Message]) -> None:
@@ -127,6 +155,7 @@ class SiteMeeting:
         try:
             # Opens the connection, whose local address the other sites can reach.
             self._links_connection.ask({"do": "beat", "site": self.number})
+            self._links_connection.greet(lambda: {"do": "beat", "site": self.number})
         except MeetError as error:
             raise RunError(f"sites.meet={self._sites.meet!r}: {error}") from None
         store = MeetStore(self._links_connection, self._sites.timeout_s)
@@ -138,7 +167,7 @@ class SiteMeeting:
 
         Raises:
             ConfigError: the settings or weights are not those of the other sites.
-            RunError: the outer weights are damaged, or the other sites are ahead.
+            RunError: the outer weights are damaged.
         """
         if "refused" in answer:
             raise ConfigError(f"site {self.number} cannot take part in the run: {answer['refused']}")
@@ -146,12 +175,6 @@ class SiteMeeting:
             raise RunError(
                 f"site {self.number}: {answer['error']}: memory or a file of one of them is damaged; resume all sites "
                 "from checkpoints of the same step with checkpoint.resume"
-            )
-        if "missed" in answer:
-            raise RunError(
-                f"site {self.number} has applied {answer['missed']} rounds, and site {answer['giver']} "
-                f"{answer['version']}: it missed the others; start all sites from checkpoints with the same number of "
-                "rounds, which checkpoint.resume names"
             )
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from moefold.launch.fitting import check_training, choose_checked_device
 from moefold.launch.meet_client import is_loopback_host, parse_address
 from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, with_world_size
-from moefold.remote_path import RemoteError, RemotePath, is_remote, to_path
+from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.run_folder import RunFolder, choose_run_folder
@@ -168,7 +168,7 @@ def probe_folder(key: str, path: str) -> None:
         if path.startswith("memory://"):
             raise ConfigError(f"{name} would end with the process; name a folder, or a URL of a store such as s3://")
         try:
-            RemotePath(path).check_writable()
+            check_remote_writable(RemotePath(path))
         except RemoteError as error:
             raise ConfigError(f"{key}: {error}") from None
         return
@@ -282,6 +282,11 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
         ConfigError: the recipe cannot be trained here.
     """
     cfg = recipe.cfg
+    if cfg.sites.starts_all:
+        raise ConfigError(
+            f"sites.count={cfg.sites.count} without a number starts all sites, which only `moefold train` does; set "
+            "sites.number and sites.meet, one job for each site"
+        )
     store = None
     if cfg.parallel.mapping == "auto":
         if cfg.rollout.ranks:

@@ -22,7 +22,7 @@ from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
-from moefold.remote_path import is_remote
+from moefold.remote_path import is_remote, to_path
 from moefold.train.callbacks.callback import Callback
 from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
@@ -136,8 +136,16 @@ def train_on_rank(
                     locks.enter_context(lock)
                 _reject_other_run(cfg, folder)
             status = trainer.run(stop)
-            saved = complete_checkpoints(checkpoint_folder(folder.cfg))
-            return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, saved[-1] if saved else None)
+            watchdog.flight_recorder.set_phase("listing the checkpoints")
+            return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, _newest_checkpoint(folder.cfg))
+
+
+def _newest_checkpoint(cfg: Config) -> Path | None:
+    """Return the newest complete checkpoint of a run, as rank 0 lists it; collective."""
+    world = current_world()
+    saved = complete_checkpoints(checkpoint_folder(cfg)) if world.is_rank0 else []
+    newest: str | None = world.all_gather_object(str(saved[-1]) if saved else None)[0]
+    return None if newest is None else to_path(newest)
 
 
 def _reject_other_run(cfg: Config, folder: RunFolder) -> None:

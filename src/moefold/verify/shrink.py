@@ -9,6 +9,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
+from moefold.config.sites import SitesConfig
 from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
@@ -160,6 +161,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         rl=RLConfig(),
         rollout=RolloutConfig(),
         reward=RewardConfig(),
+        sites=SitesConfig(),
     )
     small = replace(small, model=_keep_rope_factors(cfg, small))
     moe = small.moe

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.grouped_experts import GroupedExpertOps, expand_to_rows, row_offsets
+from moefold.ops.gemm import TORCH_GEMM, Gemm
+from moefold.ops.grouped_experts import (
+    GroupedExpertOps,
+    expand_to_rows,
+    gemm_per_expert,
+    row_offsets,
+    weight_gradient_per_expert,
+)
 from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, scale_rows
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
 
@@ -40,6 +47,7 @@ def adapted_experts(
     adapters: ExpertAdapters,
     options: ExpertOptions,
     probs_R: Tensor | None = None,
+    gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
     """Compute frozen experts with their adapters; local.
 
@@ -49,14 +57,46 @@ def adapted_experts(
         adapters: of their matrices.
         options: row counts, activation and what is saved; without a `permute_map`.
         probs_R: factor of each output row.
+        gemm: GEMM backend where the device has no grouped GEMM.
 
     Returns:
         [R, H]; under etp a partial sum over F.
     """
     assert options.permute_map is None, "the operations of experts with adapters fuse no permutation"
     pairs = (*adapters.gate, *adapters.up, *adapters.down)
-    y: Tensor = _AdaptedExperts.apply(x_RH, probs_R, weights, options, adapters.scale, *pairs)
+    widths = {size for adapter in pairs if adapter is not None for size in adapter.shape[1:]}
+    widths |= {*weights.gate_EHF.shape[1:], *weights.down_EFH.shape[1:]}
+    ops = GroupedMMExpertOps() if supports_grouped_mm(x_RH, len(x_RH), *widths) else _GemmExpertOps(gemm)
+    products = _Products(ops, row_offsets(options.tokens_per_expert, x_RH.device), adapters.scale)
+    y: Tensor = _AdaptedExperts.apply(x_RH, probs_R, weights, options, products, *pairs)
     return y
+
+
+@dataclass(frozen=True)
+class _GemmExpertOps(GroupedExpertOps):
+    """Grouped products as one GEMM after another."""
+
+    gemm: Gemm
+
+    def grouped_gemm(
+        self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """See base class."""
+        assert second is None
+        return gemm_per_expert(self._product, rows, w_EKN, offsets_E)
+
+    def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
+        """See base class."""
+        return weight_gradient_per_expert(self._weight_gradient, rows, grad, offsets_E)
+
+    def _product(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
+        # oneDNN multiplies no empty tensors.
+        return self.gemm.matmul(x_MK, w_KN.t()) if len(x_MK) else x_MK.new_zeros(0, w_KN.shape[1])
+
+    def _weight_gradient(self, xt_KM: Tensor, grad_MN: Tensor) -> Tensor:
+        if not len(grad_MN):
+            return grad_MN.new_zeros(len(xt_KM), grad_MN.shape[1])
+        return self.gemm.weight_gradient(xt_KM.t(), grad_MN)
 
 
 class _AdaptedExperts(torch.autograd.Function):
@@ -67,10 +107,9 @@ class _AdaptedExperts(torch.autograd.Function):
         probs_R: Tensor | None,
         weights: ExpertWeights,
         options: ExpertOptions,
-        scale: float,
+        products: "_Products",
         *pairs: Tensor | None,
     ) -> Tensor:
-        products = _Products.of(x_RH, weights, options, scale, pairs)
         rows = GatheredRows(x_RH)
         g_RF, u_RF = products.fc1(rows, weights, pairs)
         hidden_RF = products.ops.activation(options.activation, g_RF, u_RF, probs_R)
@@ -80,20 +119,19 @@ class _AdaptedExperts(torch.autograd.Function):
             y_RH[:, options.bias_slice] += bias_RH if probs_R is None else scale_rows(bias_RH, probs_R)
         saved = (g_RF, u_RF) if options.saves_fc1 else ()
         ctx.save_for_backward(x_RH, probs_R, *pairs, *saved)
-        ctx.args = weights, options, scale
+        ctx.args = weights, options, products
         return y_RH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         x_RH, probs_R, *rest = ctx.saved_tensors
-        weights, options, scale = ctx.args
+        weights, options, products = ctx.args
         pairs = rest[:6]
-        products = _Products.of(x_RH, weights, options, scale, pairs)
         rows = GatheredRows(x_RH)
         g_RF, u_RF = rest[6:] if options.saves_fc1 else products.fc1(rows, weights, pairs)
         grad_rows = GatheredRows(grad_RH.contiguous())
-        grad_hidden = products.input_gradient(grad_rows, weights.down_EFH, pairs[4:])
+        grad_hidden, low_rank_y = products.input_gradient(grad_rows, weights.down_EFH, pairs[4:])
         hidden_RF, grad_g, grad_u, grad_probs_R = products.ops.activation_backward(
             options.activation, grad_hidden, g_RF, u_RF, probs_R
         )
@@ -101,14 +139,14 @@ class _AdaptedExperts(torch.autograd.Function):
             columns = grad_rows.values[:, options.bias_slice].to(grad_probs_R.dtype)
             bias_RH = expand_to_rows(weights.down_bias_EH, products.offsets_E, len(x_RH)).to(grad_probs_R.dtype)
             grad_probs_R += torch.linalg.vecdot(columns, bias_RH)
+        grad_x, low_rank_g = products.input_gradient(GatheredRows(grad_g), weights.gate_EHF, pairs[0:2])
+        grad_x_u, low_rank_u = products.input_gradient(GatheredRows(grad_u), weights.up_EHF, pairs[2:4])
         gradients = (
-            *products.pair_gradients(rows, GatheredRows(grad_g), pairs[0:2]),
-            *products.pair_gradients(rows, GatheredRows(grad_u), pairs[2:4]),
-            *products.pair_gradients(GatheredRows(hidden_RF), grad_rows, pairs[4:6]),
+            *products.pair_gradients(rows, GatheredRows(grad_g), low_rank_g, pairs[0:2]),
+            *products.pair_gradients(rows, GatheredRows(grad_u), low_rank_u, pairs[2:4]),
+            *products.pair_gradients(GatheredRows(hidden_RF), grad_rows, low_rank_y, pairs[4:6]),
         )
-        grad_x = products.input_gradient(GatheredRows(grad_g), weights.gate_EHF, pairs[0:2])
-        grad_x = grad_x + products.input_gradient(GatheredRows(grad_u), weights.up_EHF, pairs[2:4])
-        return grad_x, grad_probs_R, None, None, None, *gradients
+        return grad_x.add_(grad_x_u), grad_probs_R, None, None, None, *gradients
 
 
 @dataclass(frozen=True)
@@ -118,14 +156,6 @@ class _Products:
     ops: GroupedExpertOps
     offsets_E: Tensor
     scale: float
-
-    @staticmethod
-    def of(x_RH: Tensor, weights: ExpertWeights, options: ExpertOptions, scale: float, pairs: Pairs) -> "_Products":
-        """Choose torch's grouped_mm where the device has it for all widths, else one expert after another."""
-        widths = {size for adapter in pairs if adapter is not None for size in adapter.shape[1:]}
-        widths |= {*weights.gate_EHF.shape[1:], *weights.down_EFH.shape[1:]}
-        ops = GroupedMMExpertOps() if supports_grouped_mm(x_RH, len(x_RH), *widths) else GroupedExpertOps()
-        return _Products(ops, row_offsets(options.tokens_per_expert, x_RH.device), scale)
 
     def fc1(self, rows: GatheredRows, weights: ExpertWeights, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Compute gate and up projections of every row, [R, F] each."""
@@ -143,21 +173,22 @@ class _Products:
             return y_RN
         return y_RN.add_(self._gemm(self._low_rank(rows, pair[0]), pair[1]))
 
-    def input_gradient(self, grad: GatheredRows, w_EKN: Tensor, pair: Pairs) -> Tensor:
-        """Compute the gradient of the rows, grad W^T + scale (grad B^T) A^T, [R, K]."""
+    def input_gradient(self, grad: GatheredRows, w_EKN: Tensor, pair: Pairs) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradient of the rows, grad W^T + scale (grad B^T) A^T, [R, K], and scale grad B^T, [R, r]."""
         grad_x = self.ops.grouped_gemm(grad, w_EKN.transpose(1, 2), self.offsets_E)
         if pair[0] is None or pair[1] is None:
-            return grad_x
-        return grad_x.add_(self._gemm(self._low_rank(grad, pair[1].transpose(1, 2)), pair[0].transpose(1, 2)))
+            return grad_x, None
+        grad_low_rank = self._low_rank(grad, pair[1].transpose(1, 2))
+        return grad_x.add_(self._gemm(grad_low_rank, pair[0].transpose(1, 2))), grad_low_rank
 
-    def pair_gradients(self, rows: GatheredRows, grad: GatheredRows, pair: Pairs) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of A and B: x^T scale (grad B^T), and scale (x A)^T grad."""
-        a_EKR, b_ERN = pair
-        if a_EKR is None or b_ERN is None:
+    def pair_gradients(
+        self, rows: GatheredRows, grad: GatheredRows, grad_low_rank: Tensor | None, pair: Pairs
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of A and B: x^T (scale grad B^T), and scale (x A)^T grad."""
+        if pair[0] is None or grad_low_rank is None:
             return NO_ADAPTER
-        grad_low_rank = GatheredRows(self._low_rank(grad, b_ERN.transpose(1, 2)))
-        grad_a = self.ops.weight_gradient(rows, grad_low_rank, self.offsets_E)
-        low_rank = GatheredRows(self._low_rank(rows, a_EKR))
+        grad_a = self.ops.weight_gradient(rows, GatheredRows(grad_low_rank), self.offsets_E)
+        low_rank = GatheredRows(self._low_rank(rows, pair[0]))
         return grad_a, self.ops.weight_gradient(low_rank, grad, self.offsets_E)
 
     def _low_rank(self, rows: GatheredRows, adapter_EKR: Tensor) -> Tensor:

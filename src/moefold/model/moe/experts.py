@@ -12,6 +12,8 @@ from moefold.model.lora import LowRankAdapters
 from moefold.model.moe.adapted_experts import NO_ADAPTER, ExpertAdapters, adapted_experts
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.fused_experts import fused_experts
+from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.interface import ALL_COLUMNS, ExpertOps, ExpertOptions, ExpertWeights
 from moefold.ops.swiglu import SWIGLU, ExpertActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
@@ -92,7 +94,8 @@ class Experts(nn.Module):
             expert_input = _scale_input(expert_input)
         dtype = expert_input.x.dtype
         migration = expert_input.migration
-        matrix_dtype = self.ops.weight_dtype(expert_input.x) if migration is None else dtype
+        takes_masters = migration is None and self.lora is None
+        matrix_dtype = self.ops.weight_dtype(expert_input.x) if takes_masters else dtype
         weights = self.computed_weights
         own = [local_param(weight, matrix_dtype) for weight in weights[:NUM_MATRICES]]
         own += [local_param(bias, dtype) for bias in weights[NUM_MATRICES:]]
@@ -121,7 +124,10 @@ class Experts(nn.Module):
         )
         if self.lora is not None:
             adapters = self._adapters(self.lora, expert_input.x.dtype)
-            return adapted_experts(expert_input.x, ExpertWeights(*weights), adapters, options, expert_input.probs_R)
+            gemm = self.ops.gemm if isinstance(self.ops, SequentialExpertOps) else TORCH_GEMM
+            return adapted_experts(
+                expert_input.x, ExpertWeights(*weights), adapters, options, expert_input.probs_R, gemm
+            )
         return fused_experts(
             expert_input.x, ExpertWeights(*weights), options, self.ops, expert_input.probs_R, wgrad_store
         )

@@ -7,7 +7,7 @@ its gradient.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.model.moe.token_noise import SECOND_STREAM, uniform_noise
 from moefold.ops.elementwise import sigmoid, softplus
 from moefold.ops.split_gemm import upcast_linear
-from moefold.ops.triton.router import RouterOptions, RouterOutput, route_backward, route_forward
+
+if TYPE_CHECKING:
+    from moefold.ops.triton.router import RouterOptions, RouterOutput
 
 
 def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
@@ -468,6 +470,9 @@ class FusedRouting:
     """
 
     def __init__(self, model: ModelConfig) -> None:
+        # Lazy import, like those below: CPU-only installations have no Triton.
+        from moefold.ops.triton.router import RouterOptions
+
         is_softmax = model.router_score == "softmax"
         self._options = RouterOptions(
             top_k=model.top_k,
@@ -479,13 +484,15 @@ class FusedRouting:
             top_groups=model.top_groups,
         )
 
-    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> RouterOutput:
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> "RouterOutput":
         """Choose experts; probabilities, scores, their sums and the z-loss sum are differentiable.
 
         Args:
             logits_TE: float32.
             bias_E: added to the scores for the top-k only.
         """
+        from moefold.ops.triton.router import RouterOutput
+
         return RouterOutput(*_FusedRouterFunction.apply(logits_TE, bias_E, self._options))
 
 
@@ -506,7 +513,9 @@ def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
 
 class _FusedRouterFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: "RouterOptions") -> tuple[Tensor, ...]:
+        from moefold.ops.triton.router import route_forward
+
         logits_TE = logits_TE.contiguous()
         output = route_forward(logits_TE, bias_E, options)
         ctx.save_for_backward(logits_TE, output.ids_TK)
@@ -527,6 +536,8 @@ class _FusedRouterFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        from moefold.ops.triton.router import route_backward
+
         _, probs, scores, _, sums, z, _ = grads
         logits_TE, ids_TK = ctx.saved_tensors
         return route_backward(logits_TE, ids_TK, (probs, scores, sums, z), ctx.options), None, None

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.schema import Config
+from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
+from moefold.model.local_param import local_tensor
+from moefold.optim.adamw import named_moments
 from moefold.optim.outer import OuterOptimizer, PendingRound
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.replica_check import TensorHasher
@@ -53,36 +57,29 @@ class SiteRounds(Callback):
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
+        self._has_told = False
+        self._gift: Message | None = None
+        """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, run: TrainingContext) -> None:
         """Meet the other sites; collective.
 
         Raises:
             ConfigError: the settings or weights are not those of the other sites.
-            RunError: the meeting point cannot be reached, or the other sites are ahead.
+            RunError: the meeting point cannot be reached, or the state of another site did not arrive.
         """
         run.before_save.append(lambda: self._decide(run))
         if self._sites.count == 1:
             return
         self._meeting = SiteMeeting(self._cfg, run.groups.rank)
-        outer = _outer_of(run)
-        hello = {"weights": self._digest(run), "step": run.position.step, "version": outer.num_rounds}
-        has_told = False
-
-        def poll(answer: Message) -> bool:
-            nonlocal has_told
-            run.groups.recorder.set_phase("waiting for the other sites")
-            if "missing" in answer and run.log is not None and not has_told:
-                run.log.message(f"waiting for {describe_sites(answer['missing'])} at {self._sites.meet}")
-                has_told = True
-            raised = [any(flags) for flags in zip(*current_world().all_gather_object(run.stop.flags), strict=True)]
-            if any(raised):
-                run.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
-            return any(raised)
-
-        if self._meeting.ask_until_ready(hello, poll):
-            # The round after the present step is still to come.
-            self._meeting.connect(lambda: hello | {"step": run.position.step - 1, "version": _outer_of(run).num_rounds})
+        hello = {"weights": self._digest(run), "step": run.position.step, "version": _outer_of(run).num_rounds}
+        found = self._meeting.ask_until_ready(hello, partial(self._poll, run))
+        if found == "stopped":
+            return
+        # The round after the present step is still to come.
+        self._meeting.connect(lambda: hello | {"step": run.position.step - 1, "version": _outer_of(run).num_rounds})
+        if found == "missed":
+            self._join(run)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Apply the round that is due, and begin one; collective."""
@@ -93,15 +90,19 @@ class SiteRounds(Callback):
             run.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(run)
             step.sites = self._apply(run, self._sites.keep_local)
+            self._give(run)
         fragments = fragments_due(self._cfg, step.number)
         if not fragments:
             return
         run.groups.recorder.set_phase("exchanging weights with the other sites")
         overlap = 0 if is_last else self._sites.overlap
-        self._begin(run, step.number, fragments, overlap)
-        if not overlap:
+        if not self._begin(run, step.number, fragments, overlap):
+            self._join(run)
+            step.is_last = run.position.step == self._cfg.run.steps
+        elif not overlap or self._flight is None:
             self._decide(run)
             step.sites = self._apply(run, 0.0)
+            self._give(run)
 
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Leave the meeting point."""
@@ -113,8 +114,68 @@ class SiteRounds(Callback):
         if self._meeting is not None:
             self._meeting.close()
 
-    def _begin(self, run: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> None:
-        """Take the differences of fragments, and start to exchange them; collective."""
+    def _poll(self, run: TrainingContext, answer: Message) -> bool:
+        """Return whether a signal ends the wait for the other sites; collective."""
+        run.groups.recorder.set_phase("waiting for the other sites")
+        if not self._has_told and run.log is not None:
+            awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
+            run.log.message(f"waiting for {awaited} at {self._sites.meet}")
+        self._has_told = True
+        raised = [any(flags) for flags in zip(*current_world().all_gather_object(run.stop.flags), strict=True)]
+        if any(raised):
+            run.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
+        return any(raised)
+
+    def _join(self, run: TrainingContext) -> None:
+        """Take weights, moments and position of another site, as this one lacks rounds; collective.
+
+        Raises:
+            RunError: the state did not arrive.
+        """
+        assert self._meeting is not None
+        assert self._meeting.links is not None
+        self._has_told = False
+        answer = self._meeting.ask_for_giver(partial(self._poll, run))
+        if answer is None:
+            return
+        run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
+        header = torch.tensor(_header(run))
+        failure = ""
+        try:
+            self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
+        except (RuntimeError, MeetError) as error:
+            failure = _first_line(error)
+        if failures := [text for text in current_world().all_gather_object(failure) if text]:
+            raise RunError(
+                f"site {self._sites.number} did not receive the state of site {answer['giver']}: {failures[0]}; start "
+                "it again"
+            )
+        before = run.position.step
+        _adopt(run, header)
+        if run.log is not None:
+            run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
+
+    def _give(self, run: TrainingContext) -> None:
+        """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
+        order, self._gift = self._gift, None
+        if order is None or self._meeting is None or self._meeting.links is None:
+            return
+        run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
+        tensors = [torch.tensor(_header(run)), *_state_tensors(run)]
+        try:
+            self._meeting.links.send_state(order["gift"], tensors)
+            text = f"gave its state to site {order['to']}"
+        except (RuntimeError, MeetError) as error:
+            text = f"site {order['to']} did not receive the state: {_first_line(error)}"
+        if run.log is not None:
+            run.log.message(f"after step {run.position.step}: {text}")
+
+    def _begin(self, run: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
+        """Take the differences of fragments, and start to exchange them; collective.
+
+        Returns:
+            False if the other sites have applied rounds without this one.
+        """
         began_s = time.perf_counter()
         outer = _outer_of(run)
         reshard_parameters(run.training.model.stages)
@@ -126,7 +187,7 @@ class SiteRounds(Callback):
                 self._flight = _Flight(step, step + overlap, fragments, own, (0,), None, began_s)
             else:
                 self._skip(run, step, "the weights are not finite")
-            return
+            return True
         question = {
             "do": "round",
             "step": step,
@@ -135,12 +196,16 @@ class SiteRounds(Callback):
             "finite": is_finite,
             "digest": self._digest(run),
             "timeout_s": self._sites.timeout_s,
+            "last": step == self._cfg.run.steps,
         }
         answer = self._meeting.ask(question)
+        if "missed" in answer:
+            return False
         self._meeting.raise_if_refused(answer)
+        self._gift = answer.get("give")
         if "members" not in answer:
             self._skip(run, step, str(answer.get("skip") or answer.get("unreachable")))
-            return
+            return True
         if answer["nonfinite"] and run.log is not None:
             run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
         members = tuple(answer["members"])
@@ -151,6 +216,7 @@ class SiteRounds(Callback):
             code = make_wire_code(self._sites.precision, own.dtype)
             exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), code)
         self._flight = _Flight(step, step + overlap, fragments, own, members, exchange, began_s)
+        return True
 
     def _decide(self, run: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
@@ -226,8 +292,34 @@ def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, st
                 # Every part of the exchange has a limit of its own.
                 run.groups.recorder.note_progress()
     except (RuntimeError, MeetError, TimeoutError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return None, f"the exchange with {describe_sites(flight.members)} failed: {first_line[:160]}"
+        return None, f"the exchange with {describe_sites(flight.members)} failed: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def _header(run: TrainingContext) -> list[int]:
+    """Return the numbers of the state that a site gives: step, rounds, and updates of the moments."""
+    return [run.position.step, _outer_of(run).num_rounds, run.training.moment_updates]
+
+
+def _state_tensors(run: TrainingContext) -> list[Tensor]:
+    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers."""
+    training = run.training
+    moments = named_moments(training.optimizer, training.parameters)
+    outer = _outer_of(run).entries(("weights", "momentum"))
+    tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
+    return [local_tensor(tensors[name]) for name in sorted(tensors)]
+
+
+def _adopt(run: TrainingContext, header: Tensor) -> None:
+    """Go on from a received state: the weights become the outer weights."""
+    step, num_rounds, moment_updates = header.tolist()
+    reshard_parameters(run.training.model.stages)
+    _outer_of(run).adopt(num_rounds, run.position.tokens)
+    run.training.restore_moment_updates(moment_updates)
+    run.position.step = step
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
