@@ -10,6 +10,7 @@ from moefold.cli.main import COMMANDS
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.suggestions import key_types, sections
 from moefold.recipe import load_config
+from moefold.validate.config import check_config
 
 ROOT = Path(__file__).parents[2]
 OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=.*")
@@ -51,7 +52,9 @@ def check_command(line: str) -> None:
         if word.startswith("recipes/"):
             assert recipe.is_file(), line
         if word.endswith(".toml") and recipe.is_file():
-            load_config(recipe, overrides)
+            cfg = load_config(recipe, overrides)
+            if name in ("train", "memory", "verify"):
+                check_config(cfg)
 
 
 def parse(parser: argparse.ArgumentParser, words: list[str], line: str) -> None:

@@ -14,6 +14,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.suggestions import key_types, sections
 from moefold.cost.hardware import load_device
 from moefold.planner.lengths.distribution import load_distribution
+from moefold.validate.config import check_config
 from tests.cli.example_command import check_command
 from tests.docs.markdown_page import PAGES, RECORDS, ROOT, Block, blocks, name_of, prose
 
@@ -95,7 +96,9 @@ def _check(block: Block) -> None:
     if block.language == "toml" and block.kind:
         tomllib.loads(block.text)
     elif block.language == "toml":
-        config_from_dict(tomllib.loads(block.text))
+        cfg = config_from_dict(tomllib.loads(block.text))
+        if block.page.parent.name == "how-to":
+            check_config(cfg)
     elif block.language == "python":
         compile(block.text, str(block), "exec")
     elif block.language == "json":

@@ -19,6 +19,7 @@ import torch
 
 from moefold.ops import triton as triton_ops
 from moefold.ops.exact_topk import exact_topk
+from moefold.ops.triton.linear_attention import TritonLinearAttention
 from moefold.testing.cuda_layers import layer_config, trace_layer
 from moefold.testing.cuda_trace import B200, CUDA, H200, Launch, Trace, trace_cuda
 from moefold.testing.kernel_compile import MAX_SHARED_BYTES, KernelResources, compile_launches, kernel_name
@@ -58,7 +59,7 @@ def recorded_launches(capability: int) -> list[Launch]:
     for case in CASES:
         trace = trace_layer(layer_config(**case), "model", DEVICES[capability], runs_all_candidates=True)
         launches += trace.launches
-    return launches + topk_launches(capability)
+    return launches + topk_launches(capability) + linear_attention_launches(capability)
 
 
 def topk_launches(capability: int) -> list[Launch]:
@@ -71,6 +72,21 @@ def topk_launches(capability: int) -> list[Launch]:
             stops = torch.empty(64, dtype=torch.int32, device=CUDA)
             exact_topk(scores, 2048, guess=guess)
             exact_topk(scores, 2048, starts=stops, stops=stops)
+    return trace.launches
+
+
+def linear_attention_launches(capability: int) -> list[Launch]:
+    """Return launches of linear attention: Gated DeltaNet in training, with a summary; and GLA in inference."""
+    trace = Trace()
+    with trace_cuda(trace, DEVICES[capability]):
+        for decay_size, is_training in ((1, True), (128, False)):
+            shapes = ((16, 128), (16, 128), (32, 128), (32, decay_size), *([(32,)] if is_training else []))
+            inputs = [torch.empty(256, 1, *shape, device=CUDA, requires_grad=is_training) for shape in shapes]
+            chunks = TritonLinearAttention().prepare(inputs, None, 64)
+            found = chunks.attend(None)
+            if is_training:
+                found += chunks.summary()
+                torch.autograd.backward(found, [torch.ones_like(x) for x in found])
     return trace.launches
 
 

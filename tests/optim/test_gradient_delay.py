@@ -58,7 +58,10 @@ def test_a_parameter_without_a_gradient_stays_and_a_reset_keeps_what_is_pending(
     [
         (["run.steps=1"], "train.gradient_delay=1 updates nothing in the first step, and run.steps=1 has no other"),
         (["sites.count=2"], "train.gradient_delay=1 would apply gradients of weights that a round of sites.method="),
-        (["data.kind=task", "rl.group_size=8"], "train.gradient_delay=1 would apply the last gradients of a round of rollouts"),
+        (
+            ["data.kind=task", "rl.group_size=8"],
+            "train.gradient_delay=1 would apply the last gradients of a round of rollouts",
+        ),
     ],
 )
 def test_delays_without_a_meaning_are_refused(overrides, message):

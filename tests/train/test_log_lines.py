@@ -33,6 +33,10 @@ def test_the_log_begins_with_what_runs(tmp_path):
     assert lines["batch"] == "16 x 32 = 512 tokens a step, learning rate 0.001, 0 steps of warm-up, adamw"
     assert lines["ranks"] == "8 on cpu, float32; attention tp2 x cp1 x dp2 x pp2, experts etp1 x ep4 x edp1 x pp2"
     assert lines["saves"] == "every 500 steps and at the end, the newest 10 stay"
+    assert "note" not in lines
+    warmup = ["model.index_topk=8", "model.index_head_dim=16", "train.indexer_stage=warmup"]
+    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16", *warmup]), tmp_path)
+    assert lines["note"] == "train.indexer_stage='warmup' trains the indexers alone, not by moe.aux_loss"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,28 @@ def test_the_log_says_what_will_be_saved(tmp_path, words, text):
     assert lines["saves"] == text
     assert lines["data"] == "synthetic"
     assert lines["ranks"] == "1 on cpu, float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["sites.count=2", "sites.number=1", "sites.every=5"],
+            "number 1 of 2, a round every 5 steps, learning rate 1",
+        ),
+        (
+            ["sites.method=diloco", "sites.every=10", "sites.fragment_layers=1"],
+            "a round every 10 steps for each of 2 fragments, learning rate 0.7, momentum 0.9; with only 3 rounds this "
+            "momentum does harm, sites.method='mean' does not",
+        ),
+        (
+            ["sites.method=diloco", "sites.every=10", "run.steps=5000"],
+            "a round every 10 steps, learning rate 0.7, momentum 0.9",
+        ),
+    ],
+)
+def test_the_log_says_when_sites_have_rounds(tmp_path, words, text):
+    assert lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]), tmp_path)["sites"] == text
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,8 @@ CASES = [
     ("model.index_head_dim=64", [], ["model.index_topk=8"]),
     ("model.index_rope_interleaved=true", [], ["model.index_topk=8"]),
     ("model.index_pattern=FS", [], ["model.index_topk=8"]),
+    ('train.recompute=["layer"]', ["model.index_topk=8", "train.indexer_stage=warmup"], ["model.index_topk=8"]),
+    ('train.offload=["layer"]', ["model.index_topk=8", "train.indexer_stage=warmup"], ["model.index_topk=8"]),
     ("train.indexer_stage=warmup", [], ["model.index_topk=8"]),
     ("train.indexer_loss=0.5", [], ["model.index_topk=8"]),
     ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),

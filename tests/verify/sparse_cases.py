@@ -55,7 +55,6 @@ WARMUP = [
         ({"world_size": 2, "ep": 2, "zero": 2}, SPARSE_LATENT, {"optimizer": "muon"}),
         ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, SPARSE_LATENT, {}),
         ({"world_size": 2, "pp": 2}, SPARSE | {"tie_embeddings": True, "mtp_layers": 1}, {}),
-        ({"world_size": 2, "tp": 2}, SPARSE, {"recompute": ("layer",)}),
         ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded", "moe": {"llep_min_tokens": 1}}, SPARSE, {}),
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, SPARSE, {}),
         # Half of the stages have no indexer, and train nothing.
@@ -100,7 +99,7 @@ SHARING = [
         (
             {"world_size": 2, "pp": 2},
             SPARSE | SHARED | {"index_pattern": "FS"},
-            {"indexer_stage": "warmup", "recompute": ("layer",)},
+            {"indexer_stage": "warmup"},
         ),
     )
 ]

@@ -10,7 +10,14 @@ from functools import cached_property
 
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
-from moefold.cost.block_memory import ATTENTION_MEMORY, FEED_FORWARD_MEMORY, index_bytes, selection_bytes
+from moefold.cost.block_memory import (
+    ATTENTION_MEMORY,
+    FEED_FORWARD_MEMORY,
+    index_bytes,
+    saved_in_warmup,
+    selection_bytes,
+    warmup_loss_bytes,
+)
 from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.layer_spec import attention_name
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
@@ -51,6 +58,8 @@ class ActivationMemory(BlockSizes):
     def layer_saved(self, kind: str) -> BytesByPart:
         """Return the bytes that a layer of one of `BLOCK_KINDS` saves for backward, without its input."""
         feed_forward = FEED_FORWARD_MEMORY[kind[0]]
+        if self.cfg.trains_indexers_only:
+            return self._saved_in_warmup(kind)
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
             saved = BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
@@ -75,15 +84,35 @@ class ActivationMemory(BlockSizes):
                 saved[weight.part.replace("_", " ").replace("mlp", "MLP")] += tokens * lora.rank * self.item_bytes
         return saved
 
+    def _saved_in_warmup(self, kind: str) -> BytesByPart:
+        """Return the saved bytes of a layer of which only the indexer has gradients."""
+        name = attention_name(self.cfg.model, kind)
+        if "sparse" not in name:
+            return BytesByPart()
+        return saved_in_warmup(self, has_indexer=not name.startswith("shared"))
+
+    def _transient_in_warmup(self, kind: str) -> BytesByPart:
+        """Return the temporary bytes of a layer of which only the indexer has gradients: of its loss, or experts."""
+        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
+        experts = feed_forward.saved(self) + feed_forward.transient(self)
+        experts["residual stream"] += 3 * self.hidden_bytes
+        loss = warmup_loss_bytes(self) if "sparse" in attention_name(self.cfg.model, kind) else 0
+        scores = BytesByPart({"core attention": loss, "residual stream": self.hidden_bytes})
+        return max(scores, experts, key=BytesByPart.total)
+
     def _attention(self, kind: str) -> BlockMemory:
         return ATTENTION_MEMORY[attention_name(self.cfg.model, kind)]
 
     def delayed_wgrad_layer(self, kind: str) -> BytesByPart:
         """Return the bytes of a layer's GEMM inputs and output gradients."""
+        if self.cfg.trains_indexers_only:
+            return BytesByPart()
         return self._attention(kind).delayed_wgrad(self) + FEED_FORWARD_MEMORY[kind[0]].delayed_wgrad(self)
 
     def delayed_wgrad_concurrent(self, kind: str) -> BytesByPart:
         """Return delayed weight-gradient bytes that exist while the layer's saved tensors do."""
+        if self.cfg.trains_indexers_only:
+            return BytesByPart()
         return FEED_FORWARD_MEMORY[kind[0]].concurrent_wgrad(self)
 
     @property
@@ -98,6 +127,8 @@ class ActivationMemory(BlockSizes):
 
     def embedding(self) -> BytesByPart:
         """Return the bytes that the embedding saves."""
+        if self.cfg.trains_indexers_only:
+            return BytesByPart()
         return BytesByPart(embedding=self.hidden_bytes)
 
     @property
@@ -117,6 +148,8 @@ class ActivationMemory(BlockSizes):
 
         Once all is summed, the gradient in the compute type takes the place of the logits.
         """
+        if self.cfg.trains_indexers_only:
+            return 0
         gradient = self.head_gradient_sum * self.item_bytes // self.high_precision_bytes
         return self.head_gradient_sum + max(self.transient_logits, gradient)
 
@@ -140,6 +173,8 @@ class ActivationMemory(BlockSizes):
 
     def delayed_wgrad_mtp(self) -> BytesByPart:
         """Return the delayed weight-gradient bytes of an MTP layer and its input projection, without its head."""
+        if self.cfg.trains_indexers_only:
+            return BytesByPart()
         projection = 3 * self.tokens * self.cfg.model.hidden_size * self.item_bytes
         return self.delayed_wgrad_layer(self.mtp_kind) + BytesByPart({"residual stream": projection})
 
@@ -147,7 +182,8 @@ class ActivationMemory(BlockSizes):
     def delayed_wgrad_head(self) -> int:
         """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
         width = self.cfg.model.hidden_size + self.cfg.model.vocab_size // self.cfg.parallel.tp
-        return 0 if self._loss_chunk_tokens else self.gathered_tokens * self.item_bytes * width
+        is_frozen = self.cfg.trains_indexers_only
+        return 0 if self._loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
 
     @cached_property
     def saved_by_kind(self) -> dict[str, BytesByPart]:
@@ -171,6 +207,8 @@ class ActivationMemory(BlockSizes):
     @cached_property
     def transient(self) -> dict[str, BytesByPart]:
         """Peak of temporary bytes while each kind of layer runs or is recomputed."""
+        if self.cfg.trains_indexers_only:
+            return {kind: self._transient_in_warmup(kind) for kind in self.saved_by_kind}
         return {kind: self._transient_block(kind) + self.transient_norm for kind in self.saved_by_kind}
 
     def _transient_block(self, kind: str) -> BytesByPart:
@@ -224,6 +262,11 @@ class ActivationMemory(BlockSizes):
 
     def mtp_layer(self) -> BytesByPart:
         """Return the bytes of an MTP layer: three norms, the input projection, the layer, and another output head."""
+        if self.cfg.trains_indexers_only:
+            # Nothing of the head stays while the layer runs.
+            excess = max(0, self.transient[self.mtp_kind].total() - self.head().total())
+            running = BytesByPart({"core attention": excess, "residual stream": 2 * self.hidden_bytes})
+            return self.layer_saved(self.mtp_kind) + running
         saved = self.layer_saved(self.mtp_kind) + self.head()
         saved["norms"] += 2 * self.hidden_norm()
         saved["residual stream"] += 4 * self.hidden_bytes

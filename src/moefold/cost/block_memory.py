@@ -13,6 +13,9 @@ INDEX_BYTES = 4
 """Bytes of the number of a selected key, int32."""
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
+WARMUP_SCORE_COPIES = 4.9, 4.3
+"""Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
+measured (docs/log.md)."""
 SELECTION_COPIES = 2.25
 """Temporary numbers of a block over those of its copied keys and values, measured (docs/log.md); more in bfloat16."""
 
@@ -268,6 +271,41 @@ def index_bytes(sizes: BlockSizes) -> BytesByPart:
     own = model.index_heads * model.index_head_dim * sizes.item_bytes
     own += model.index_heads * sizes.high_precision_bytes + model.index_head_dim * sizes.item_bytes
     return BytesByPart(attention=sizes.tokens * own + p.cp * sizes.gathered_bytes(model.index_head_dim))
+
+
+def saved_in_warmup(sizes: BlockSizes, *, has_indexer: bool) -> BytesByPart:
+    """Return the bytes of a layer of sparse attention in the warm-up, in which only the indexers have gradients.
+
+    Saved are the inputs of the indexer's projections and of its norm, and the gradients of its loss: those of the keys
+    once for each block of queries.
+    """
+    model = sizes.cfg.model
+    saved = index_bytes(sizes)
+    num_own = sizes.cfg.train.seq_len // (sizes.cfg.parallel.cp * sizes.cfg.parallel.tp)
+    num_blocks = -(-num_own // _warmup_block_rows(sizes))
+    saved["attention"] += (num_blocks - 1) * sizes.cfg.parallel.cp * sizes.gathered_bytes(model.index_head_dim)
+    if has_indexer:
+        query_rank = model.q_lora_rank if model.attention == "mla" else 0
+        widths = model.hidden_size + query_rank + model.index_head_dim
+        saved["attention"] += sizes.tokens * (widths * sizes.item_bytes + 2 * sizes.high_precision_bytes)
+    return saved
+
+
+def warmup_loss_bytes(sizes: BlockSizes) -> int:
+    """Return the temporary bytes of the loss over all visible keys: of the scores of a block of queries."""
+    train = sizes.cfg.train
+    scores = _warmup_block_rows(sizes) * sizes.cfg.model.num_attention_heads * train.seq_len * train.micro_batch_size
+    copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
+    return round(copies * scores * sizes.high_precision_bytes)
+
+
+def _warmup_block_rows(sizes: BlockSizes) -> int:
+    """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""
+    model = sizes.cfg.model
+    train = sizes.cfg.train
+    elements = max(model.num_attention_heads, model.index_heads) * train.seq_len * train.micro_batch_size
+    num_own = train.seq_len // (sizes.cfg.parallel.cp * sizes.cfg.parallel.tp)
+    return max(1, min(num_own, MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements))
 
 
 def _transient_sparse_gqa(sizes: BlockSizes) -> BytesByPart:

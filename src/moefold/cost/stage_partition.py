@@ -88,7 +88,7 @@ def stage_cost(cfg: Config, parts: StageParts) -> StageCost:
     if parts.has_embedding:
         cost += embedding_cost(cfg)
     for i in parts.layers:
-        cost += layer_cost(cfg, cfg.model.block_kinds[i], cfg.model.attention_letters[i])
+        cost += layer_cost(cfg, i)
     return cost + loss_cost(cfg) if parts.has_loss else cost
 
 
@@ -100,11 +100,16 @@ def embedding_cost(cfg: Config) -> StageCost:
 def _layer_costs(cfg: Config) -> list[StageCost]:
     """Return the cost of every layer, in order; equal layers are counted once."""
     kinds = list(zip(cfg.model.block_kinds, cfg.model.attention_letters, strict=True))
-    loads = {kind: layer_cost(cfg, *kind) for kind in set(kinds)}
+    loads = {kind: _kind_cost(cfg, *kind) for kind in set(kinds)}
     return [loads[kind] for kind in kinds]
 
 
-def layer_cost(cfg: Config, kind: str, letter: str) -> StageCost:
+def layer_cost(cfg: Config, number: int) -> StageCost:
+    """Return the cost of one layer, of its kind and with its attention."""
+    return _kind_cost(cfg, cfg.model.block_kinds[number], cfg.model.attention_letters[number])
+
+
+def _kind_cost(cfg: Config, kind: str, letter: str) -> StageCost:
     """Return the cost of a layer of one of `BLOCK_KINDS`, with the letter of its attention."""
     one_layer = single_layer(cfg.model, kind, letter)
     count = count_parameters(one_layer)
@@ -122,7 +127,7 @@ def loss_cost(cfg: Config) -> StageCost:
     load = StageCost(flops.head + flops.mtp, model.vocab_size * model.hidden_size // p.tp)
     if model.mtp_layers == 0:
         return load
-    mtp_layer = layer_cost(cfg, model.mtp_block_kind, model.attention_letters[-1])
+    mtp_layer = _kind_cost(cfg, model.mtp_block_kind, model.attention_letters[-1])
     mtp_parameters = model.mtp_layers * (mtp_layer.num_parameters + 2 * model.hidden_size**2)
     head_copy = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size // p.tp
     return StageCost(load.flops, load.num_parameters + mtp_parameters + head_copy)

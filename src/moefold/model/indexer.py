@@ -220,11 +220,10 @@ class LightningIndexer(nn.Module):
         assert index is not None
         own_selected = self.sequence_parallel.own_rows(selected_SBK)
         target = _normalized(self.sequence_parallel.scatter(sums_SBK))
-        return self._attach(attended, selected_index_loss(index, own_selected, target, self._weights(index, documents)))
+        return self.attach(attended, selected_index_loss(index, own_selected, target, self._weights(index, documents)))
 
-    def attach_dense_loss(
+    def dense_loss(
         self,
-        attended: Tensor,
         index: IndexTensors | None,
         visible: VisibleKeys,
         query: Tensor,
@@ -233,13 +232,12 @@ class LightningIndexer(nn.Module):
         *,
         scale: float,
         sinks: Tensor | None,
-    ) -> Tensor:
-        """Return the attended values with the loss over all visible keys.
+    ) -> Tensor | None:
+        """Return this rank's part of the loss over all visible keys; None where the indexer does not learn.
 
         A reduce-scatter over tp for each block of queries.
 
         Args:
-            attended: output of dense attention.
             index: as of `attach_selected_loss`.
             visible: keys that the queries of the context shard see.
             query: queries of attention, [S/cp, B, A, D].
@@ -249,7 +247,7 @@ class LightningIndexer(nn.Module):
             sinks: of attention.
         """
         if not self.learns:
-            return attended
+            return None
         assert index is not None
         num_own = len(index.query)
         num_keys = len(key)
@@ -272,7 +270,7 @@ class LightningIndexer(nn.Module):
                 is_visible_own = self.sequence_parallel.own_rows(is_visible_BSN.transpose(0, 1)).transpose(0, 1)
             block = IndexTensors(index.query[start:stop], index.weight[start:stop], index.key)
             losses.append(visible_index_loss(block, is_visible_own, target, weights_SB[start:stop]))
-        return self._attach(attended, torch.stack(losses).sum())
+        return torch.stack(losses).sum()
 
     def _weights(self, index: IndexTensors, documents: PackedDocuments | None) -> Tensor:
         """Return the share of each of this rank's own queries in the loss, [S, B]: equal, or 0 for padding."""
@@ -281,8 +279,8 @@ class LightningIndexer(nn.Module):
         share = self._loss_scale / index.key.shape[:2].numel()
         return torch.full(index.query.shape[:2], share, dtype=torch.float64, device=index.query.device)
 
-    def _attach(self, attended: Tensor, loss: Tensor) -> Tensor:
-        """Attach this rank's part of the loss."""
+    def attach(self, attended: Tensor, loss: Tensor) -> Tensor:
+        """Attach this rank's part of a loss to values, whose gradient is unchanged."""
         attached = attach_aux_loss(attended, loss, self._coefficient)
         if attached.requires_grad:
             part = loss.detach().double() * self._coefficient
@@ -307,6 +305,8 @@ class Selection:
         self._selected: Tensor | None = None
         self.index: IndexTensors | None = None
         """Projections from which the losses of all layers are computed; None where the indexer does not learn."""
+        self.dense_loss: Tensor | None = None
+        """In the warm-up, the loss of the layer that runs, which `attach_dense_loss` takes."""
 
     @staticmethod
     def begin(own: LightningIndexer | None, shared: "Selection | None") -> "Selection":
@@ -331,6 +331,12 @@ class Selection:
         """The selected keys, int32 [S/cp, B, K], or slots of a decoder's cache, [R, 1, K]."""
         assert self._selected is not None, "no keys are selected"
         return self._selected
+
+    def attach_dense_loss(self, hidden: Tensor) -> Tensor:
+        """Attach the loss of the layer that ran to its output, once."""
+        loss = self.dense_loss
+        self.dense_loss = None
+        return hidden if loss is None else self.indexer.attach(hidden, loss)
 
     def select(
         self,

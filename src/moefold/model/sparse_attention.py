@@ -60,11 +60,11 @@ class SparseAttention(Attention):
         visible = indexer.visible_keys(len(query), documents, query.shape[1])
         selection.select(self.indexer, (x, x), rope, visible)
         if indexer.is_dense:
-            attended = super()._attend(x, heads, rope, documents)
             keys = indexer.keys.gather(key)
-            return indexer.attach_dense_loss(
-                attended, selection.index, visible, query, keys, documents, scale=scale, sinks=sinks
+            selection.dense_loss = indexer.dense_loss(
+                selection.index, visible, query, keys, documents, scale=scale, sinks=sinks
             )
+            return super()._attend(x, heads, rope, documents)
         keys, values = indexer.keys.gather(torch.cat((key, value), -1)).chunk(2, -1)
         attended, sums = sparse_attention(
             query, keys, values, selection.selected, value_dim=value.shape[-1], scale=scale, sinks=sinks
@@ -116,10 +116,10 @@ class SparseLatentAttention(LatentAttention):
         selection.select(self.indexer, inputs, rope, visible)
         keys = indexer.keys.gather(key)
         if indexer.is_dense:
-            attended = super()._attend(x, own, gathered, rope, documents)
-            return indexer.attach_dense_loss(
-                attended, selection.index, visible, query, keys, documents, scale=self._scale, sinks=None
+            selection.dense_loss = indexer.dense_loss(
+                selection.index, visible, query, keys, documents, scale=self._scale, sinks=None
             )
+            return super()._attend(x, own, gathered, rope, documents)
         attended, sums = sparse_attention(query, keys, None, selection.selected, value_dim=rank, scale=self._scale)
         attended = indexer.attach_selected_loss(attended, selection.index, selection.selected, sums, documents)
         return self._expand_values(attended)

@@ -13,6 +13,7 @@ from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.model.frozen import connect_loss, pass_gradient
 from moefold.model.head import Head, ModelOutput
 from moefold.model.indexer import LightningIndexer, Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
@@ -26,6 +27,7 @@ from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, RMSNorm, build_norm
 from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
 from moefold.model.rope import build_rope, rope_frequencies
+from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
@@ -66,6 +68,8 @@ class Block(nn.Module):
         self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope], Tensor] | None = None
+        self.is_frozen = cfg.trains_indexers_only
+        """Whether only the indexer has gradients: the rest of the layer is computed without a graph."""
 
     def forward(
         self,
@@ -81,10 +85,12 @@ class Block(nn.Module):
         """
         if self.fused is not None:
             return self.fused(x, rope)
-        x = self._attend(x, rope, documents, selection)
+        source = x
+        selection = self._selection_with_loss(selection)
+        x = self._attend(self._detached(x), rope, documents, selection)
         with self._normalized(self.ffn_norm, x) as (normed,):
             y = self.ffn(normed, columns) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
-            return self._add_ffn(x, y)
+            return self._connected(source, self._add_ffn(x, y), selection)
 
     def forward_resumable(
         self,
@@ -95,14 +101,34 @@ class Block(nn.Module):
         selection: Selection | None = None,
     ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
-        x = self._attend(x, rope, documents, selection)
+        source = x
+        selection = self._selection_with_loss(selection)
+        x = self._attend(self._detached(x), rope, documents, selection)
         with self._normalized(self.ffn_norm, x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
-                return self._add(x, self.ffn(normed), self.ffn_output_norm)
+                return self._connected(source, self._add(x, self.ffn(normed), self.ffn_output_norm), selection)
             moe = ResumableTask(self.ffn.forward_resumable(normed, columns))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
-        return self._add_ffn(x, (yield from moe.remaining()))
+        return self._connected(source, self._add_ffn(x, (yield from moe.remaining())), selection)
+
+    def _detached(self, x: Tensor) -> Tensor:
+        """Return the input of a frozen layer, whose gradient `_connected` passes on."""
+        return x.detach() if self.is_frozen else x
+
+    def _selection_with_loss(self, selection: Selection | None) -> Selection | None:
+        """Return a selection that takes the loss of a frozen layer's indexer."""
+        is_sparse = isinstance(self.attention, SparseAttention | SparseLatentAttention)
+        return Selection() if self.is_frozen and is_sparse and selection is None else selection
+
+    def _connected(self, source: Tensor, output: LayerOutput, selection: Selection | None) -> LayerOutput:
+        """Return the output of the layer; of a frozen one with the loss of its indexer, and connected to its input."""
+        if not self.is_frozen:
+            return output
+        hidden = pass_gradient(source, output if isinstance(output, Tensor) else output[0])
+        if selection is not None:
+            hidden = selection.attach_dense_loss(hidden)
+        return hidden if isinstance(output, Tensor) else (hidden, output[1])
 
     def _add_ffn(self, x: Tensor, y: LayerOutput) -> LayerOutput:
         """Add the output of the feed-forward network; that of a shortcut without the routed part, which is returned."""
@@ -163,8 +189,7 @@ class MTPBlock(Block):
             Normalised hidden states, [S/(cp*tp), B, H].
         """
         y = super().forward(self._project(x, embedded), rope, columns, documents, selection)
-        assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
-        return self.output_norm(y)
+        return self._normalized_output(y)
 
     def forward_resumable(
         self,
@@ -178,19 +203,24 @@ class MTPBlock(Block):
         """Compute `forward`, yielding at each MoE all-to-all."""
         x = self._project(x, embedded)
         y = yield from super().forward_resumable(x, rope, columns, documents, selection)
-        assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
-        return self.output_norm(y)
+        return self._normalized_output(y)
 
     def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Combine hidden states and token embeddings."""
         assert embedded is not None
-        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
-        return linear(
+        both = torch.cat((self.embedding_norm(self._detached(embedded)), self.hidden_norm(self._detached(x))), -1)
+        projected = linear(
             both,
             local_param(self.projection, x.dtype),
             wgrad_store=self.wgrad_store,
             linear_backend=self.kernels.linear_backend,
         )
+        return pass_gradient(x, projected) if self.is_frozen else projected
+
+    def _normalized_output(self, y: LayerOutput) -> Tensor:
+        assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
+        normed: Tensor = self.output_norm(self._detached(y))
+        return pass_gradient(y, normed) if self.is_frozen else normed
 
 
 class _Shortcut:
@@ -260,6 +290,7 @@ class Transformer(nn.Module):
         self.is_last = is_last
         self.loss: LossFunction = NextTokenLoss()
         self.loss_metrics = LossMetricRecorder()
+        self.is_frozen = cfg.trains_indexers_only
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
@@ -312,13 +343,14 @@ class Transformer(nn.Module):
             return self._hidden_output(x)
         if "labels" not in columns:
             return self.head(x, self._tied_weight)
-        x = self.head.norm(x)
+        x = self._final_norm(x)
         terms = self.loss(self._output(x), columns)
         mtp_losses = []
         for depth, block in enumerate(self._mtp_blocks()):
             x = block(x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
             mtp_losses.append(self._mtp_loss(x, columns, depth))
-        return self._with_mtp_term(terms, mtp_losses)
+        terms = self._with_mtp_term(terms, mtp_losses)
+        return connect_loss(x, terms) if self.is_frozen else terms
 
     def forward_resumable(
         self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor
@@ -332,13 +364,14 @@ class Transformer(nn.Module):
             x = shortcut.add((yield from block.forward_resumable(x, *args, selections.of(block))))
         if not self.is_last:
             return self._hidden_output(x)
-        x = self.head.norm(x)
+        x = self._final_norm(x)
         terms = self.loss(self._output(x), columns)
         mtp_losses = []
         for depth, block in enumerate(self._mtp_blocks()):
             x = yield from block.forward_resumable(x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
             mtp_losses.append(self._mtp_loss(x, columns, depth))
-        return self._with_mtp_term(terms, mtp_losses)
+        terms = self._with_mtp_term(terms, mtp_losses)
+        return connect_loss(x, terms) if self.is_frozen else terms
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens; where the embedding is frozen, the vectors have a gradient, which reaches every layer."""
@@ -380,7 +413,13 @@ class Transformer(nn.Module):
         # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
         return x if self.is_first or len(self.layers) else x.view_as(x)
 
+    def _final_norm(self, x: Tensor) -> Tensor:
+        if not self.is_frozen:
+            return self.head.norm(x)
+        return pass_gradient(x, self.head.norm(x.detach()))
+
     def _output(self, normed: Tensor) -> ModelOutput:
+        normed = normed.detach() if self.is_frozen else normed
         chunk = self.cfg.loss_chunk_tokens(normed.device.type)
         return ModelOutput(normed, self.head, self._tied_weight, chunk, self._metrics_recorder())
 

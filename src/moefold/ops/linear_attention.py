@@ -129,14 +129,14 @@ class ChunkedLinearAttention:
         """
         inputs = [q, k, v, log_decay] if beta is None else [q, k, v, log_decay, beta]
         kernel = self.kernel
-        prepare = _prepare if kernel is None or not kernel.supports(inputs) else kernel.prepare
+        prepare = prepare_chunks if kernel is None or not kernel.supports(inputs) else kernel.prepare
         chunks = prepare(inputs, is_start_SB, self.chunk_size)
         if state is None and self.initial_state is not None:
             state = self.initial_state(*chunks.summary())
         return chunks.attend(state)
 
 
-def _prepare(inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> "Chunks":
+def prepare_chunks(inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> "Chunks":
     """Compute the products within the chunks by torch operations; see `ChunkKernel`."""
     length = len(inputs[0])
     padding = -length % chunk_size
@@ -234,22 +234,34 @@ class Chunks:
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the transition [.., D, D] and update [.., D, Dv] of the states by all chunks."""
-        key_size = self.write_keys.shape[-1]
-        value_size = self.values.shape[-1]
-        identity = torch.eye(key_size, dtype=self.values.dtype, device=self.values.device)
-        # Columns that begin as the identity, and for which no token has values, end as the transition.
-        state = F.pad(identity, (value_size, 0)).expand(*self.values.shape[1:3], -1, -1)
-        padded = replace(self, values=F.pad(self.values, (0, key_size)))
-        update, transition = padded.scan(state)[2].split((value_size, key_size), -1)
+        values, state = self.padded_for_summary()
+        sizes = (self.values.shape[-1], self.write_keys.shape[-1])
+        update, transition = replace(self, values=values).scan(state)[2].split(sizes, -1)
         return transition, update
+
+    def padded_for_summary(self) -> tuple[Tensor, Tensor]:
+        """Return values [.., C, Dv + D] and first states [.., D, Dv + D] whose last states are update and transition.
+
+        Columns that begin as the identity, and for which no token has values, end as the transition.
+        """
+        key_size = self.write_keys.shape[-1]
+        identity = torch.eye(key_size, dtype=self.values.dtype, device=self.values.device)
+        state = F.pad(identity, (self.values.shape[-1], 0)).expand(*self.values.shape[1:3], -1, -1)
+        return F.pad(self.values, (0, key_size)), state
+
+    def first_state(self) -> Tensor:
+        """Return states of zeros, [B, A, D, Dv]."""
+        return self.values.new_zeros(*self.values.shape[1:3], self.read_keys.shape[-1], self.values.shape[-1])
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """Return the tokens [S, B, A, Dv] of chunks [N, B, A, C, Dv], without padding."""
+        return _from_chunks(x)[: self.length]
 
     def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `PreparedChunks`."""
-        if state is None:
-            state = self.values.new_zeros(*self.values.shape[1:3], self.read_keys.shape[-1], self.values.shape[-1])
-        states, written, last = self.scan(state)
+        states, written, last = self.scan(self.first_state() if state is None else state)
         out = self.read_keys @ states + self.scores @ written
-        return _from_chunks(out)[: self.length], last
+        return self.tokens_of(out), last
 
 
 class _HeadDecays:

@@ -143,9 +143,10 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         apply_expert_parallel(stage, groups, positions, dispatcher)
         apply_context_parallel(stage, cfg.parallel, groups)
         apply_kernels(stage, kernels)
-        if for_training:
+        # In the warm-up of indexers no layer saves activations.
+        if for_training and not cfg.trains_indexers_only:
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
-        if offload is not None:
+        if offload is not None and not cfg.trains_indexers_only:
             apply_offload(stage, cfg.train.offload, offload)
         if for_training and cfg.run.cuda_graphs in ("attention", "attention_router"):
             has_router = cfg.run.cuda_graphs == "attention_router"

@@ -102,16 +102,19 @@ def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
 def _triton_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
+    from moefold.ops.triton.linear_attention import TritonLinearAttention
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
     routing, routing_message = _router_kernel(cfg)
     block_attention, attention_message = _block_attention(cfg, device)
+    has_recurrence = cfg.model.has_linear_attention and cfg.model.linear_attention != "short_convolution"
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,
         rope=apply_rope,
         block_attention=block_attention,
+        linear_attention=TritonLinearAttention() if has_recurrence else None,
         cross_entropy_ops=TritonCrossEntropyOps(),
         message=routing_message + attention_message,
     )

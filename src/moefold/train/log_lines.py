@@ -5,12 +5,13 @@ from pathlib import Path
 from signal import Signals
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
+from moefold.topology.fragments import recipe_fragments
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
 MIN_UNBOUNDED_SAMPLES = 2**39
@@ -35,7 +36,39 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"ranks  {_describe_ranks(cfg, device_type)}",
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
+        *([f"sites  {_describe_sites(cfg)}"] if cfg.sites.is_active else []),
+        *_warmup_lines(cfg),
     ]
+
+
+def _warmup_lines(cfg: Config) -> list[str]:
+    """Return a note on losses that are reported and train nothing in the warm-up of indexers."""
+    coefficients = {
+        "moe.aux_loss": cfg.moe.aux_coefficient if has_moe_layers(cfg.model) else 0.0,
+        "moe.z_loss": cfg.moe.z_loss if has_moe_layers(cfg.model) else 0.0,
+        "train.mtp_loss": cfg.train.mtp_loss if cfg.model.mtp_layers else 0.0,
+    }
+    idle = [key for key, value in coefficients.items() if value]
+    if not cfg.trains_indexers_only or not idle:
+        return []
+    return [f"note   train.indexer_stage='warmup' trains the indexers alone, not by {', '.join(idle)}"]
+
+
+MIN_ROUNDS_OF_MOMENTUM = 100
+"""Rounds below which an outer momentum above 0.5 does harm: docs/log.md, 2026-11-26."""
+
+
+def _describe_sites(cfg: Config) -> str:
+    sites = cfg.sites
+    num_rounds = max(0, cfg.run.steps - sites.first) // sites.every + 1
+    number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
+    fragments = f" for each of {count} fragments" if (count := recipe_fragments(cfg)) > 1 else ""
+    text = f"{number}a round every {sites.every} steps{fragments}, learning rate {sites.lr:g}"
+    if sites.momentum:
+        text += f", momentum {sites.momentum:g}"
+    if sites.momentum > 0.5 and num_rounds < MIN_ROUNDS_OF_MOMENTUM:
+        text += f"; with only {num_rounds} rounds this momentum does harm, sites.method='mean' does not"
+    return text
 
 
 def _describe_sampling(cfg: Config) -> str:

@@ -135,6 +135,12 @@ SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
 
 UNUSED_SPARSE_KEYS = (
     UnusedKeyRule(
+        "train.recompute train.offload",
+        lambda cfg: cfg.trains_indexers_only,
+        "train.indexer_stage='warmup' saves no activations of the layers",
+        "choose train.indexer_stage='sparse'",
+    ),
+    UnusedKeyRule(
         "model.index_topk",
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without keys to select",

@@ -255,22 +255,21 @@ class MoELayer(nn.Module):
             scale = self._z_scale / num_tokens if weights_T is None else self._moe.z_loss
             z = (z_sum.detach(), scale)
             y = attach_aux_loss(y, z_sum, scale)
-        if y.requires_grad:
+        if torch.is_grad_enabled():
             counts_E = counts_XE[0] if num_groups == 1 else counts_XE.sum(0)
             entropy = _entropy_sum(routing.scores_TE.detach(), weights_T) if sums is None else sums.entropy
             kept_TK = routing_map.kept_TK
             dropped = None if kept_TK is None or self._capacity_policy is None else counts_E.sum() - kept_TK.sum()
             thresholds_E = self._thresholds_part(routing, weights_T)
-            y.register_hook(
-                lambda grad: self.stats.add(
-                    counts_E,
-                    entropy=entropy,
-                    dropped=dropped,
-                    aux=aux,
-                    z=z,
-                    thresholds_E=thresholds_E,
-                )
-            )
+
+            def count(grad: Tensor | None = None) -> None:
+                self.stats.add(counts_E, entropy=entropy, dropped=dropped, aux=aux, z=z, thresholds_E=thresholds_E)
+
+            if y.requires_grad:
+                y.register_hook(count)
+            else:
+                # No gradient passes a frozen layer, and nothing recomputes it.
+                count()
         return y
 
     def _thresholds_part(self, routing: RoutingDecision, weights_T: Tensor | None) -> Tensor | None:

@@ -1,0 +1,52 @@
+"""Frozen parts of a model: computed without a graph, and passed by gradients, so that the layers stay connected.
+
+In the warm-up of indexers (`train.indexer_stage`) only their losses have gradients to compute, and none of them passes
+through the model. Gradients still pass from the last layer to the first, because pipelines and FSDP start the
+backward pass of a stage or layer when they arrive; their values mean nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
+    """Return `value`; the backward pass gives its gradient to `source`, of the same shape, instead.
+
+    Without gradients, as in evaluation, `value` is returned as it is.
+    """
+    if not (torch.is_grad_enabled() and source.requires_grad):
+        return value
+    passed: Tensor = _PassGradient.apply(source, value)
+    return passed
+
+
+def connect_loss(source: Tensor, loss: Tensor) -> Tensor:
+    """Return `loss`; the backward pass gives zeros to `source`, on which it was computed without a graph."""
+    if not (torch.is_grad_enabled() and source.requires_grad):
+        return loss
+    connected: Tensor = _ConnectLoss.apply(source, loss)
+    return connected
+
+
+class _PassGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ConnectLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = {"dtype": source.dtype, "device": source.device}
+        ctx.shape = source.shape
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros(ctx.shape, **ctx.like), None
