@@ -78,7 +78,8 @@ class MeetConnection:
                     self._connect()
                     self._greet()
                 return self._exchange(message)
-            except (OSError, BadLineError) as error:
+            except (OSError, UnicodeError, BadLineError) as error:
+                # UnicodeError: a host name that cannot be a name of the DNS.
                 self.close()
                 # The meeting point may have closed the connection long ago, or have been started again.
                 if is_stale and self._greeting is not None and not isinstance(error, TimeoutError):
@@ -151,8 +152,14 @@ class MeetStore:
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
-        self._connection.ask({"do": "set", "key": key, "value": b64encode(value).decode()})
+        """Write a value.
+
+        Raises:
+            MeetError: the meeting point cannot be reached, or does not take the value.
+        """
+        answer = self._connection.ask({"do": "set", "key": key, "value": b64encode(value).decode()})
+        if "refused" in answer:
+            raise MeetError(f"the meeting point refused a value: {answer['refused']}")
 
     def get(self, key: str) -> bytes:
         """Wait for a value.

@@ -397,7 +397,9 @@ class Meeting:
         self._epoch_members = ()
 
     def _answer_vote(self, step: int) -> Message | None:
-        round_ = self._rounds[step]
+        round_ = self._rounds.get(step)
+        if round_ is None:
+            raise BadRequestError(f"the round of step {step} is over")
         if round_.outcome is None:
             round_.outcome = self._outcome(round_)
             if round_.outcome is None:
