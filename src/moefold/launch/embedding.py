@@ -20,9 +20,10 @@ import torch.distributed as dist
 from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import World, current_world
 from moefold.errors import ConfigError, RunError
+from moefold.host.listen import is_loopback
 from moefold.host.processes import ProcessId
 from moefold.host.rank_env import RankEnv, master_host, read_rank_env
-from moefold.launch.rendezvous import HOST, is_loopback, join_rendezvous, restrict_to_loopback
+from moefold.launch.rendezvous import HOST, join_rendezvous, restrict_to_loopback
 
 Result = TypeVar("Result")
 RESTORED_VARIABLES = (

@@ -14,7 +14,6 @@ from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, S
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
 """Interval in which a site tells the meeting point that it is alive."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class MeetError(Exception):
@@ -36,11 +35,6 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"{key}={text!r} must be HOST:PORT, such as 10.0.0.1:29600")
     return host, int(port)
-
-
-def is_loopback_host(host: str) -> bool:
-    """Return whether only this machine can reach a host name."""
-    return host in LOOPBACK or host.startswith("127.")
 
 
 class MeetConnection:
