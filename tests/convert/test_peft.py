@@ -116,6 +116,7 @@ def _spoil(folder: Path, target: Path, **keys: object) -> None:
     [
         ({"use_dora": True}, "has use_dora=True, which moefold does not compute; it reads False"),
         ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern={'q_proj': 4}, which moefold does not compute"),
+        ({"rank_pattern": {"mlp.experts.gate_up_proj": 4}}, "gives some modules another scale than lora_alpha / r, by"),
         ({"peft_type": "IA3"}, "has peft_type='IA3'; moefold reads low-rank adapters, LORA"),
         ({"r": 0}, "has r=0 and lora_alpha=3, which are no sizes of adapters"),
         ({"r": 3}, "has adapters of another model: base_model.model.model.layers.0"),

@@ -138,6 +138,19 @@ def test_adapters_resume_under_another_mapping_and_merge(pool, tmp_path, base, b
     assert merged == pytest.approx([records(second)[-1]["eval_loss"]], rel=1e-12)
 
 
+@pytest.mark.slow
+def test_reference_of_the_start_has_the_adapters_of_the_start(pool, tmp_path):
+    """With adapters of an earlier run, the policy of the first step is the reference: their divergence is 0."""
+    first = replace(rl_recipe(tmp_path, 2, kl=0.1), lora=LoraConfig(**LORA))
+    first = replace(first, checkpoint=replace(first.checkpoint, every=2))
+    pool.run(1, _train, first)
+    saved = str(Path(first.run.dir) / "checkpoints" / "step-000002")
+    second = replace(under(first, tmp_path / "second"), lora=LoraConfig(**LORA, init_from=saved))
+    pool.run(1, _train, second)
+    assert abs(records(second)[0]["rl"]["kl"]) < 1e-12
+    assert records(second)[1]["rl"]["kl"] > 1e-9
+
+
 def _evaluate_merged(cfg: Config, saved: str) -> float:
     """Return the loss of the merged weights on the held-out samples of a run's evaluation."""
     groups = _groups(cfg)

@@ -1,7 +1,9 @@
 """Low-rank adapters that must equal the oracle: of attention, dense, shared and routed experts, under every axis."""
 
 from tests.verify.cases import Case, Settings, cases, few
+from tests.verify.phi_cases import PHI
 from tests.verify.recipes import LATENT
+from tests.verify.sparse_cases import SPARSE_LATENT
 
 LORA = {"rank": 2, "alpha": 3.0}
 MIXED = {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 16}
@@ -51,6 +53,10 @@ MAPPED = [
     lora({"world_size": 2, "tp": 2}, LATENT | {"index_topk": 4, "index_head_dim": 8}),
     lora({"world_size": 2, "tp": 2, "ep": 2}, {"attention_pattern": "LF", "linear_attention": "gla"}),
     lora({"world_size": 2, "ep": 2, "dispatcher": "allgather"}, moe={"capacity_factor": 0.75}),
+    lora({"world_size": 4, "tp": 2, "etp": 2, "zero": 3}, PHI, train={"recompute": ("layer",)}),
+    lora(
+        {"world_size": 2, "tp": 2, "ep": 2}, SPARSE_LATENT | {"num_layers": 4, "index_pattern": "FS", "mtp_layers": 1}
+    ),
 ]
 TARGETS = [
     lora({"world_size": 2, "tp": 2}, adapters={"targets": ("wq", "dense_mlp.w_down")}),

@@ -250,6 +250,13 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
+    ranks = keys.get("rank_pattern") or {}
+    if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
+        raise ConfigError(
+            f"{str(path)!r} gives some modules another scale than lora_alpha / r, by rank_pattern={ranks}, "
+            f"alpha_pattern={keys.get('alpha_pattern')} and use_rslora={bool(keys.get('use_rslora'))}; moefold reads "
+            "one scale for all modules"
+        )
     rank = keys.get("r")
     alpha = keys.get("lora_alpha")
     is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0

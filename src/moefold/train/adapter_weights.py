@@ -54,21 +54,22 @@ class AdapterWeights:
             return ""
         return load_initial_weights(self.cfg, model, is_first_rank=is_first_rank, folder=self.base)
 
-    def load_initial(self, model: ParallelModel) -> str:
-        """Load the adapters that lora.init_from names; collective. Returns a description.
 
-        Raises:
-            ConfigError: they are of other matrices, or the checkpoint is damaged.
-        """
-        given = self.cfg.lora.init_from
-        if not given:
-            return ""
-        world = current_world()
-        path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
-        check_integrity(path, world, checks_hashes=self.cfg.checkpoint.verify)
-        adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
-        load_shards(CheckpointSource(path), adapters, str(path))
-        return f"; adapters from {path}"
+def load_initial_adapters(cfg: Config, model: ParallelModel) -> str:
+    """Load the adapters that lora.init_from names; collective. Returns a description.
+
+    Raises:
+        ConfigError: they are of other matrices, or the checkpoint is damaged.
+    """
+    given = cfg.lora.init_from
+    if not given:
+        return ""
+    world = current_world()
+    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
+    check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
+    adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
+    load_shards(CheckpointSource(path), adapters, str(path))
+    return f"; adapters from {path}"
 
 
 def _find_base(cfg: Config, resumed: Path | None) -> tuple[Path | None, str, str]:

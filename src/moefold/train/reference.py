@@ -12,6 +12,7 @@ from moefold.convert.preflight import resolve_weights_folder, weights_path
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
+from moefold.train.adapter_weights import load_initial_adapters
 from moefold.train.log_probs import LogProbCapture, label_log_probs
 
 ENTRY_PREFIX = "reference."
@@ -48,7 +49,7 @@ class ReferenceModel:
         return cfg.checkpoint.init_from or cfg.model.upcycle_from
 
     def load(self, folder: str = "") -> str:
-        """Load the weights that rl.reference names; collective.
+        """Load the weights that rl.reference names; collective. Those of the start have the adapters of the start.
 
         Args:
             folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.
@@ -59,6 +60,8 @@ class ReferenceModel:
         Raises:
             ConfigError: they cannot be read.
         """
+        if self._cfg.rl.reference == "start":
+            load_initial_adapters(self._cfg, self._model)
         if not self.source:
             return ""
         # A run may have newer checkpoints when training is resumed.

@@ -19,7 +19,7 @@ from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
 from moefold.optim.outer import OuterOptimizer
 from moefold.topology.fragments import fragments_due
-from moefold.train.adapter_weights import AdapterWeights
+from moefold.train.adapter_weights import AdapterWeights, load_initial_adapters
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
@@ -64,7 +64,7 @@ class Checkpointing(Callback):
             self._load(run, resume.path)
             run.is_resumed = True
         elif self._adapters is not None:
-            self.init_message += self._adapters.load_initial(run.training.model)
+            self.init_message += load_initial_adapters(run.cfg, run.training.model)
         else:
             self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
             if run.cfg.trains_indexers_only and not self.init_message:
