@@ -228,8 +228,8 @@ def set_aside_process_groups() -> Iterator[None]:
     """Run the block as in a process without process groups; those that exist are the process's again after it.
 
     A default process group can be created and destroyed in the block, which destroys no group from outside of it. The
-    groups from outside must not be used meanwhile. Caches that hold device meshes are emptied: torch finds a mesh by
-    its ranks, and would use the groups of an earlier mesh of equal ranks.
+    groups from outside must not be used meanwhile. Caches that hold device meshes are emptied, as these keep groups
+    that are destroyed.
     """
     c10d = torch.distributed.distributed_c10d
     world = c10d._world

@@ -83,6 +83,8 @@ class RankErrorHandler:
             RunError: the connection to another rank was lost.
         """
         self._deregister(EXIT_FAILED)
+        if self._watchdog is not None:
+            self._watchdog.close()
         if is_collective_error(error) and _find_run_error(error) is None:
             raise RunError(
                 f"rank {self._rank_env.rank} on {socket.gethostname()} lost its connection to another rank"

@@ -33,18 +33,30 @@ class SingleReporter:
         self.shared_path = ""
         """Path by which other ranks of the machine can open this rank's file; "" if there is none to share."""
         self._descriptor = -1
+        self._opened: list[int] = []
         self._thread_lock = threading.Lock()
         self._has_reported = False
         if rank_env.record_paths:
             self.use_file(rank_env.record_paths[-1])
         elif hasattr(os, "memfd_create"):
-            self.shared_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('moefold-report')}"
+            own_file = os.memfd_create("moefold-report")
+            self._opened.append(own_file)
+            self.shared_path = f"/proc/{os.getpid()}/fd/{own_file}"
             self.use_file(self.shared_path)
 
     def use_file(self, path: str) -> None:
         """Use the file at `path` from now on; it stays open even if the rank that created it exits."""
         with suppress(OSError):
+            # Another thread may be using the file before it, which stays open.
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._opened.append(self._descriptor)
+
+    def close(self) -> None:
+        """Close the files; the reporter then prints without asking other ranks."""
+        self._descriptor = -1
+        for descriptor in self._opened:
+            os.close(descriptor)
+        self._opened.clear()
 
     def report_once(self, message: str, should_report: Callable[[], bool] = lambda: True) -> None:
         """Print a message on stderr, unless a rank of this machine has; return once a message is printed.

@@ -47,14 +47,18 @@ PRINTED_KEY = "printed"
 """Store key that is set once the message is printed."""
 
 
-def _flight_record_file(rank_env: RankEnv) -> Path | None:
-    """Return the file of this rank's flight record, which other ranks of the machine keep open after this rank died."""
+def _flight_record_file(rank_env: RankEnv) -> tuple[Path | None, int]:
+    """Return the file of this rank's flight record, and its descriptor, -1 without one.
+
+    Other ranks of the machine keep the file open after this rank died.
+    """
     if rank_env.record_paths:
-        return Path(rank_env.record_paths[rank_env.rank])
+        return Path(rank_env.record_paths[rank_env.rank]), -1
     if not hasattr(os, "memfd_create"):
-        return None
+        return None, -1
     # An anonymous file: nothing needs to be removed after a kill.
-    return Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('moefold-record')}")
+    descriptor = os.memfd_create("moefold-record")
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor
 
 
 class Watchdog:
@@ -71,7 +75,7 @@ class Watchdog:
     def __init__(self, rank_env: RankEnv, timeout_s: float, device_type: str = "cpu") -> None:
         self._rank_env = rank_env
         self._device_type = device_type
-        self._file = _flight_record_file(rank_env)
+        self._file, self._descriptor = _flight_record_file(rank_env)
         self.flight_recorder = FlightRecorder(timeout_s, self._file)
         self.reporter = SingleReporter(rank_env)
         self._stopped = threading.Event()
@@ -103,6 +107,15 @@ class Watchdog:
         # A failed rank of several keeps the threads until it exits: it may have to report which rank failed first.
         if error is None or self._rank_env.world_size == 1:
             self.deregister(0)
+            if self._rank_env.is_embedded or self._rank_env.world_size == 1:
+                self.close()
+
+    def close(self) -> None:
+        """Close the files of this rank, in a process that goes on; call it once the rank has deregistered."""
+        self.reporter.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def deregister(self, status: int) -> None:
         """Deregister this rank, so that the others do not report it as lost; does nothing before `start`."""
