@@ -110,9 +110,9 @@ class FoldSearch:
         bound, i, part, which = heappop(self._queue)
         limit = min(limit, self._best_s)
         if i < 0:
-            for choice in self._choices_of_size(-1 - i):
-                self._push(choice.lower_bound_s, bound, (len(self._micro_batch_choices), -1, -1), limit)
-                self._micro_batch_choices.append(choice)
+            for listed in self._choices_of_size(-1 - i):
+                self._push(listed.lower_bound_s, bound, (len(self._micro_batch_choices), -1, -1), limit)
+                self._micro_batch_choices.append(listed)
             return
         base = self._micro_batch_choices[i]
         if part < 0 and i not in self._sends_and_bubble_s:
