@@ -150,6 +150,7 @@ BAD = [
     (["lengths", "wlb", "--tolerance", "-0.1"], "--tolerance -0.1 must lie between 0 and 1"),
     (["lengths", "wlb", "--tolerance", "nan"], "--tolerance nan must lie between 0 and 1"),
     (["lengths", "wlb", "--dp", "4096"], "--cp times --dp 32768 must be at most 4096"),
+    (["lengths", "wlb", "--micro-batch-size", "4096", "--dp", "512"], "choose --micro-batch-size 8 or less"),
     (["bench", "documents", "--seq-len", "100"], "must be a multiple of 2*cp=8"),
     (["bench", "documents", "--cp", "3", "--seq-len", "4092"], "--cp 3 must be 2 or 4"),
     (["lengths", "wlb", "--seq-len", "100"], "--seq-len 100 must be a multiple of 2*cp=16; choose 96 or 112, or"),

@@ -85,6 +85,20 @@ def _fold(plan):
     return m.tp, m.cp, m.dp, m.pp, m.ep, m.etp
 
 
+def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
+    asked = request(8)
+    every = DocumentPlanner(asked)
+    ranking = every.plans
+    joint = DocumentPlanner(request(8))
+    assert joint.top_plans(3) == ranking[:3]
+    count = len({plan.time.total_s for plan in ranking}) // 2
+    limit = ranking[count].time.total_s
+    assert joint.num_faster(limit) == sum(plan.time.total_s < limit for plan in ranking)
+    few = request(8)
+    assert DocumentPlanner(few).top_plans(1) == ranking[:1]
+    assert 0 < few.workload.attention.num_planned < asked.workload.attention.num_planned * 2 / 3
+
+
 def test_the_recipes_own_strategy_wins_ties():
     own = AttentionStrategy(context="allgather", tolerance=0.3)
     strategies = candidate_strategies(own)

@@ -10,7 +10,7 @@ from moefold.cli.plan_documents import describe_documents
 from moefold.config.limits import MAX_BY_KEY, check_at_most
 from moefold.config.suggestions import nearest_multiples
 from moefold.errors import ConfigError
-from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.balance import MIN_ROUNDS, DocumentLoads, num_planned_rounds
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.lengths.document_source import open_document_samples
 from moefold.planner.lengths.strategy import AttentionStrategy
@@ -18,6 +18,8 @@ from moefold.terminal import print_escaped
 
 MAX_RANKS = 4096
 """Most ranks of dp x cp whose rounds are planned: a round takes about 0.1 ms for each."""
+MAX_SAMPLES = MIN_ROUNDS * MAX_RANKS
+"""Most samples of all rounds together: one for each of `MAX_RANKS` data-parallel ranks in each round."""
 
 EPILOG = """example:
   moefold lengths wikipedia wlb prolong magi --seq-len 131072 --cp 8 --dp 4 --tolerance 0.02
@@ -76,6 +78,14 @@ def _check(args: argparse.Namespace) -> None:
     check_at_most("--seq-len", args.seq_len, MAX_BY_KEY["train.seq_len"])
     check_at_most("--cp times --dp", args.cp * args.dp, MAX_RANKS)
     check_at_most("--micro-batch-size", args.micro_batch_size, MAX_RANKS)
+    rounds = num_planned_rounds(args.cp * args.dp)
+    if args.dp * args.micro_batch_size * rounds > MAX_SAMPLES:
+        most = MAX_SAMPLES // (args.dp * rounds)
+        raise ConfigError(
+            f"--micro-batch-size {args.micro_batch_size} gives {args.dp * args.micro_batch_size * rounds:,} samples in "
+            f"{rounds} rounds of --dp {args.dp}, and at most {MAX_SAMPLES:,} are planned; choose --micro-batch-size "
+            f"{most} or less, or a smaller --dp"
+        )
     if args.seq_len % (2 * args.cp):
         raise ConfigError(
             f"--seq-len {args.seq_len} must be a multiple of 2*cp={2 * args.cp}; choose "

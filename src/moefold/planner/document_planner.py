@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import chain
+from math import inf
 
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -13,6 +15,9 @@ from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.search import PlannedMapping
+
+TIE_TOLERANCE = 1e-9
+"""Relative difference of the seconds of two mappings that are equally fast; sums in another order differ by less."""
 
 
 def candidate_strategies(own: AttentionStrategy) -> list[AttentionStrategy]:
@@ -62,12 +67,14 @@ class DocumentPlanner(Planner):
         """See base class."""
         if not self.space.folds:
             return super().top_plans(count)
-        plans = chain.from_iterable(self._marked(s, p.top_plans(count)) for s, p in self.planners.items())
-        return _best_by_fold(plans)[:count]
+        if count > self._num_requested:
+            self._num_requested = count
+            self._top_plans = self._search_all(count)[:count]
+        return self._top_plans[:count] or self.plans[:count]
 
     def num_faster(self, seconds: float) -> int:
         """See base class."""
-        return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
+        return sum(plan.time.total_s < seconds for plan in self._search_all(limit_s=seconds))
 
     def rank_all(self) -> None:
         """See base class."""
@@ -84,6 +91,45 @@ class DocumentPlanner(Planner):
     def with_num_gpus(self, num_gpus: int) -> "DocumentPlanner":
         """Return a planner of the same documents for another number of GPUs."""
         return DocumentPlanner(self.request.with_num_gpus(num_gpus), self._make_planner)
+
+    def _search_all(self, count: int | None = None, limit_s: float = inf) -> list[PlannedMapping]:
+        """Search under all strategies at once, always the one that may have the fastest mapping next.
+
+        So a mapping is priced under a strategy only if it may be one of those that are returned.
+
+        Args:
+            count: folds to find; None: all below the limit.
+            limit_s: seconds of a step that no mapping to find exceeds.
+
+        Returns:
+            The best plans that fit, of different folds, best first: at least `count` if there are as many.
+        """
+        searches = [planner.steps() for planner in self.planners.values()]
+        queue = [(0.0, i) for i in range(len(searches))]
+        found: list[list[ParallelMapping]] = [[] for _ in searches]
+        seconds_of_fold: dict[tuple[int, ...], float] = {}
+        while queue:
+            bound, i = heappop(queue)
+            if bound > limit_s * (1 + TIE_TOLERANCE):
+                break
+            step = next(searches[i], None)
+            if step is None:
+                continue
+            seconds, mapping = step
+            heappush(queue, (max(bound, seconds), i))
+            if mapping is None:
+                continue
+            found[i].append(mapping)
+            seconds_of_fold.setdefault(_fold_of(mapping), seconds)
+            if count is not None and len(seconds_of_fold) >= count:
+                # Mappings that take equally long are found too, so that the recipe's own strategy wins ties.
+                limit_s = min(limit_s, sorted(seconds_of_fold.values())[count - 1])
+        plans = [
+            replace(planner.price(mapping), attention=strategy)
+            for (strategy, planner), mappings in zip(self.planners.items(), found, strict=True)
+            for mapping in mappings
+        ]
+        return _best_by_fold(plans)
 
     @property
     def _loads(self) -> DocumentLoads:

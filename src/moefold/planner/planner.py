@@ -17,10 +17,11 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
 from moefold.planner.lengths.strategy import ContextKind
+from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
-from moefold.planner.search.search import PlannedMapping, Search
+from moefold.planner.search.search import PlannedMapping, Search, SearchStep
 from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
@@ -116,6 +117,14 @@ class Planner:
     def num_faster(self, seconds: float) -> int:
         """Return the number of folds whose best mapping that fits takes less than the given seconds."""
         return self.search.num_faster(seconds)
+
+    def steps(self) -> Iterator[SearchStep]:
+        """Search one candidate at a time for the best mappings that fit, see `Search.steps`."""
+        return self.search.steps()
+
+    def price(self, mapping: ParallelMapping) -> PlannedMapping:
+        """Return a mapping that `steps` found, with its time and memory."""
+        return self.search.price(mapping)
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the first `count` plans, best first; plans that do not fit are returned only if none fits.
@@ -307,6 +316,14 @@ class TracedPlanner(Planner):
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """See base class."""
         return self.plans[:count]
+
+    def steps(self) -> Iterator[SearchStep]:
+        """See base class; every fold is ranked first."""
+        yield from ((plan.time.total_s, plan.mapping) for plan in self.plans if plan.memory.fits)
+
+    def price(self, mapping: ParallelMapping) -> PlannedMapping:
+        """See base class."""
+        return next(plan for plan in self.plans if plan.mapping == mapping)
 
     def num_faster(self, seconds: float) -> int:
         """See base class."""

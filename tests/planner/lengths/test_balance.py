@@ -74,6 +74,29 @@ def test_rounds_one_by_one_have_the_mean_of_all():
     assert loads.of_round(count).load(peers, 0) == loads.of_round(0).load(peers, 0)
 
 
+@pytest.mark.parametrize("strategy", [AttentionStrategy(), PLANNED, LAST], ids=["ring", "planned", "balanced hosts"])
+@pytest.mark.parametrize("num_rounds", [1, 3, 100])
+def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
+    loads = loads_of("wlb", 8192).with_strategy(strategy)
+    for window in (0, 100):
+        peers = AttentionPeers(2, 64, 2, 2, num_rounds)
+        bound = loads.lower_bounds().load(peers, window)
+        assert loads.num_planned == bool(window)
+        load = loads.load(peers, window)
+        assert bound.keys <= load.keys * (1 + 1e-12)
+        assert bound.mean_keys == pytest.approx(load.mean_keys, rel=1e-12)
+        assert bound.kernel_rows >= load.kernel_rows
+
+
+@pytest.mark.parametrize("placement", ["samples", "documents"])
+def test_nodes_that_hold_whole_samples_need_no_plan_of_their_own(placement):
+    loads = loads_of("wlb", 8192).with_strategy(replace(PLANNED, placement=placement))
+    shared = loads.rounds(4, 4, 1)
+    assert loads.rounds(4, 4, 1, 0, 8) is shared
+    assert not shared.exchanged["remote_keys"].any()
+    assert loads.rounds(4, 4, 1, 0, 2).exchanged["remote_keys"].any()
+
+
 def test_all_strategies_see_the_same_documents():
     loads = loads_of("wikipedia", 8192)
     means = [loads.with_strategy(s).rounds(2, 4, 1).pairs.mean() for s in (AttentionStrategy(), PLANNED, LAST)]

@@ -67,7 +67,11 @@ class AttentionLoads(Protocol):
         ...
 
     def mean_load(self, window: int) -> AttentionLoad:
-        """Return a lower bound of the work under all mappings: equal work on all ranks, whole samples in a kernel."""
+        """Return the mean work: equal on all ranks, whole samples in a kernel."""
+        ...
+
+    def lower_bounds(self) -> "AttentionLoads":
+        """Return loads whose `load` is a lower bound of this one's, and which plan no rounds."""
         ...
 
 

@@ -131,8 +131,8 @@ class LayerCostModel:
     def mixer(self, kind: int, tp: int, cp: int, mbs: int, peers: AttentionPeers | None = None) -> BlockTime:
         """Return the time of the token mixer (attention or a recurrence) of one layer kind.
 
-        With documents (`TrainingWorkload.attention`), `peers` are the ranks that wait for each other; None gives a
-        lower bound over all of them.
+        With documents (`TrainingWorkload.attention`), `peers` are the ranks that wait for each other; None gives the
+        mean work to each rank.
         """
         key = (kind, tp, cp, mbs, *(peers or ()))
         if key not in self._mixers:

@@ -4,7 +4,7 @@
 depends on, so that a search over thousands of mappings adds up known numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -258,12 +258,22 @@ class CostModel:
             parts=tuple(seconds.values()),
         )
 
-    def lower_bound_layer_s(self, kind: int, tp: int, cp: int, mbs: int) -> float:
+    @cached_property
+    def lower_bounds(self) -> "CostModel":
+        """A cost model whose attention of documents is a lower bound that needs no plan of a round; else this one."""
+        w = self.workload
+        if w.attention is None:
+            return self
+        bounded = replace(w, attention=w.attention.lower_bounds())
+        return CostModel(self.model_spec, self.device, bounded, self.activation_memory, self.split)
+
+    def lower_bound_layer_s(self, kind: int, mapping: ParallelMapping) -> float:
         """Compute a lower bound of a layer's seconds for one micro-batch, over all mappings of its experts.
 
         The expert GEMMs run at the speed of large ones, and their communication is free.
         """
-        mixer = self.layer_costs.mixer(kind, tp, cp, mbs)
+        tp = mapping.tp
+        mixer = self.lower_bounds.mixer_time(kind, mapping)
         layer = self.model_spec.kinds[kind].feed_forward
         seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
         if layer is None:
@@ -274,7 +284,7 @@ class CostModel:
         flops = float(shared_parameters(layer, self.model_spec.hidden_size))
         flops += factor * w.effective_imbalance * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
         rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
-        return seconds + 6.0 * flops * self.layer_costs.tokens(cp, mbs) / tp / rate
+        return seconds + 6.0 * flops * self.layer_costs.tokens(mapping.cp, mapping.mbs) / tp / rate
 
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""

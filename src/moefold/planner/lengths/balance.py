@@ -6,6 +6,7 @@ Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPe
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
-from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
+from moefold.topology.token_placement import Integers, Placement, RoundShape, place
 
 MAX_ROUNDS = 32
 """Most rounds of a mapping that are planned."""
@@ -81,8 +82,11 @@ class DocumentLoads:
     strategy: AttentionStrategy = AttentionStrategy()
     seed: int = 0
     only_round: int | None = None
+    is_lower_bound: bool = False
+    """Whether `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
     _rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
+    _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
 
     def with_strategy(self, strategy: AttentionStrategy) -> "DocumentLoads":
         """Return the loads of the same documents under another strategy."""
@@ -92,8 +96,19 @@ class DocumentLoads:
         """Return the loads of one round alone; after the last drawn round the first one follows."""
         return replace(self, only_round=index)
 
+    def lower_bounds(self) -> "DocumentLoads":
+        """See `AttentionLoads`."""
+        return replace(self, is_lower_bound=True)
+
+    @property
+    def num_planned(self) -> int:
+        """Number of mappings and strategies whose rounds have been planned, of all loads of these documents."""
+        return len(self._rounds)
+
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """See `AttentionLoads`."""
+        if self.is_lower_bound:
+            return self._even_load(peers, window)
         found = self.rounds(peers.cp, peers.dp, peers.mbs, window, peers.ranks_per_node)
         chosen = slice(None) if self.only_round is None else [self.only_round % len(found.pairs)]
         pairs = found.pairs[chosen]
@@ -140,6 +155,8 @@ class DocumentLoads:
             ranks_per_node: consecutive ranks of dp x cp in a node; 0: all.
         """
         round_key = RoundKey(cp, dp, mbs, window, ranks_per_node)
+        if not self._depends_on_nodes(round_key):
+            round_key = round_key._replace(ranks_per_node=0)
         key = (round_key, self.strategy)
         if key not in self._rounds:
             self._rounds[key] = self._load_rounds(round_key, self.strategy)
@@ -157,9 +174,37 @@ class DocumentLoads:
         """Return the consecutive ranks that wait for each other in a layer, those that exchange rows included."""
         return min(lcm(peers.group, self._exchange_ranks(peers)), peers.cp * peers.dp)
 
+    def _depends_on_nodes(self, key: RoundKey) -> bool:
+        """Return whether the nodes of the ranks change the plan of a round or the rows that leave a node."""
+        if not self.strategy.is_planned or key.ranks_per_node >= key.cp * key.dp:
+            return False
+        stays_in_sample = self.strategy.hosts == "home" and self.strategy.placement != "balanced"
+        return not stays_in_sample or key.ranks_per_node % key.cp != 0
+
+    def _even_load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
+        """Return a lower bound of `load`: the busiest rank has at least the mean of the rounds that `_busiest` uses."""
+        num_samples = peers.dp * peers.mbs
+        count = num_planned_rounds(peers.cp * peers.dp)
+        key = (count * num_samples, window)
+        if key not in self._pairs_of_samples:
+            samples = self._first_samples(count * num_samples)
+            self._pairs_of_samples[key] = np.array([pairs_before(np.array(x), window).sum() for x in samples], float)
+        pairs = self._pairs_of_samples[key].reshape(count, num_samples).sum(1)
+        if self.only_round is not None:
+            pairs = pairs[[self.only_round % count]]
+        per_step = min(peers.num_rounds, len(pairs))
+        used = pairs[: len(pairs) // per_step * per_step]
+        tokens = num_samples * self.seq_len
+        return AttentionLoad(
+            keys=float(used.mean()) / tokens,
+            mean_keys=float(pairs.mean()) / tokens,
+            kernel_rows=float(self.seq_len),
+            is_planned=self.strategy.is_planned,
+        )
+
     def _load_rounds(self, key: RoundKey, strategy: AttentionStrategy) -> RoundLoads:
         shape = RoundShape(dp=key.dp, cp=key.cp, micro_batch_size=key.mbs, seq_len=self.seq_len)
-        count = min(MAX_ROUNDS, max(MIN_ROUNDS, RANKS_OF_ALL_ROUNDS // shape.num_ranks))
+        count = num_planned_rounds(shape.num_ranks)
         samples = self._first_samples(count * shape.num_samples)
         rounds = [samples[first : first + shape.num_samples] for first in range(0, len(samples), shape.num_samples)]
         if strategy.context == "ulysses":
@@ -171,6 +216,11 @@ class DocumentLoads:
         if count not in self._drawn:
             self._drawn[count] = self.samples.draw(self.seq_len, count, self.seed)
         return self._drawn[count]
+
+
+def num_planned_rounds(num_ranks: int) -> int:
+    """Return the number of rounds that are planned for a number of ranks."""
+    return min(MAX_ROUNDS, max(MIN_ROUNDS, RANKS_OF_ALL_ROUNDS // num_ranks))
 
 
 def _busiest(pairs: Floats, group: int, num_rounds: int) -> float:
@@ -234,8 +284,10 @@ def plan_of(
     nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Plan the attention of one round; `nodes` has the node of each rank."""
-    starts = [[0, *np.cumsum(lengths[:-1]).tolist()] for lengths in samples]
-    placement: Placement = place(strategy.placement, shape, document_bounds(shape, starts), strategy.block)
+    lengths = np.fromiter(chain.from_iterable(samples), np.int64)
+    bounds_N = np.concatenate(([0], np.cumsum(lengths)))
+    assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
+    placement: Placement = place(strategy.placement, shape, bounds_N, strategy.block)
     if strategy.hosts == "home":
         return plan_attention(placement, window=window)
     return plan_attention(

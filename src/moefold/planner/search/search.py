@@ -20,7 +20,7 @@ their order, and of the other folds only candidates that may be faster than the 
 `tests/planner/search/test_search.py` compares with pricing every mapping.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice, product
@@ -47,27 +47,39 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 _QueueEntry = tuple[float, int, int, int]
 """Lower bound in seconds; indices of the micro-batch choice, of the strategy batch and of the pipeline; -1: not chosen
-yet."""
+yet. A size whose choices are not listed yet has -1 minus its index in place of a choice."""
+
+SearchStep = tuple[float, ParallelMapping | None]
+"""Seconds of the fastest mapping of a fold that fits, and that mapping; without a mapping a lower bound in seconds of
+all that follow. Both ascend."""
 
 
 class FoldSearch:
-    """Best-first search in one fold: choices expand into strategy batches, these into pipelines.
+    """Best-first search in one fold: sizes expand into choices, these into strategy batches, these into pipelines.
 
     Args:
         fold_costs: cost and memory of the space.
         fold: the degrees.
-        choices: the micro-batch choices of the fold.
+        size_bounds_s: lower bound of a step's seconds for each micro-batch size of the fold.
+        choices_of_size: returns the micro-batch choices of the size with an index.
     """
 
-    def __init__(self, fold_costs: FoldCosts, fold: Fold, choices: tuple[MicroBatchChoice, ...]) -> None:
+    def __init__(
+        self,
+        fold_costs: FoldCosts,
+        fold: Fold,
+        size_bounds_s: Sequence[float],
+        choices_of_size: Callable[[int], tuple[MicroBatchChoice, ...]],
+    ) -> None:
         self._fold_costs = fold_costs
         self._fold = fold
-        self._micro_batch_choices = choices
+        self._choices_of_size = choices_of_size
+        self._micro_batch_choices: list[MicroBatchChoice] = []
         self._sends_and_bubble_s: dict[int, float] = {}
         self._strategy_batches: dict[int, list[StrategyBatch]] = {}
         self._priced_choices: dict[tuple[int, int], PricedChoice] = {}
         self._pipeline_choices: dict[tuple[int, int, int], PipelineChoice] = {}
-        self._queue: list[_QueueEntry] = [(base.lower_bound_s, i, -1, -1) for i, base in enumerate(choices)]
+        self._queue: list[_QueueEntry] = [(bound, -1 - size, -1, -1) for size, bound in enumerate(size_bounds_s)]
         heapify(self._queue)
         self.best: TimedMapping | None = None
         """The fastest mapping so far."""
@@ -97,6 +109,11 @@ class FoldSearch:
         """Expand the candidate with the lowest bound, if it may be below a limit."""
         bound, i, part, which = heappop(self._queue)
         limit = min(limit, self._best_s)
+        if i < 0:
+            for listed in self._choices_of_size(-1 - i):
+                self._push(listed.lower_bound_s, bound, (len(self._micro_batch_choices), -1, -1), limit)
+                self._micro_batch_choices.append(listed)
+            return
         base = self._micro_batch_choices[i]
         if part < 0 and i not in self._sends_and_bubble_s:
             lower_bound, self._sends_and_bubble_s[i] = self._fold_costs.lower_bound_plain(self._fold, base)
@@ -194,7 +211,7 @@ class Search:
         self._kind_counts = [
             cost_model.model_spec.layers.count(kind) for kind in range(len(cost_model.model_spec.kinds))
         ]
-        self._micro_batch_choice_cache: dict[Fold, tuple[MicroBatchChoice, ...]] = {}
+        self._micro_batch_choice_cache: dict[tuple[Fold, int], tuple[MicroBatchChoice, ...]] = {}
         self._best_by_fold: dict[Fold, TimedMapping | None] = {}
         self._has_experts = cost_model.model_spec.has_experts
 
@@ -204,8 +221,8 @@ class Search:
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the first `count` plans of `rank_all` that fit."""
-        best = islice(self._fastest_mappings(), count)
-        return sorted((self.price(mapping) for _, mapping in best), key=lambda plan: plan.sort_key)
+        best = islice((mapping for _, mapping in self.steps() if mapping is not None), count)
+        return sorted((self.price(mapping) for mapping in best), key=lambda plan: plan.sort_key)
 
     def num_faster(self, seconds: float) -> int:
         """Return the number of folds whose best mapping that fits takes less than `seconds`."""
@@ -232,20 +249,21 @@ class Search:
         return self._min_memory_plan(fold, view).memory.fits
 
     def _fold_search(self, fold: Fold, view: AttentionView) -> FoldSearch:
-        return FoldSearch(self.fold_costs, fold, self._micro_batch_choices_of(fold, view))
+        bounds = [self._size_lower_bound_s(fold, size) for size, _ in view.pipelines_by_mbs]
+        return FoldSearch(self.fold_costs, fold, bounds, lambda i: self._micro_batch_choices_of(fold, view, i))
 
-    def _fastest_mappings(self) -> Iterator[TimedMapping]:
-        """Yield the fastest mapping of each fold that has one that fits, fastest first.
+    def steps(self) -> Iterator[SearchStep]:
+        """Search one candidate at a time, always the one with the lowest bound; see `SearchStep`.
 
-        Folds are ordered by the lower bound of attention, with experts at the speed of large GEMMs, and then expanded
-        one
-        candidate at a time, always the one with the lowest bound.
+        Folds are ordered by the lower bound of attention, with experts at the speed of large GEMMs, then by a bound
+        with the experts' degrees, and then expanded.
         """
         bounds = {view: self._view_lower_bound_s(view) for view in self.space.views}
         searches: dict[int, FoldSearch] = {}
         queue = [(bounds[view], i, False) for i, (_, view) in enumerate(self.space.folds)]
         heapify(queue)
         while queue and queue[0][0] < inf:
+            yield queue[0][0], None
             bound, i, is_known = heappop(queue)
             fold, view = self.space.folds[i]
             if not is_known:
@@ -265,58 +283,60 @@ class Search:
         cost_model = self.cost_model
         lower_bound = inf
         for size, _ in view.pipelines_by_mbs:
+            probe = ParallelMapping(tp=view.tp, cp=view.cp, dp=view.dp, mbs=size)
             seconds = sum(cost_model.head_and_loss_s(view.tp, view.cp, size))
             for kind, count in enumerate(self._kind_counts):
-                seconds += count * cost_model.lower_bound_layer_s(kind, view.tp, view.cp, size)
+                seconds += count * cost_model.lower_bound_layer_s(kind, probe)
             lower_bound = min(lower_bound, self._global_batch_size // (size * view.dp) * seconds / view.pp)
         return lower_bound
 
     def _fold_lower_bound_s(self, fold: Fold, view: AttentionView) -> float:
         """Return a lower bound of a step's seconds with the experts' degrees of a fold."""
-        return (
-            min(
-                self._global_batch_size // (size * fold.dp) * self._lower_bound_layers_s(fold, size)
-                for size, _ in view.pipelines_by_mbs
-            )
-            / fold.pp
-        )
+        return min(self._size_lower_bound_s(fold, size) for size, _ in view.pipelines_by_mbs)
+
+    def _size_lower_bound_s(self, fold: Fold, mbs: int) -> float:
+        """Return a lower bound of a step's seconds with the degrees of a fold and a micro-batch size."""
+        return self._global_batch_size // (mbs * fold.dp) * self._lower_bound_layers_s(fold, mbs) / fold.pp
 
     def _lower_bound_layers_s(self, fold: Fold, mbs: int) -> float:
-        """Return the seconds of all layers and the head for one micro-batch, with the fastest dispatcher."""
+        """Return a lower bound of the seconds of all layers and the head for one micro-batch, over the dispatchers."""
         key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, *self._peers_key(fold))
         if key not in self._lower_bound_layers:
             options = product(self._dispatchers(fold, mbs), (False, True))
-            totals = [self._layer_totals(fold, mbs, dispatcher, overlap) for dispatcher, overlap in options]
+            bounds = self.cost_model.lower_bounds
+            totals = [self._layer_totals(fold, mbs, dispatcher, overlap, bounds) for dispatcher, overlap in options]
             self._lower_bound_layers[key] = min(
                 (layers.forward_s + layers.backward_s for layers in totals), default=inf
             )
         return self._lower_bound_layers[key]
 
-    def _micro_batch_choices_of(self, fold: Fold, view: AttentionView) -> tuple[MicroBatchChoice, ...]:
-        if fold not in self._micro_batch_choice_cache:
-            self._micro_batch_choice_cache[fold] = tuple(self._micro_batch_choices(fold, view))
-        return self._micro_batch_choice_cache[fold]
+    def _micro_batch_choices_of(self, fold: Fold, view: AttentionView, i: int) -> tuple[MicroBatchChoice, ...]:
+        size, pipelines = view.pipelines_by_mbs[i]
+        if (fold, size) not in self._micro_batch_choice_cache:
+            self._micro_batch_choice_cache[fold, size] = tuple(self._micro_batch_choices(fold, size, pipelines))
+        return self._micro_batch_choice_cache[fold, size]
 
-    def _micro_batch_choices(self, fold: Fold, view: AttentionView) -> Iterator[MicroBatchChoice]:
-        """Yield every micro-batch size and dispatcher, with and without overlap, and the pipelines legal with them."""
-        for size, pipelines in view.pipelines_by_mbs:
-            n = self._global_batch_size // (size * fold.dp)
-            # Without a pipeline all schedules take equally long.
-            plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE)
-            for overlap in (False, True):
-                fastest: list[_LayerTotals] = []
-                for dispatcher in self._dispatchers(fold, size):
-                    legal = self._legal_pipelines(fold, size, plain or pipelines, dispatcher, overlap)
-                    layers = self._layer_totals(fold, size, dispatcher, overlap) if legal else None
-                    if layers is None:
-                        continue
-                    choice = MicroBatchChoice(
-                        n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal
-                    )
-                    # All dispatchers but allgather save the same tensors, so one whose parts are all faster is enough.
-                    if self._may_need_less_memory(fold, choice) or not any(map(layers.is_no_faster_than, fastest)):
-                        fastest += [] if dispatcher_spec(dispatcher).gathers_tokens else [layers]
-                        yield choice
+    def _micro_batch_choices(
+        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...]
+    ) -> Iterator[MicroBatchChoice]:
+        """Yield every dispatcher for a micro-batch size, with and without overlap, and the pipelines legal with it."""
+        n = self._global_batch_size // (size * fold.dp)
+        # Without a pipeline all schedules take equally long.
+        plain = tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE)
+        for overlap in (False, True):
+            fastest: list[_LayerTotals] = []
+            for dispatcher in self._dispatchers(fold, size):
+                legal = self._legal_pipelines(fold, size, plain or pipelines, dispatcher, overlap)
+                layers = self._layer_totals(fold, size, dispatcher, overlap, self.cost_model) if legal else None
+                if layers is None:
+                    continue
+                choice = MicroBatchChoice(
+                    n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal
+                )
+                # All dispatchers but allgather save the same tensors, so one whose parts are all faster is enough.
+                if self._may_need_less_memory(fold, choice) or not any(map(layers.is_no_faster_than, fastest)):
+                    fastest += [] if dispatcher_spec(dispatcher).gathers_tokens else [layers]
+                    yield choice
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
         """Return whether a choice's dispatcher may need less memory than others.
@@ -375,8 +395,11 @@ class Search:
         """Return what the layers depend on besides tp, cp, ep and etp: dp, where the samples hold documents."""
         return () if self.cost_model.workload.attention is None else (fold.dp,)
 
-    def _layer_totals(self, fold: Fold, mbs: int, dispatcher: str, overlap: bool) -> _LayerTotals:
-        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, dispatcher, overlap, *self._peers_key(fold))
+    def _layer_totals(
+        self, fold: Fold, mbs: int, dispatcher: str, overlap: bool, cost_model: CostModel
+    ) -> _LayerTotals:
+        is_bound = cost_model is not self.cost_model
+        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, dispatcher, overlap, is_bound, *self._peers_key(fold))
         if key not in self._layer_totals_cache:
             probe = ParallelMapping(
                 tp=fold.tp,
@@ -388,10 +411,10 @@ class Search:
                 dispatcher=dispatcher,
                 overlap=overlap,
             )
-            forward, backward = self.cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
+            forward, backward = cost_model.head_and_loss_s(fold.tp, fold.cp, mbs)
             kinds = []
             for kind, count in enumerate(self._kind_counts):
-                forward_s, backward_s = self.cost_model.plain_layer_s(kind, probe)
+                forward_s, backward_s = cost_model.plain_layer_s(kind, probe)
                 kinds.append(forward_s + backward_s)
                 forward += count * forward_s
                 backward += count * backward_s
