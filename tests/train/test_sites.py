@@ -159,6 +159,7 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
+@pytest.mark.slow
 def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path):
     """AdamW with betas 0 and a huge eps is SGD of rate lr / eps: sites then equal one job on the joined batch."""
     linear = {"beta1": 0.0, "beta2": 0.0, "eps": 1e9, "lr": 1e8, "weight_decay": 0.0, "clip_grad": 0.0}
