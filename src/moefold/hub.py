@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from moefold import __version__
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.remote_path import HUB_SCHEME
 
 HubKind = Literal["model", "dataset"]
@@ -215,7 +216,7 @@ def check_hub_package(name: str) -> None:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ConfigError(
             f"{name!r} needs the package huggingface_hub, which is not installed; install the extra hf: "
-            "pip install 'moefold[hf]'"
+            + install_command("hf")
         )
 
 

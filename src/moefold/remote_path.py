@@ -19,6 +19,7 @@ from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 HUB_SCHEME = "hf://"
@@ -106,7 +107,7 @@ class RemotePath(PosixPath):
             filesystem, key = url_to_fs(str(self))
         except ImportError as error:
             package = _PACKAGES.get(self.scheme)
-            way_out = f"pip install {package}, or the extra: pip install 'moefold[remote]'" if package else str(error)
+            way_out = f"pip install {package}, or the extra: {install_command('remote')}" if package else str(error)
             raise ConfigError(f"{str(self)!r} needs a package that is not installed: {way_out}") from None
         except ValueError as error:
             raise ConfigError(f"{str(self)!r} cannot be opened: {_reason(error)}; use s3://, gs:// or a path") from None

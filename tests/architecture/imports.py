@@ -12,6 +12,7 @@ FLOORS = (
         "console",
         "bounded_read",
         "errors",
+        "extras",
         "progress",
         "cache_dir",
         "remote_path",

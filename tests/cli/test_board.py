@@ -10,6 +10,7 @@ import urllib.request
 import pytest
 
 from moefold.cli.main import main
+from moefold.extras import install_command
 from tests.board.run_files import write_run
 
 
@@ -48,7 +49,7 @@ def test_a_missing_package_is_one_message(tmp_path, capsys, monkeypatch):
     assert main(["board", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        "moefold: error: the package starlette is not installed; pip install -e '.[board]', or write"
+        f"moefold: error: the package starlette is not installed; {install_command('board')}, or write"
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config, MetricsConfig
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.metrics.tracker import check_trackers
 from moefold.metrics.writer import MetricsWriter
 from tests.metrics.example import LAYER, MEMORY, STEP
@@ -49,7 +50,7 @@ def test_a_missing_package_is_a_config_error(
         check_trackers(MetricsConfig(**asked))
     message = str(error.value)
     assert f"metrics.{package}=true" in message
-    assert f"pip install -e '.[{extra}]'" in message
+    assert install_command(extra) in message
     assert f"metrics.{package}=false" in message
 
 

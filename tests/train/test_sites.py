@@ -201,6 +201,7 @@ def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
         first.close()
 
 
+@pytest.mark.slow
 def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path):
     """AdamW with betas 0 and a huge eps is SGD of rate lr / eps: sites then equal one job on the joined batch."""
     linear = {"beta1": 0.0, "beta2": 0.0, "eps": 1e9, "lr": 1e8, "weight_decay": 0.0, "clip_grad": 0.0}

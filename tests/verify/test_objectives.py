@@ -110,7 +110,7 @@ PREFERENCES = {
     "kto": PreferenceLoss(method="kto", beta=0.5, desirable_weight=1.3),
 }
 FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "zero3", "interleaved")]
-FAST += [("tp2-cp2", "clip"), ("tp2-cp2", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
+FAST += [("zero3", "clip"), ("cp2-ulysses", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
 ALL = [(mapping, objective) for mapping in MAPPINGS for objective in OBJECTIVES | PREFERENCES]
 
 

@@ -18,6 +18,7 @@ from moefold.comm.torch_compat import foreach_copy_
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.model.init import init_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, build_model
@@ -63,7 +64,7 @@ def build_competitors(cfg: Config, part: BenchPart, routing: BenchRouting, devic
         ConfigError: transformers is missing, or has no such model.
     """
     if find_spec("transformers") is None:
-        raise ConfigError("moefold bench compares with transformers, which is missing: pip install -e '.[hf]'")
+        raise ConfigError(f"moefold bench compares with transformers, which is missing: {install_command('hf')}")
     builder = _step_builder(cfg, part, routing, device)
     steps: dict[str, StepFunction] = {OURS: builder.build_moefold()}
     unsupported = baseline_unsupported_reason(cfg.model, with_attention=part != "layer")

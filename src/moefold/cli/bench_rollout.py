@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
@@ -25,7 +26,9 @@ def run(argv: list[str]) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     if find_spec("transformers") is None:
-        raise ConfigError("moefold bench rollout compares with transformers, which is missing: pip install -e '.[hf]'")
+        raise ConfigError(
+            f"moefold bench rollout compares with transformers, which is missing: {install_command('hf')}"
+        )
     from moefold.launch.ranks import spawn_ranks
 
     return spawn_ranks(partial(_measure, args), 1, "cpu")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.host.listen import LOOPBACK_NAMES, check_port, listen, url_of
 from moefold.terminal import print_escaped
 
@@ -98,7 +99,7 @@ def _check_packages() -> None:
     missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(
-            f"the package {missing[0]} is not installed; pip install -e '.[board]', or write a static board with "
+            f"the package {missing[0]} is not installed; {install_command('board')}, or write a static board with "
             "--export FOLDER"
         )
 

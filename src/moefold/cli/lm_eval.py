@@ -6,11 +6,12 @@ from functools import partial
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.inference_options import report_skipped
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
 from moefold.terminal import print_escaped
 
 USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"
-DESCRIPTION = """Run the tasks of lm-eval (pip install -e '.[eval]') on a checkpoint, a run folder or a Hugging Face
+DESCRIPTION = """Run the tasks of lm-eval (the extra `eval`) on a checkpoint, a run folder or a Hugging Face
 folder. All options are those of lm_eval's own command line except --model, which is moefold. --model_args takes
 
   path=MODEL        the model
@@ -52,7 +53,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
     from moefold.inference.lm_eval_settings import LmSettings, applies_chat_template, model_arguments
 
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("the package lm-eval is not installed; pip install -e '.[eval]'")
+        raise ConfigError(f"the package lm-eval is not installed; {install_command('eval')}")
     if argv[0] in ("ls", "validate") or {"-h", "--help"} & set(argv):
         from moefold.inference.lm_eval_model import run_harness
 

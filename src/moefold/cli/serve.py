@@ -10,6 +10,7 @@ from functools import partial
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
 
 EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Arguments of the form parallel.KEY=N are the
@@ -34,7 +35,7 @@ def run(argv: list[str]) -> int:
 def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"the package {missing[0]} is not installed; pip install -e '.[serve]'")
+        raise ConfigError(f"the package {missing[0]} is not installed; {install_command('serve')}")
     from moefold.inference.serve.job import ServeOptions, prepare_server
 
     options = ServeOptions(**{field.name: getattr(arguments, field.name) for field in fields(ServeOptions)})

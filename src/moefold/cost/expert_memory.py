@@ -157,7 +157,10 @@ class ExpertMemory:
         return BytesByPart(experts=self.expert_tokens // num_experts * model.moe_ffn_hidden_size // p.etp * inner)
 
     def combine_buffer(self) -> BytesByPart:
-        """Return the bytes of the combine: the sum per token, and the routed tokens in float32 or better."""
+        """Return the bytes of the combine: the sum per token, and the routed tokens in float32 or better.
+
+        Those of torch's operators: the C kernel of a CPU (`ops.cpu.permute`) sums low-precision rows without a copy.
+        """
         hidden = self._cfg.model.expert_hidden_size * self._high_precision_bytes
         num_tokens = self.expert_tokens if self.combines_locally else self.routed_tokens
         high_precision_copy = num_tokens * hidden if self._item_bytes < self._high_precision_bytes else 0

@@ -18,6 +18,7 @@ import numpy as np
 from moefold.bounded_read import LongLineError, bounded_lines, check_regular_file, open_regular, parse_json
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -205,7 +206,7 @@ def open_parquet(path: Path) -> Any:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the package pyarrow, which is not installed; install the extra hf: pip install -e '.[hf]'"
+            f"{path} needs the package pyarrow, which is not installed; install the extra hf: {install_command('hf')}"
         ) from error
     try:
         check_regular_file(path)

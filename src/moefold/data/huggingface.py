@@ -20,6 +20,7 @@ from moefold.data.file_formats import column_values, is_jsonl, jsonl_records, op
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
 from moefold.data.text_source import TextChunk
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def check_package() -> None:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             'data.kind="huggingface" needs the package datasets, which is not installed; install the extra hf: '
-            "pip install -e '.[hf]'"
+            + install_command("hf")
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from moefold.config.schema import MetricsConfig
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.metrics.step_metrics import StepMetrics
 
 EVAL_LOSS_CURVE = "eval/loss"
@@ -85,10 +86,10 @@ def check_trackers(metrics: MetricsConfig) -> None:
         ConfigError: a package is missing, or wandb is in online mode without an API key.
     """
     if metrics.tensorboard and not _is_installed("tensorboard"):
-        raise ConfigError(_missing("tensorboard", "pip install -e '.[tensorboard]'"))
+        raise ConfigError(_missing("tensorboard", install_command("tensorboard")))
     if metrics.wandb:
         if not _is_installed("wandb"):
-            raise ConfigError(_missing("wandb", "pip install -e '.[track]'"))
+            raise ConfigError(_missing("wandb", install_command("track")))
         _check_wandb_login()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.extras import install_command
 from moefold.ops.rope import rotate_pairs
 from moefold.ops.swiglu import swiglu
 
@@ -41,7 +42,7 @@ def inductor_unsupported_reason(device_type: str) -> str:
     try:
         import triton  # noqa: F401
     except ImportError:
-        return "the package triton is not installed (pip install -e '.[gpu]')"
+        return f"the package triton is not installed ({install_command('gpu')})"
     return ""
 
 

@@ -8,6 +8,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
+from moefold.extras import install_command
 from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
@@ -343,7 +344,7 @@ def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
     if run.dtype == "float64":
         return "run.dtype='float64' is beyond its float32 sums"
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install -e '.[gpu]')"
+        return f"the package triton is not installed ({install_command('gpu')})"
     if device_type == "cuda":
         return ""
     import triton

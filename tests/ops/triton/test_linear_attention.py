@@ -80,10 +80,11 @@ def test_outputs_states_and_gradients_equal_the_reference(kind: str, case: str) 
 
 
 def test_a_state_that_is_lost_between_chunks_is_noticed() -> None:
-    inputs = _inputs("gated_deltanet")
-    whole = _compute(inputs, TritonLinearAttention())
-    parts = [_compute([x[i : i + 8] for x in inputs], TritonLinearAttention()) for i in (0, 8)]
-    assert (whole[0][8:16] - parts[1][0]).abs().max() > 1e-2
+    attention = ChunkedLinearAttention(8, lambda transition, update: transition @ update, TritonLinearAttention())
+    q, k, v, log_decay, beta = _inputs("gated_deltanet", 16)
+    whole, _ = attention(q, k, v, log_decay, beta, None)
+    second, _ = attention(q[8:], k[8:], v[8:], log_decay[8:], beta[8:], None)
+    assert (whole[8:] - second).abs().max() > 1e-2
 
 
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="CPU ranks need Triton's interpreter")
