@@ -20,6 +20,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.sites import describe_wait
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
