@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu \
-	bench-gpu-sweep release-check docs docs-serve clean
+	bench-gpu-sweep recipes release-check docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -108,6 +108,9 @@ docs: $(STAMP) ## build the documentation site into build/docs
 docs-serve: $(STAMP) ## show the site at http://127.0.0.1:8000, rebuilt when a page changes (ARGS="-a ADDRESS:PORT")
 	$(HAS_MKDOCS)
 	$(MKDOCS) serve $(ARGS)
+
+recipes: $(STAMP) ## plan the recipes for 8 to 256 GPUs again, and write their table in docs/recipes.md (ARGS="olmoe": some)
+	$(BIN)/python -m benchmarks.planned_recipes $(ARGS)
 
 release-check: $(STAMP) ## check what a release needs: version, sdist, wheel, the quickstart from the installed wheel
 	$(BIN)/python -m tests.release.check $(TORCH_ARGS)

@@ -234,8 +234,9 @@ def _nearest_recipe(path: Path) -> str:
     guess = closest_match(path.name.removesuffix(".toml"), by_stem)
     if guess:
         return f"; did you mean {str(by_stem[guess])!r}?"
-    if path.stem in shipped_files():
-        return f"; `moefold init {path.stem}` writes it, or name another"
+    shipped = next((name for name in shipped_files() if name.rpartition("/")[2] == path.stem), None)
+    if shipped is not None:
+        return f"; `moefold init {shipped}` writes it, or name another"
     if by_stem:
         return "; recipes near it: " + ", ".join(sorted(str(file) for file in by_stem.values())[:8])
     return ""

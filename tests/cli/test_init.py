@@ -23,6 +23,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["lora"], ["lora.toml", "conversations.jsonl"]),
         (["experiments"], ["experiments/quickstart.toml"]),
         (["slurm"], ["slurm.sbatch"]),
+        (["pretrain/olmoe-1b-7b-8xh100", "mine"], ["mine/olmoe-1b-7b-8xh100.toml"]),
     ],
 )
 def test_files_are_written_and_the_next_command_is_printed(capsys, words, written):
@@ -57,10 +58,8 @@ def test_list_describes_each_recipe(capsys):
     ("words", "message"),
     [
         (["sftt"], "did you mean 'sft'?"),
-        (
-            ["xxxxxxx", "folder"],
-            "the recipes are countdown, countdown-sft, dpo, lora, mixtral-8x7b, prorl, quickstart,",
-        ),
+        (["olmoe-1b-7b-8xh100"], "did you mean 'pretrain/olmoe-1b-7b-8xh100'?"),
+        (["xxxxxxx", "folder"], "`moefold init --list` shows the recipes"),
         (["sft", "a", "b"], "one argument too many"),
         (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
     ],

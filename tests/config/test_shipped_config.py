@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 def test_all_recipes_of_the_checkout_ship():
     assert shipped_folder() == ROOT / "recipes"
     files = {file for files in shipped_files().values() for file in files}
-    assert files == set((ROOT / "recipes").iterdir())
+    assert files == {path for path in (ROOT / "recipes").rglob("*") if path.is_file()}
 
 
 def test_the_wheel_has_them_where_they_are_looked_for():

@@ -17,6 +17,7 @@ from moefold.config.schema import Config
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
 from moefold.convert.tensor_mapping import full_region
 from moefold.errors import ConfigError
+from moefold.remote_path import to_path
 from tests.train.test_trainer import _train, losses, recipe
 
 pytestmark = pytest.mark.parity
@@ -92,6 +93,13 @@ def test_equal_weights_are_the_default_and_their_scale_does_not_matter(runs, tmp
     assert differing_tensors(first, _merge(tmp_path / "third", *pair, weights=(1, 2))) != []
 
 
+def test_remote_checkpoints_have_the_same_mean(runs, tmp_path):
+    first = _merge(tmp_path / "first", runs / "math", runs / "code", weights=(1, 3))
+    remote = [to_path(f"file://{_newest(runs / name)}") for name in ("math", "code")]
+    _merge(to_path(f"file://{tmp_path}/second"), *remote, weights=(1, 3))
+    assert differing_tensors(first, tmp_path / "second") == []
+
+
 @pytest.mark.slow
 def test_the_mapping_that_wrote_a_checkpoint_does_not_matter(pool, runs, tmp_path):
     """8 ranks load both runs and save them after a step of nearly no learning rate; the mean has the same bits."""
@@ -116,7 +124,10 @@ def test_a_merge_is_read_by_runs_eval_and_another_merge(pool, runs, tmp_path, ca
     assert "train from it: moefold train" in capsys.readouterr().out
     meta = read_meta(merged)
     assert (meta.step, meta.dtype) == (0, "float32")
-    assert meta.origin.startswith("merge of 0.5 * ")
+    first, second = (_newest(runs / name) for name in ("math", "code"))
+    assert meta.origin == f"merge of 0.5 * {first}, 0.5 * {second}"
+    assert main(["checkpoint", "show", str(merged)]) == 0
+    assert f"{merged}: weights alone, {meta.origin}\n" in capsys.readouterr().out
     cfg = _branch(tmp_path, "next", 1, seed=3, start="merged", world_size=2, ep=2)
     # The loss by the counts of the last step has a buffer that weights lack.
     pool.run(2, _train, replace(cfg, moe=replace(cfg.moe, aux_kind="last_global_batch")))

@@ -126,6 +126,23 @@ def test_site_that_missed_a_round_is_told_so():
     assert point.hello(2, step=5, connection=12) == {"missed": 0, "giver": 0, "version": 1}
 
 
+def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_that_round_alone():
+    """The others said hello before the round, with other weights than those of its checkpoint after the round."""
+    point = Point(2)
+    point.all_here(2)
+    for site in range(2):
+        point.round(site, 10)
+    for site in range(2):
+        point.vote(site, 10)
+    point.meeting.close_connection(1)
+    assert point.hello(1, 10, 1, weights=8) == {"ready": True}
+    assert point.round(0, 20, 1, digest=8) is None
+    point.meeting.close_connection(1)
+    assert "refused" in point.hello(1, 10, 1, weights=9)
+    assert point.hello(1, 10, 1, weights=8) == {"ready": True}
+    assert point.round(1, 20, 1, digest=8)["members"] == [0, 1]
+
+
 def test_site_that_is_past_a_round_is_not_awaited():
     point = Point(3)
     for site, step in ((0, 9), (1, 9), (2, 10)):

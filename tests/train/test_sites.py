@@ -17,11 +17,16 @@ from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.safe_metadata import SafeReader, read_metadata
 from moefold.comm.groups import ParallelGroups
+from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
+from moefold.cost.adapter_spec import is_adapter
+from moefold.launch.meet_client import MeetConnection
+from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.sites import describe_wait
 from moefold.train.signals import StopSignals
+from moefold.train.site_meeting import equal_settings
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.verify.oracle_sites import OracleSites
@@ -160,6 +165,43 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
+def adapted(run_dir: Path, **parallel: Any) -> Config:
+    cfg = recipe(run_dir, 4, DILOCO | {"precision": "float32"}, every=1, **parallel)
+    return replace(
+        cfg,
+        model=replace(cfg.model, expert_bias=False),
+        moe=replace(cfg.moe, bias_update_rate=0.0),
+        lora=LoraConfig(rank=2, alpha=6.0),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}])
+def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
+    cfg = adapted(tmp_path, **mapping)
+    train_sites(pool, cfg)
+    expected = OracleSites(without_mapping(cfg)).run(4)
+    for number, step in ((0, 2), (1, 3), (1, 4)):
+        path = checkpoint(tmp_path / f"site-{number}", step)
+        state = expected[step - 1]
+        for prefix, weights in (("model.", state.weights[number]), ("outer.weights.", state.outer)):
+            adapters = {name: value for name, value in weights.items() if is_adapter(name)}
+            assert largest_error(tensors(path, prefix), adapters) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
+    cfg = adapted(tmp_path)
+    with Server().running() as server:
+        settings = equal_settings(of_site(cfg, 0, server.port)) | {"the hash of the frozen weights": 1}
+        first = MeetConnection("127.0.0.1", server.port, b"", 10.0)
+        hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "version": 0}
+        assert "missing" in first.ask(hello)
+        with pytest.raises(WorkerError, match="the hash of the frozen weights=[0-9]+ must be that of site 0, 1"):
+            pool.run(1, train, of_site(cfg, 1, server.port), timeout_s=60.0)
+        first.close()
+
+
 def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path):
     """AdamW with betas 0 and a huge eps is SGD of rate lr / eps: sites then equal one job on the joined batch."""
     linear = {"beta1": 0.0, "beta2": 0.0, "eps": 1e9, "lr": 1e8, "weight_decay": 0.0, "clip_grad": 0.0}
@@ -180,10 +222,17 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
-@pytest.mark.parametrize("last", [2, *slow([(3,), (4,)])])
-def test_sites_resume_bit_by_bit(pool, tmp_path, last):
-    """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits."""
-    whole = recipe(tmp_path / "whole", 5, CODED)
+@pytest.mark.parametrize(
+    ("last", "mapping"),
+    [(2, {}), *slow([(3, {"world_size": 2, "tp": 2}), (4, {"world_size": 2, "pp": 2}), (4, {})])],
+)
+def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
+    """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
+
+    Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
+    """
+    whole = recipe(tmp_path / "whole", 5, CODED, **mapping)
+    whole = replace(whole, faults=replace(whole.faults, replica_check_every=1))
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:

@@ -68,11 +68,14 @@ def print_content(
     console: Console, path: Path, meta: CheckpointMeta, tensors: "Sequence[StoredTensor]", *, lists_tensors: bool
 ) -> None:
     """Print the metadata and tensors of a checkpoint."""
+    # Weights that no run trained have no step, and name their source instead.
+    state = f"after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens"
     console.print(
-        printable(f"{path}: after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens"),
+        printable(f"{path}: {f'weights alone, {meta.origin}' if meta.origin else state}"),
         soft_wrap=True,
     )
-    console.print(printable(f"written by {describe_mapping(meta)}"))
+    if not meta.origin:
+        console.print(printable(f"written by {describe_mapping(meta)}"))
     if lora := meta.lora:
         text = f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}, of {', '.join(lora['targets'])}"
         console.print(printable(f"{text}; base: {lora['base'] or 'random weights'}"), soft_wrap=True)

@@ -17,6 +17,7 @@ EPILOG = """examples:
   moefold init
   moefold init sft
   moefold init single experiments
+  moefold init pretrain/qwen3-30b-a3b-64xh100
   moefold init --list
 """
 
@@ -61,11 +62,18 @@ def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path
     else:
         name = DEFAULT_RECIPE
         folder = words[0]
-    guess = closest_match(words[0], known) if words and words[0] not in known else None
+    guess = _closest_recipe(words[0], known) if words and words[0] not in known else None
     if name not in known or (guess and not Path(folder).is_dir()):
-        hint = f"did you mean {guess!r}?" if guess else f"the recipes are {', '.join(sorted(known))}"
+        hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
         raise ConfigError(f"{words[0]!r} is not a recipe that comes with moefold; {hint} (moefold init NAME DIR)")
     return name, Path(folder)
+
+
+def _closest_recipe(word: str, known: set[str]) -> str | None:
+    """Return the recipe with the most similar name, with or without its folder; None if none is close."""
+    by_file = {name.rpartition("/")[2]: name for name in sorted(known)}
+    guess = closest_match(word, known)
+    return guess if guess is not None else by_file.get(closest_match(word, by_file) or "")
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:

@@ -110,19 +110,27 @@ def _write_recipe(planner: Planner, best: PlannedMapping, args: argparse.Namespa
     from moefold.planner.export_recipe import write_recipe
 
     cfg, comments = _trainable_config(planner, best, args)
-    write_recipe(cfg, args.recipe, _header_comments(best, argv, comments), comments)
+    write_recipe(cfg, args.recipe, _header_comments(planner.request, best, args, argv), comments)
     print_escaped(f"wrote {args.recipe}", file=sys.stderr)
 
 
-def _header_comments(best: PlannedMapping, argv: list[str], comments: dict[str, str]) -> list[str]:
-    fill_in = ["Set what has a comment below, then: moefold train THIS_FILE"] if comments else []
-    return [
-        *fill_in,
-        # TOML comments must not contain control characters.
-        printable(f"Planned by: moefold plan {shlex.join(argv)}"),
-        f"{format_mapping(best)}: predicted {best.time.total_s:.3g} s a step, MFU {best.time.mfu:.0%}, "
-        f"{best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
+def _header_comments(
+    request: PlanRequest, best: PlannedMapping, args: argparse.Namespace, argv: list[str]
+) -> list[str]:
+    is_recipe = args.model.endswith(".toml")
+    name = Path(args.model).stem if is_recipe else request.model_spec.name
+    w = request.workload
+    rate = w.global_batch_size * w.seq_len / best.time.total_s / request.num_gpus
+    lines = [
+        f"The planned mapping of {name} on {request.num_gpus} x {request.device.name}, for steps of "
+        f"{w.global_batch_size} x {w.seq_len} tokens.",
+        *([] if is_recipe else ["Set what has a comment below, then: moefold train THIS_FILE"]),
+        f"Planned by: moefold plan {shlex.join(argv)}",
+        f"{format_mapping(best)}: predicted {best.time.total_s:.3g} s a step, {rate:,.0f} tokens/s per GPU, "
+        f"MFU {best.time.mfu:.0%}, {best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
     ]
+    # TOML comments must not contain control characters.
+    return [printable(line) for line in lines]
 
 
 def _noise(cfg: Config, args: argparse.Namespace) -> Noise:
@@ -180,7 +188,7 @@ def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespac
     if not can_write_recipe(planner.request):
         return ""
     cfg, comments = _trainable_config(planner, best, args)
-    return render_recipe(cfg, _header_comments(best, argv, comments), comments)
+    return render_recipe(cfg, _header_comments(planner.request, best, args, argv), comments)
 
 
 def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:

@@ -20,6 +20,9 @@ _FP4_MIN_EXPONENT = -6
 class WireCode(ABC):
     """Code of a vector as bytes."""
 
+    block = 1
+    """Elements that are coded together; their code depends on no others."""
+
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of a coded vector."""
@@ -59,6 +62,7 @@ class PlainCode(WireCode):
 class _BlockCode(WireCode):
     """Code with a scale for each block: the codes of the elements, then the scales."""
 
+    block = BLOCK
     bits: int
 
     def num_bytes(self, numel: int) -> int:

@@ -77,11 +77,15 @@ def shipped_folder() -> Path:
 
 
 def shipped_files() -> dict[str, tuple[Path, ...]]:
-    """Return the files of each recipe or template by name; the first is the recipe or template itself."""
+    """Return the files of each recipe or template by name; the first is the recipe or template itself.
+
+    The name of a recipe is its path in the folder of recipes, without .toml: sft, pretrain/mixtral-8x7b.
+    """
     folder = shipped_folder()
-    files = {
-        path.stem: (path, *(folder / more for more in EXTRA_FILES.get(path.stem, ()))) for path in folder.glob("*.toml")
-    }
+    files = dict[str, tuple[Path, ...]]()
+    for path in folder.rglob("*.toml"):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        files[name] = (path, *(folder / more for more in EXTRA_FILES.get(name, ())))
     files |= {name: (folder / file,) for name, file in TEMPLATES.items() if (folder / file).is_file()}
     return dict(sorted(files.items()))
 

@@ -33,7 +33,8 @@ class _Site:
     address: str
     """Address from which its first rank connects."""
     settings: dict[str, Any]
-    weights: int
+    weights: int | None
+    """Hash of its outer weights after `version` rounds; None where it is not known."""
     step: int
     version: int
     """Rounds applied."""
@@ -197,7 +198,7 @@ class Meeting:
             host=_text(message, "host"),
             address=address,
             settings=settings,
-            weights=_int(message, "weights"),
+            weights=_int(message, "weights") if "weights" in message else None,
             step=_int(message, "step"),
             version=_int(message, "version"),
             connection=connection,
@@ -234,7 +235,8 @@ class Meeting:
                 value = theirs.settings.get(key)
                 if own_value != value:
                     return f"{key}={own_value!r} must be that of site {other}, {value!r}"
-            if site.version == theirs.version and site.weights != theirs.weights:
+            is_known = site.weights is not None and theirs.weights is not None
+            if site.version == theirs.version and is_known and site.weights != theirs.weights:
                 return (
                     f"its outer weights are not those of site {other} after {site.version} rounds; start the sites "
                     "with the same run.seed and checkpoint.init_from, or from checkpoints of the same run"
@@ -308,6 +310,7 @@ class Meeting:
         )
         site.step = step
         site.version = asked.version
+        site.weights = asked.digest
         site.is_joining = False
         round_ = self._rounds.setdefault(step, _Round(self._clock()))
         for old in sorted(self._rounds)[:-MAX_KEPT_ROUNDS]:
@@ -405,6 +408,7 @@ class Meeting:
             if round_.outcome["apply"]:
                 for number in round_.members:
                     self._sites[number].version += 1
+                    self._sites[number].weights = None
             else:
                 self._epoch_members = ()
                 self._log(f"round of step {step} is not applied: {round_.outcome['why']}")

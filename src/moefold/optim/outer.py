@@ -9,7 +9,8 @@ In a round the sites exchange their differences D = phi - theta; with g, the wei
 With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual e (error feedback) adds what coding
 lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
 has rounds of its own (Streaming DiLoCo, arXiv:2501.18512). Every operation is element by element, so that shards of any
-mapping give the same result, but for the blocks of codes.
+mapping give the same result, but for the blocks of codes. Each parameter begins a block, so that ranks with the same
+shard of a parameter decode the same values whatever else they hold.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 from moefold.optim.state_offload import StateStore
@@ -102,6 +104,7 @@ class OuterOptimizer:
         first = next(iter(self._parameters.values()), None)
         self.dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
         """Type of the exchanged differences."""
+        self._block = make_wire_code(settings.precision, self.dtype).block
         self.num_rounds = 0
         """Rounds that all their members voted for."""
         self.tokens = [0] * num_fragments
@@ -126,7 +129,7 @@ class OuterOptimizer:
 
     def num_coded(self, fragments: Sequence[int]) -> int:
         """Return the elements of this rank's differences of weights, which come first in the vector of a round."""
-        return sum(local_tensor(self._parameters[name].data).numel() for name in self._names(fragments))
+        return sum(self._width(name) for name in self._names(fragments))
 
     @torch.no_grad()
     def start(self) -> None:
@@ -139,18 +142,19 @@ class OuterOptimizer:
         """Return what this site sends in a round of fragments, on the host; changes nothing.
 
         Returns:
-            D = phi - theta of the parameters, plus the decayed residual, then the buffers, [elements of this rank].
+            D = phi - theta of the parameters, plus the decayed residual, each with zeros up to a whole block of the
+            code, then the buffers, [elements of this rank].
         """
         num_coded = self.num_coded(fragments)
         buffers = [buffer for _, buffer in self._buffers_of(fragments)]
-        flat = torch.empty(num_coded + sum(buffer.numel() for buffer in buffers), dtype=self.dtype)
+        flat = torch.zeros(num_coded + sum(buffer.numel() for buffer in buffers), dtype=self.dtype)
         first = 0
         for name, (weights, *residual) in self._visit(self._names(fragments), ["weights", "residual"]):
             value = weights - local_tensor(self._parameters[name].data)
             if residual:
                 value.add_(residual[0], alpha=self._settings.residual)
             flat[first : first + value.numel()].copy_(value.flatten())
-            first += value.numel()
+            first += self._width(name)
         for buffer in buffers:
             flat[first : first + buffer.numel()].copy_(buffer.flatten())
             first += buffer.numel()
@@ -166,6 +170,8 @@ class OuterOptimizer:
             decoded: what the sites decoded of it.
         """
         lost = sent - decoded
+        # Of weights that are not finite, which the sites do not read, nothing is left for the next round.
+        lost = torch.where(lost.isfinite(), lost, 0.0)
         for _, (residual,), part in self._split(self._names(fragments), ["residual"], lost):
             residual.copy_(part)
 
@@ -287,8 +293,13 @@ class OuterOptimizer:
 
     def pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of loaded entries, on the host."""
-        parts = [local_tensor(tensor).flatten().to("cpu", self.dtype) for tensor in entries.values()]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+        parts = [torch.empty(0, dtype=self.dtype)]
+        for entry, tensor in entries.items():
+            values = local_tensor(tensor).flatten().to("cpu", self.dtype)
+            name = entry.removeprefix(PENDING)
+            padding = self._width(name) - len(values) if name in self._parameters else 0
+            parts += [values, values.new_zeros(padding)]
+        return torch.cat(parts)
 
     def entries(self, kinds: Sequence[str] = STATES) -> dict[str, Tensor]:
         """Return this rank's shards of the checkpoint entries, by mapping-independent names; copies nothing.
@@ -301,6 +312,10 @@ class OuterOptimizer:
     def states_on_device(self) -> list[Tensor]:
         """Return the states that are on the device between rounds."""
         return [tensor for tensor in self.entries().values() if not self._store.is_offloaded(tensor)]
+
+    def _width(self, name: str) -> int:
+        """Return the elements of a parameter in the vector of a round: whole blocks of the code."""
+        return -(-local_tensor(self._parameters[name].data).numel() // self._block) * self._block
 
     def _names(self, fragments: Sequence[int]) -> list[str]:
         return [name for name in self._parameters if fragment_of(name, self._num_fragments) in fragments]
@@ -319,7 +334,7 @@ class OuterOptimizer:
         for name in names:
             theta = local_tensor(self._parameters[name].data)
             yield vector[first : first + theta.numel()].to(theta).view_as(theta)
-            first += theta.numel()
+            first += self._width(name)
 
     def _split(
         self, names: Sequence[str], kinds: Sequence[str], vector: Tensor
@@ -332,7 +347,8 @@ class OuterOptimizer:
 
 def _mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
     if keep_local:
-        tensor.mul_(keep_local).add_(outer, alpha=1 - keep_local)
+        mixed = (keep_local * tensor).add_(outer, alpha=1 - keep_local)
+        tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))
     else:
         tensor.copy_(outer)
 

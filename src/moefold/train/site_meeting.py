@@ -37,7 +37,7 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"run.seed": cfg.run.seed, "run.steps": cfg.run.steps, "run.dtype": cfg.run.dtype}
         | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
-        | {f"lora.{key}": value for key, value in asdict(cfg.lora).items()}
+        | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )
 
@@ -48,12 +48,13 @@ class SiteMeeting:
     Args:
         cfg: the recipe of the site.
         rank: this rank in the site.
+        frozen: hash of the frozen weights, which no round makes equal; None: all weights are trained.
     """
 
-    def __init__(self, cfg: Config, rank: int) -> None:
+    def __init__(self, cfg: Config, rank: int, frozen: int | None = None) -> None:
         sites = cfg.sites
-        self._cfg = cfg
         self._sites = sites
+        self._settings = equal_settings(cfg) | ({} if frozen is None else {"the hash of the frozen weights": frozen})
         self.number = sites.number
         self._rank = rank
         host, port = parse_address(sites.meet, "sites.meet")
@@ -96,7 +97,7 @@ class SiteMeeting:
         message = hello | {
             "do": "hello",
             "host": socket.gethostname(),
-            "settings": equal_settings(self._cfg),
+            "settings": self._settings,
         }
         started_s = time.monotonic()
         while True:
@@ -149,7 +150,7 @@ class SiteMeeting:
         """
         if self._connection is not None:
             settings = {"do": "hello", "site": self.number, "host": socket.gethostname(), "again": True}
-            settings["settings"] = equal_settings(self._cfg)
+            settings["settings"] = self._settings
             self._connection.greet(lambda: greeting() | settings)
             self._heartbeat.start()
         try:

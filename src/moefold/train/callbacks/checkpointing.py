@@ -65,7 +65,6 @@ class Checkpointing(Callback):
             run.is_resumed = True
         elif self._adapters is not None:
             self.init_message += self._adapters.load_initial(run.training.model)
-            run.data.start()
         else:
             self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
             if run.cfg.trains_indexers_only and not self.init_message:
@@ -73,6 +72,7 @@ class Checkpointing(Callback):
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
                     "to start with trained ones"
                 )
+        if resume.path is None:
             if run.training.outer is not None:
                 run.training.outer.start()
             run.data.start()

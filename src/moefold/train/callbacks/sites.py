@@ -1,6 +1,7 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -71,13 +72,18 @@ class SiteRounds(Callback):
         run.before_save.append(lambda: self._decide(run))
         if self._sites.count == 1:
             return
-        self._meeting = SiteMeeting(self._cfg, run.groups.rank)
-        hello = {"weights": self._digest(run), "step": run.position.step, "version": _outer_of(run).num_rounds}
-        found = self._meeting.ask_until_ready(hello, partial(self._poll, run))
+        outer = _outer_of(run)
+        frozen = [p.data for p in run.training.parameters.values() if not p.requires_grad]
+        self._meeting = SiteMeeting(self._cfg, run.groups.rank, self._digest(run, frozen) if frozen else None)
+        hello = {"step": run.position.step, "version": outer.num_rounds}
+        digest = self._digest(run, list(outer.weights.values()))
+        # A pending round is counted, and not yet in the outer weights.
+        weights = {"weights": digest} if outer.pending is None else {}
+        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, run))
         if found == "stopped":
             return
         # The round after the present step is still to come.
-        self._meeting.connect(lambda: hello | {"step": run.position.step - 1, "version": _outer_of(run).num_rounds})
+        self._meeting.connect(lambda: {"step": run.position.step - 1, "version": outer.num_rounds})
         if found == "missed":
             self._join(run)
 
@@ -194,7 +200,7 @@ class SiteRounds(Callback):
             "version": outer.num_rounds,
             "tokens": run.position.tokens - min(outer.tokens[fragment] for fragment in fragments),
             "finite": is_finite,
-            "digest": self._digest(run),
+            "digest": self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
             "last": step == self._cfg.run.steps,
         }
@@ -271,10 +277,10 @@ class SiteRounds(Callback):
         if run.log is not None:
             run.log.log_skipped_round(step, why)
 
-    def _digest(self, run: TrainingContext) -> int:
-        """Return a hash of the outer weights of all ranks of the site; collective."""
+    def _digest(self, run: TrainingContext, tensors: Sequence[Tensor]) -> int:
+        """Return a hash of tensors of all ranks of the site; collective."""
         hasher = TensorHasher(run.groups.device)
-        local = sum(int(hasher.digest(tensor)[1]) for tensor in _outer_of(run).weights.values())
+        local = sum(int(hasher.digest(tensor)[1]) for tensor in tensors)
         return int(sum(current_world().all_gather_object(local)) % 2**63)
 
 

@@ -1,0 +1,136 @@
+"""Plan the shipped recipes for numbers of GPUs again, each by the command in its head, and write the table of them.
+
+    python -m benchmarks.planned_recipes            # writes recipes/*/*-NxGPU.toml and the table of docs/recipes.md
+    python -m benchmarks.planned_recipes olmoe      # those whose path contains the word, and the table
+
+To add one, run `moefold plan` with --recipe at the root of the repository, and then this.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import chdir, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from moefold.cli.main import main as run_moefold
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+BEGIN = "<!-- planned recipes: python -m benchmarks.planned_recipes -->"
+END = "<!-- end of planned recipes -->"
+COLUMNS = ("recipe", "GPUs", "samples x tokens a step", "mapping", "tokens/s per GPU", "MFU", "GiB")
+_HEAD = re.compile(
+    r"# The planned mapping of \S+ on (?P<gpus>\d+) x (?P<gpu>\S+), for steps of (?P<batch>\d+ x \d+) tokens\.\n"
+    r"# Planned by: moefold (?P<command>plan .+)\n"
+    r"# (?P<mapping>.+): predicted \S+ s a step, (?P<rate>[\d,]+) tokens/s per GPU, MFU (?P<mfu>\d+)%, "
+    r"(?P<gib>[\d.]+) GiB on the fullest GPU\.\n"
+)
+
+
+@dataclass(frozen=True)
+class PlannedRecipe:
+    """A recipe that `moefold plan` wrote, with what its head says."""
+
+    path: Path
+    """Path in the repository, such as recipes/pretrain/mixtral-8x7b-64xh100.toml."""
+    num_gpus: int
+    gpu: str
+    command: tuple[str, ...]
+    """Arguments of moefold."""
+    mapping: dict[str, str]
+    """Mapping axes as the planner names them."""
+    tokens_per_s: str
+    """Predicted tokens per second of one GPU."""
+    memory_gib: float
+    """Predicted memory of the fullest GPU."""
+    row: tuple[str, ...]
+    """Cells of the table, in the order of `COLUMNS`."""
+
+
+def planned_recipes() -> list[PlannedRecipe]:
+    """Return the planned recipes of the repository, by path and number of GPUs."""
+    paths = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*-*x*.toml") if path.parent.name != "recipes"]
+    found = [read_head(path) for path in paths if re.search(r"-\d+x[a-z]+\d+$", path.stem)]
+    return sorted(found, key=lambda recipe: (recipe.path.parent, recipe.path.stem.rpartition("-")[0], recipe.num_gpus))
+
+
+def read_head(path: Path) -> PlannedRecipe:
+    """Read the head of a planned recipe.
+
+    Raises:
+        ValueError: it is not the head that `moefold plan --recipe` writes.
+    """
+    match = _HEAD.match((ROOT / path).read_text(encoding="utf-8"))
+    if match is None:
+        raise ValueError(f"{path} has no head of moefold plan --recipe")
+    mapping = dict(axis.split("=") for axis in match["mapping"].split())
+    shown = [
+        f"{axis}{mapping[axis]}" for axis in ("tp", "cp", "pp", "ep", "etp") if mapping[axis] != "1" or axis == "ep"
+    ]
+    shown = [" ".join([*shown, f"mbs{mapping['mbs']}", f"ZeRO-{mapping['zero']}"])]
+    if "recompute" in mapping:
+        shown.append(f"recomputes {mapping['recompute'].replace('+', ', ')}")
+    if "offload" in mapping:
+        shown.append(f"{mapping['offload'].replace('+', ', ')} in host memory")
+    link = f"[{path.relative_to('recipes').with_suffix('')}](../{path})"
+    cells = (link, match["gpus"], match["batch"], "; ".join(shown), match["rate"], f"{match['mfu']} %", match["gib"])
+    return PlannedRecipe(
+        path=path,
+        num_gpus=int(match["gpus"]),
+        gpu=match["gpu"],
+        command=tuple(shlex.split(match["command"])),
+        mapping=mapping,
+        tokens_per_s=match["rate"],
+        memory_gib=float(match["gib"]),
+        row=cells,
+    )
+
+
+def plan_again(recipe: PlannedRecipe) -> str:
+    """Return what the command of a recipe writes now, run on a copy of the recipes.
+
+    Raises:
+        RuntimeError: the command fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "recipes", Path(folder) / "recipes")
+        with chdir(folder), redirect_stdout(StringIO()):
+            recipe.path.unlink()
+            if run_moefold(list(recipe.command)):
+                raise RuntimeError(f"moefold {shlex.join(recipe.command)} failed")
+            return recipe.path.read_text(encoding="utf-8")
+
+
+def table() -> str:
+    """Return the table of the planned recipes in Markdown."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(recipe.row for recipe in planned_recipes())]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def page_with_table(page: str) -> str:
+    """Return a page with the table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+def main(words: Sequence[str]) -> None:
+    """Plan the recipes whose path contains one of some words, or all, and write the table."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for recipe in planned_recipes():
+        if not words or any(word in str(recipe.path) for word in words):
+            text = plan_again(recipe)
+            is_same = text == (ROOT / recipe.path).read_text(encoding="utf-8")
+            (ROOT / recipe.path).write_text(text, encoding="utf-8")
+            print(f"{'unchanged' if is_same else 'changed'}: {recipe.path}", flush=True)
+    PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
