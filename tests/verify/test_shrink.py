@@ -168,3 +168,11 @@ def test_attention_work_still_moves(pool: int, kept: int):
     assert small.parallel.attention_hosts == "balanced"
     assert small.parallel.attention_pool == kept
     assert small.parallel.attention_block == 2
+
+
+@pytest.mark.parametrize(("width", "rank"), [("head", 1), ("dim", 2)])
+def test_the_rank_of_adapters_fits_the_gates_of_a_single_head(width, rank):
+    """Of plain multi-head attention one head is left, whose gates are a matrix [1, H]."""
+    words = ["model.num_query_groups=8", "model.attention_gate=true", f"model.attention_gate_width={width}"]
+    small = shrink(load_config(None, [*words, "lora.rank=8", "checkpoint.init_from=base"]))
+    assert (small.model.num_attention_heads, small.lora.rank) == (1, rank)

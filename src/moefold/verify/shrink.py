@@ -6,10 +6,12 @@ from itertools import product
 from math import lcm, prod
 
 from moefold.config.align import AlignConfig
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from moefold.config.sites import SitesConfig
+from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
@@ -35,7 +37,7 @@ MAX_CONV_KERNEL = 3
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
 MAX_LORA_RANK = 2
-"""Limit of the rank of adapters, which is below every side of a small matrix."""
+"""Limit of the rank of adapters."""
 MAX_LAYERS_PER_STAGE = 2
 MAX_MTP_LAYERS = 2
 """Limit of the MTP layers of a small recipe."""
@@ -157,13 +159,12 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
         align=AlignConfig(),
-        lora=replace(cfg.lora, rank=min(cfg.lora.rank, MAX_LORA_RANK), init_from=""),
         rl=RLConfig(),
         rollout=RolloutConfig(),
         reward=RewardConfig(),
         sites=SitesConfig(),
     )
-    small = replace(small, model=_keep_rope_factors(cfg, small))
+    small = replace(small, model=_keep_rope_factors(cfg, small), lora=_shrink_adapters(cfg.lora, small.model))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
@@ -174,6 +175,13 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # The experts of the small recipe have fewer tokens than the large recipe's threshold.
         small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
     return small
+
+
+def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
+    """Return adapters whose rank fits every matrix of the small model, such as the gates of a single head [1, H]."""
+    sides = (min(weight.shape[-2:]) for weight in adapted_weights(model, lora).values())
+    rank = min(lora.rank, MAX_LORA_RANK, *sides) if lora.rank else 0
+    return replace(lora, rank=rank, init_from="")
 
 
 def _keep_rope_factors(cfg: Config, small: Config) -> ModelConfig:
