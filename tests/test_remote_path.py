@@ -11,7 +11,15 @@ import pytest
 from moefold.bounded_read import open_regular, read_bytes, read_json
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
-from moefold.remote_path import RemoteEntry, RemoteError, RemotePath, check_remote_writable, is_remote, to_path
+from moefold.remote_path import (
+    RemoteEntry,
+    RemoteError,
+    RemotePath,
+    check_protocol,
+    check_remote_writable,
+    is_remote,
+    to_path,
+)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -105,6 +113,9 @@ def test_a_missing_package_or_protocol_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"needs a package that is not installed: pip install s3fs"):
         RemotePath("s3://bucket/y").exists()
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: 's3://bucket/y' needs a package"):
+        check_protocol("s3://bucket/y", "checkpoint.dir")
+    check_protocol("auto", "checkpoint.resume")
     with pytest.raises(ConfigError, match="on the Hugging Face hub; name a folder"):
         to_path("hf://org/name")
 

@@ -326,6 +326,24 @@ class RemotePath(PosixPath):
             filesystem.put_file(str(source), key)
 
 
+def check_protocol(name: str, key: str) -> None:
+    """Check that the protocol of a URL is known and its package installed; sends no request.
+
+    Args:
+        name: path or URL.
+        key: setting that names it, for messages.
+
+    Raises:
+        ConfigError: the protocol cannot be used.
+    """
+    if not is_remote(name):
+        return
+    try:
+        RemotePath(name)._open_filesystem()
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
 def check_remote_writable(folder: RemotePath) -> None:
     """Write a small file to a folder, read it back and delete it.
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -282,6 +283,20 @@ def test_runs_are_found_in_folders_and_named_by_what_differs(tmp_path):
     assert len({run.key for run in found}) == 4
     (alone,) = find_runs([tmp_path / "a/seed1"])
     assert alone.name == "seed1"
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over(tmp_path, monkeypatch):
+    write_run(tmp_path / "mine", 1)
+    (tmp_path / "others").mkdir()
+    is_file = Path.is_file
+
+    def refuse(path):
+        if path.parent.name == "others":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert [run.name for run in find_runs([tmp_path])] == ["mine"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from tests.board.run_files import write_run
         (["--port", "70000"], "--port 70000 must lie in [0, 65535]"),
         (["--force"], "--force replaces an export; name it with --export FOLDER"),
         (["--export", "x", "--token"], "--export serves nothing, so --token has no effect; leave it out"),
+        (["s3://bucket/runs"], "'s3://bucket/runs' must be a folder of this machine, not a URL"),
+        (["--export", "s3://bucket/board"], "'s3://bucket/board' must be a folder of this machine, not a URL"),
         (["--export", "x", "--port", "1"], "--export serves nothing, so --port has no effect; leave it out"),
     ],
 )

@@ -239,6 +239,8 @@ def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
         ("trainjob", ["data.path=$(HOME)"], "has $( or {{, which Kubernetes or SkyPilot would expand"),
         ("slurm", ["parallel.tp=3"], "parallel.tp=3 must divide"),
         ("ray", ["--time", "1:00:00"], "--time has no effect on ray, only on slurm, pytorchjob"),
+        ("slurm", ["sites.count=2"], "sites.count=2 without a number starts all sites on one machine"),
+        ("slurm", ["lora.rank=8"], "lora.rank=8 trains adapters of given weights, and checkpoint.init_from names none"),
         ("ray", ["run.dir=runs/x"], "run.dir='runs/x' must be an absolute path on storage that all nodes share"),
     ],
 )

@@ -115,6 +115,7 @@ def test_the_log_says_when_sites_have_rounds(tmp_path, words, text):
             "stopped by SIGTERM after step 9 of 20; nothing was saved, as checkpoint.every=0 and "
             "checkpoint.at_end=false say",
         ),
+        (None, [], 143, 0, "stopped by SIGTERM after step 0 of 20; there is nothing to save"),
     ],
 )
 def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, step, first):

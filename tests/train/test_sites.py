@@ -24,6 +24,7 @@ from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.sites import describe_wait
 from moefold.train.signals import StopSignals
 from moefold.train.site_meeting import equal_settings
 from moefold.train.trainer import Trainer
@@ -370,3 +371,10 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
     assert read_meta(checkpoint(tmp_path / "site-2", 10)).sites["rounds"] == 5
+
+
+def test_the_log_says_for_what_a_site_waits():
+    assert describe_wait({"missing": [1]}, "host:1") == "waiting for site 1 at host:1"
+    assert describe_wait({"wait": True}, "host:1") == "waiting for the state of another site at host:1"
+    reason = "the meeting point host:1 did not answer (Connection refused)"
+    assert describe_wait({"unreachable": reason}, "host:1") == f"waiting for `moefold meet`: {reason}"

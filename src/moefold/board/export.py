@@ -32,8 +32,11 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
         ConfigError: the folder exists and may not be replaced, or cannot be written.
     """
     if folder.exists() and not (force and _is_export(folder)):
-        way_out = "add --force to replace it" if _is_export(folder) else "it is no export of a board"
-        raise ConfigError(f"--export {str(folder)!r} exists already; {way_out}, or name another folder")
+        if _is_export(folder):
+            raise ConfigError(
+                f"--export {str(folder)!r} exists already; add --force to replace it, or name another folder"
+            )
+        raise ConfigError(f"--export {str(folder)!r} exists and is no export of a board; name another folder")
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
     for reader in runs.readers:

@@ -39,8 +39,8 @@ def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
     """
     found: dict[Path, None] = {}
     for path in paths:
-        if not path.is_dir():
-            what = "is not a folder" if path.exists() else "does not exist"
+        if not os.path.isdir(path):
+            what = "is not a folder" if os.path.exists(path) else "does not exist"
             raise ConfigError(f"{str(path)!r} {what}; name the run.dir of a training run, or a folder of run folders")
         runs = sorted(_runs_below(path.resolve()))
         if not runs:
@@ -62,13 +62,13 @@ def name_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has the files of a run; config.json alone must be that of moefold."""
-    if (folder / METRICS_FILE).is_file():
-        return True
+    """Return whether a folder has readable files of a run; config.json alone must be that of moefold."""
     path = folder / SETTINGS_FILE
-    if not path.is_file():
-        return False
     try:
+        if (folder / METRICS_FILE).is_file():
+            return True
+        if not path.is_file():
+            return False
         tree = read_json(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError):
         return False

@@ -10,6 +10,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.host.listen import LOOPBACK_NAMES, check_port, listen, url_of
+from moefold.remote_path import is_remote
 from moefold.terminal import print_escaped
 
 DEFAULT_PORT = 6007
@@ -33,6 +34,7 @@ def run(argv: list[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     _check_effect(arguments)
+    _check_local(arguments)
     if arguments.export is not None:
         return _export(arguments)
     check_port(arguments.port)
@@ -54,7 +56,7 @@ def run(argv: list[str]) -> int:
     from moefold.board.app import make_app
     from moefold.board.run_list import RunList
 
-    runs = RunList(arguments.runs)
+    runs = RunList([Path(name) for name in arguments.runs])
     token = secrets.token_urlsafe(24) if arguments.allow_remote or arguments.token else ""
     with listen(arguments.host, arguments.port) as listener:
         app = make_app(runs, token=token, is_loopback=is_loopback)
@@ -72,8 +74,10 @@ def _export(arguments: argparse.Namespace) -> int:
     from moefold.board.export import export_board
     from moefold.board.run_list import RunList
 
-    names = export_board(RunList(arguments.runs), arguments.export, force=arguments.force)
-    index = arguments.export / "index.html"
+    names = export_board(
+        RunList([Path(name) for name in arguments.runs]), Path(arguments.export), force=arguments.force
+    )
+    index = Path(arguments.export) / "index.html"
     print_escaped(f"wrote {len(names)} run{'s' if len(names) > 1 else ''}; open {index} in a browser")
     return 0
 
@@ -95,6 +99,19 @@ def _check_effect(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--export serves nothing, so {option} has no effect; leave it out")
 
 
+def _check_local(arguments: argparse.Namespace) -> None:
+    """Check that no path is a URL, whose slashes a local path would lose.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name in (*arguments.runs, *filter(None, [arguments.export])):
+        if is_remote(name):
+            raise ConfigError(
+                f"{name!r} must be a folder of this machine, not a URL; run.dir is one also if checkpoint.dir is remote"
+            )
+
+
 def _check_packages() -> None:
     missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
     if missing:
@@ -111,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "faults, rollouts with their texts, and how their recipes differ. Follows runs that go on.",
         epilog=EPILOG,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
+    parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders of run folders")
     parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port; 0: any that is free ({DEFAULT_PORT})")
     parser.add_argument(
@@ -120,6 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--token", action="store_true", help="ask for a token on the loopback, too, which all users of a machine reach"
     )
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write a static board and serve nothing")
+    parser.add_argument("--export", metavar="FOLDER", help="write a static board and serve nothing")
     parser.add_argument("--force", action="store_true", help="replace an export that exists")
     return parser

@@ -237,7 +237,7 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     """
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
-        return "it does not exist or is no folder" + (f"; {advice}" if advice else "")
+        return f"it does not exist or is no folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
     weights_model = read_model(path)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)

@@ -49,8 +49,10 @@ def listen(host: str, port: int) -> socket.socket:
         is_dual = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:
+        # socket.create_server appends the address to the reason.
+        reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another port, or "
+            f"--host {host} --port {port}: cannot listen there ({reason}); choose another port, or "
             "an address of this machine"
         ) from error
 

@@ -103,6 +103,7 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
     _check_words(recipe, overrides)
     _check_options(request)
     _check_size(cfg, request)
+    _check_start(cfg)
     _check_storage(cfg, request)
     time_s = _parse_time(request.time)
     _check_times(cfg, request, time_s)
@@ -206,6 +207,20 @@ def _check_size(cfg: Config, request: JobRequest) -> None:
         )
     if cfg.run.device == "cpu":
         raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
+
+
+def _check_start(cfg: Config) -> None:
+    """Check what the ranks of a job would refuse when they start."""
+    if cfg.sites.starts_all:
+        raise ConfigError(
+            f"sites.count={cfg.sites.count} without a number starts all sites on one machine, and a job file starts "
+            "one site; set sites.number and sites.meet, and write a job file for each site"
+        )
+    if cfg.lora.rank and not cfg.checkpoint.init_from:
+        raise ConfigError(
+            f"lora.rank={cfg.lora.rank} trains adapters of given weights, and checkpoint.init_from names none; add "
+            "checkpoint.init_from=FOLDER as an argument"
+        )
 
 
 def _check_storage(cfg: Config, request: JobRequest) -> None:

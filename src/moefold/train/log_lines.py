@@ -206,6 +206,8 @@ def _rollout_command(cfg: Config) -> str:
 
 
 def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:
+    if newest is None and not step:
+        return "there is nothing to save"
     if newest is None:
         return f"nothing was saved, as {_not_saved_reason(cfg)}"
     missing = f", which lacks the last {step - step_of(newest)} steps" if step_of(newest) < step else ""

@@ -21,7 +21,7 @@ from moefold.launch.fitting import check_training, choose_checked_device
 from moefold.launch.meet_client import parse_address
 from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, with_world_size
-from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
+from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.run_folder import RunFolder, choose_run_folder
@@ -302,6 +302,8 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     _check_program_data(cfg, program_data)
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size, cfg.rollout.ranks)
+    check_protocol(cfg.checkpoint.dir, "checkpoint.dir")
+    check_protocol(cfg.checkpoint.resume, "checkpoint.resume")
     # Provisional: the ranks make the final choice under the lock of the folder.
     folder = choose_run_folder(cfg)
     check_machine(folder.cfg)

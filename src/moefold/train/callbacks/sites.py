@@ -58,7 +58,7 @@ class SiteRounds(Callback):
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
-        self._has_told = False
+        self._logged_wait = ""
         self._gift: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
 
@@ -123,10 +123,10 @@ class SiteRounds(Callback):
     def _poll(self, run: TrainingContext, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites; collective."""
         run.groups.recorder.set_phase("waiting for the other sites")
-        if not self._has_told and run.log is not None:
-            awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
-            run.log.message(f"waiting for {awaited} at {self._sites.meet}")
-        self._has_told = True
+        awaited = describe_wait(answer, self._sites.meet)
+        if self._logged_wait != awaited and run.log is not None:
+            run.log.message(awaited)
+        self._logged_wait = awaited
         raised = [any(flags) for flags in zip(*current_world().all_gather_object(run.stop.flags), strict=True)]
         if any(raised):
             run.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
@@ -140,7 +140,7 @@ class SiteRounds(Callback):
         """
         assert self._meeting is not None
         assert self._meeting.links is not None
-        self._has_told = False
+        self._logged_wait = ""
         answer = self._meeting.ask_for_giver(partial(self._poll, run))
         if answer is None:
             return
@@ -303,6 +303,14 @@ def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, st
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def describe_wait(answer: Message, address: str) -> str:
+    """Return the line of the log that says for what a site waits, by the answer of the meeting point."""
+    if "unreachable" in answer:
+        return f"waiting for `moefold meet`: {answer['unreachable']}"
+    awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
+    return f"waiting for {awaited} at {address}"
 
 
 def _header(run: TrainingContext) -> list[int]:
