@@ -166,7 +166,8 @@ class SiteLinks:
 
     def _exchange(self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode) -> Exchanged:
         started_s = time.perf_counter()
-        if round_.epoch != self._epoch:
+        # A meeting point that was started again counts epochs from 1.
+        if (round_.epoch, round_.members) != (self._epoch, self._members):
             self._connect(round_.epoch, round_.members)
         mean = torch.empty_like(own)
         is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == own.dtype)
@@ -196,3 +197,4 @@ class SiteLinks:
         store = dist.PrefixStore(f"{epoch}/{self._rank}", self._store)
         self._group = gloo_group(store, members.index(self._number), len(members), self._host, self._timeout)
         self._epoch = epoch
+        self._members = members
