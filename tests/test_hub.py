@@ -117,6 +117,7 @@ def test_without_network_the_cache_is_used(hub: Hub, monkeypatch):
 def test_names_are_parsed():
     assert parse_hub_url("hf://me/model@refs%2Fpr%2F1/sub/x", "model").revision == "refs/pr/1"
     assert parse_hub_url("hf://gpt2", "model").repo == "gpt2"
+    assert parse_hub_url("hf://me/model//etc/x", "model").path == "etc/x", "no absolute path of this machine"
     assert parse_hub_url("hf://datasets/a/b", "model").kind == "dataset"
     assert repo_of_snapshot("/c/hub/models--a--b-c/snapshots/0123") == "a/b-c"
     assert repo_of_snapshot("/c/models/a") == ""

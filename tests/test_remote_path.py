@@ -11,7 +11,15 @@ import pytest
 from moefold.bounded_read import open_regular, read_bytes, read_json
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
-from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
+from moefold.remote_path import (
+    RemoteEntry,
+    RemoteError,
+    RemotePath,
+    check_protocol,
+    check_remote_writable,
+    is_remote,
+    to_path,
+)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -148,6 +156,16 @@ def test_a_copy_follows_its_original(root, cache):
     local_copy.cache_clear()
     assert sorted(path.name for path in local_copy(f"{root}/data").rglob("*.txt")) == ["a.txt", "b.txt"]
     assert local_copy(f"{root}/data/a.txt") == copy / "a.txt"
+
+
+@pytest.mark.parametrize("name", ["/b", "../b", "a/../../b"])
+def test_a_key_that_leads_out_of_the_copy_is_refused(root, cache, monkeypatch, name):
+    (root / "data" / "a.txt").write_text("one")
+    entry = RemoteEntry(name, False, 3, 0.0)
+    monkeypatch.setattr(RemotePath, "files", lambda self: {name: entry})
+    with pytest.raises(ConfigError, match="whose name leads out of the folder"):
+        local_copy(f"{root}/data")
+    assert not [path for path in cache.rglob("*") if path.name == "b"]
 
 
 def test_only_matching_files_are_copied_and_others_stay(root, cache):

@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache
+from glob import escape
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -19,7 +20,7 @@ from moefold.remote_path import HUB_SCHEME
 
 HubKind = Literal["model", "dataset"]
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_NAME = re.compile(rf"(?:(datasets)/)?({_PART}/{_PART}|{_PART})(?:@([^/]+))?(?:/(.+))?")
+_NAME = re.compile(rf"(?:(datasets)/)?({_PART}/{_PART}|{_PART})(?:@([^/]+))?(?:/+([^/].*))?")
 _REPO = re.compile(rf"{_PART}/{_PART}")
 CARD_FILE = "README.md"
 """The model card."""
@@ -198,7 +199,7 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
             folder_path=folder,
             commit_message=message,
             revision=revision or None,
-            allow_patterns=list(files_to_push(folder)),
+            allow_patterns=[escape(name) for name in files_to_push(folder)],
             ignore_patterns=[CARD_FILE] if keeps_card else None,
         )
     except ConfigError:

@@ -40,6 +40,10 @@ def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
         files = {}
     if not files:
         raise ConfigError(f"{url!r} does not exist, or is an empty folder; name a file or a folder with files")
+    for name in files:
+        # Keys of a store are any text: "folder//etc/x" would be an absolute path here.
+        if name.startswith("/") or ".." in Path(name).parts:
+            raise ConfigError(f"{url!r} has a file {name!r}, whose name leads out of the folder; rename it")
     try:
         with _lock(target):
             _delete_others(target, files)
@@ -106,8 +110,6 @@ def _delete_others(target: Path, files: Collection[str]) -> None:
 
 
 def _copy_file(remote: RemotePath, target: Path, entry: RemoteEntry) -> None:
-    if ".." in Path(entry.name).parts:
-        raise ConfigError(f"{str(remote)!r} has a file {entry.name!r}, whose name leads out of the folder; rename it")
     path = target / entry.name if entry.name else target
     if not _is_current(path, entry):
         _fetch(remote / entry.name if entry.name else remote, path, entry)

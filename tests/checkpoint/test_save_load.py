@@ -150,7 +150,9 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
     errors = pool.run(2, _load, replace(cfg, train=replace(cfg.train, optimizer="muon")))
     assert errors[0] == errors[1]
     assert f"is of another optimizer, it has other moments instead of momentum of optimizer.{'layers.0'}" in errors[0]
-    assert "; set train.optimizer and train.muon_groups as they were, or begin a new run" in errors[0]
+    assert "; set train.optimizer, train.muon_groups, train.gradient_delay and train.delay_corr" in errors[0]
+    (error,) = pool.run(1, _load, recipe(tmp_path, train={"gradient_delay": 1}))
+    assert "it has other moments instead of pending_gradient of optimizer." in error
 
 
 def test_the_sparse_stage_does_not_resume_the_warm_up_of_its_indexers(pool, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from moefold.cli.main import main
 from moefold.cli.verify import RunDistributed, verify
 from moefold.config.schema import Config
+from moefold.errors import ConfigError
 from moefold.progress import ProgressCallback
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.verify.recipes import tiny
@@ -63,6 +64,19 @@ def test_a_loss_that_depends_on_dp_is_noted(runner, capsys):
         assert verify(tiny(moe={"aux_kind": kind}), 1, runner(lambda record: record)) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert notes == ["note         moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp=1"]
+
+
+@pytest.mark.parametrize("options", [[], ["--shrink"]])
+def test_rounds_of_sites_are_noted_as_not_covered(monkeypatch, capsys, options):
+    """Their ranks train as one site: without the note, "equal" would seem to speak of the rounds."""
+
+    def stop(*args: object) -> None:
+        raise ConfigError("the header is printed")
+
+    monkeypatch.setattr("moefold.verify.compare.run_oracle", stop)
+    for words, notes in ((["sites.count=2"], 1), ([], 0)):
+        assert main(["verify", QUICKSTART, *options, *words]) == 2
+        assert capsys.readouterr().out.count("note         NOT covered: the rounds of [sites]; ") == notes
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """How the sites of one machine share it."""
 
+import asyncio
+import io
+import os
+import threading
+
 import pytest
 
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
-from moefold.launch.local_sites import site_environments
+from moefold.launch.local_sites import MAX_LINE_BYTES, _pass_on, site_environments
 from moefold.recipe import LoadedRecipe, load_config
 from moefold.train.start import set_up_run
 
@@ -16,6 +21,26 @@ def test_sites_on_a_cpu_share_its_cores(monkeypatch):
     assert site_environments(8, 4, "cpu", None) == [{"OMP_NUM_THREADS": "1"}] * 8
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert site_environments(2, 2, "cpu", None) == [{"OMP_NUM_THREADS": "5"}] * 2
+
+
+def test_output_of_any_length_is_passed_on_by_lines():
+    read, write = os.pipe()
+    content = b"one\n" + b"x" * (3 * MAX_LINE_BYTES) + b"\n\nend without a line end"
+
+    def send() -> None:
+        with os.fdopen(write, "wb") as file:
+            file.write(content)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    printed = io.StringIO()
+    asyncio.run(_pass_on(read, "site 1: ", printed))
+    sending.join()
+    lines = printed.getvalue().splitlines()
+    assert all(line.startswith("site 1: ") for line in lines)
+    texts = [line.removeprefix("site 1: ") for line in lines]
+    assert (texts[0], texts[-2:]) == ("one", ["", "end without a line end"])
+    assert "".join(texts[1:-2]) == "x" * (3 * MAX_LINE_BYTES)
 
 
 def test_sites_need_gpus_of_their_own():

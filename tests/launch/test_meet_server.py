@@ -112,6 +112,17 @@ def test_closed_meeting_point_is_an_error_and_a_new_one_is_found():
         site.close()
 
 
+def test_name_that_is_no_host_is_an_error_of_the_meeting_point():
+    with pytest.raises(MeetError, match=r"the meeting point a\.\.b:80 did not answer"):
+        MeetConnection("a..b", 80, SECRET, 1.0).ask({"do": "beat", "site": 0})
+
+
+def test_full_store_is_an_error(server, monkeypatch):
+    monkeypatch.setattr("moefold.launch.meeting.MAX_STORE_BYTES", 10)
+    with pytest.raises(MeetError, match="refused a value"):
+        MeetStore(connection(server), 5.0).set("key", b"0123456789")
+
+
 def test_addresses():
     assert parse_address("10.0.0.1:29600", "sites.meet") == ("10.0.0.1", 29600)
     assert parse_address("[fe80::1]:80", "sites.meet") == ("fe80::1", 80)

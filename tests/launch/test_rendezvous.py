@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_distributed, spawn_ranks
-from moefold.launch.rendezvous import is_loopback, restrict_to_loopback
+from moefold.launch.rendezvous import restrict_to_loopback
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -111,7 +112,11 @@ def test_an_interface_that_the_user_chose_stays():
 
 
 @pytest.mark.parametrize(
-    ("address", "is_one"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("n", False)]
+    ("address", "is_one"),
+    [
+        *((address, True) for address in ("127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1", "localhost")),
+        *((address, False) for address in ("10.0.0.1", "n", "127.example.org", "", "::", "::ffff:10.0.0.1")),
+    ],
 )
 def test_addresses_of_this_machine_alone(address, is_one):
     assert is_loopback(address) == is_one

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.schema import Config
-from moefold.launch.meet_server import MeetServer, listen
+from moefold.host.listen import listen
+from moefold.launch.meet_server import MeetServer
 from moefold.testing.pool import WorkerPool
 
 

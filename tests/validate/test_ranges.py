@@ -138,6 +138,7 @@ CASES = [
     ("checkpoint.keep_every=-1", "must be at least 0 (0: none)"),
     ("train.reset_moments_every=-1", "must be at least 0 (0: never)"),
     ("train.clip_grad=-1", "must be at least 0 (0: off)"),
+    ("train.delay_correction=-1", "must be at least 0 (0: none)"),
     ("train.eval_every=-1", "must be at least 0 (0: never)"),
     ("data.validation_fraction=1", "must lie in [0, 1): at least 0 and below 1"),
     ("align.reward=''", "must name a column"),
@@ -210,7 +211,7 @@ def test_every_number_of_the_schema_has_a_range():
         for field in fields(getattr(cfg, section.name))
         if type(field.default) in (int, float)
     }
-    assert numbers - ranged == {"parallel.zero"}
+    assert numbers - ranged == {"parallel.zero", "train.gradient_delay"}
     assert {word.split("=")[0] for word, _ in CASES} == ranged
 
 

@@ -12,6 +12,10 @@ REFUSED = [
     ((*TWO, "sites.number=2", "sites.meet=h:1"), "sites.number=2 must be below sites.count=2"),
     ((*TWO, "sites.number=1"), "sites.number=1 needs sites.meet, the HOST:PORT of `moefold meet`"),
     ((*TWO, "sites.meet=h:1"), "sites.meet='h:1' needs sites.number"),
+    (
+        (*TWO, "sites.number=1", "sites.meet=h:1", "checkpoint.dir=s3://b/x"),
+        "checkpoint.dir='s3://b/x' must end with 'site-1', as sites that write to one folder of a store would mix",
+    ),
     ((*TWO, "sites.quorum=3"), "sites.quorum=3 must be at most sites.count=2"),
     ((*TWO, "sites.first=101"), "sites.first=101 must be at most run.steps=100"),
     ((*TWO, "sites.every=101"), "sites.every=101 is above run.steps=100"),
@@ -33,6 +37,11 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
         check_config(load_config(None, list(overrides)))
     assert message in str(refused.value)
+
+
+def test_site_may_save_to_its_own_folder_of_a_store():
+    check_config(load_config(None, [*TWO, "sites.number=1", "sites.meet=h:1", "checkpoint.dir=s3://b/x/site-1/"]))
+    check_config(load_config(None, [*TWO, "checkpoint.dir=s3://b/x"]))
 
 
 def test_method_fills_the_keys_that_are_left_out():

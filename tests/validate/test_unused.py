@@ -207,6 +207,7 @@ CASES = [
     ('train.muon_groups=["experts"]', [], ["train.optimizer=muon"]),
     ("train.muon_momentum=0.9", [], ["train.optimizer=muon"]),
     ("train.muon_ns_steps=6", [], ["train.optimizer=muon"]),
+    ("train.delay_correction=1.0", [], ["train.gradient_delay=1"]),
     ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),
     ("train.mtp_loss=0.1", [], ["model.mtp_layers=1"]),
     ("model.index_topk=8", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),

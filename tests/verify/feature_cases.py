@@ -281,6 +281,19 @@ MOMENTS_RESET = [
     {"train": RESET | {"optimizer": "muon"}, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
 ]
 
+# Delayed gradients, with and without the correction of updates; four steps have three updates.
+
+CORRECTED = {"gradient_delay": 1, "delay_correction": 1.0, "global_batch_size": 4}
+DELAYED = [
+    {"train": CORRECTED, "world_size": 4, "cp": 2, "ep": 2, "zero": 3},
+    {"train": CORRECTED | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
+    {"train": CORRECTED | {"optimizer": "muon"}, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
+    {"train": CORRECTED | {"delay_correction": 0.5, "reset_moments_every": 2}, "world_size": 2, "zero": 0},
+    {"train": {"gradient_delay": 1, "global_batch_size": 4}, "world_size": 2, "zero": 1},
+    {"train": {"gradient_delay": 1, "global_batch_size": 4, "optimizer": "muon"}, "world_size": 1},
+    {"train": CORRECTED, "world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
+]
+
 MUON = {"optimizer": "muon", "global_batch_size": 4}
 MUON_MODEL = SHARED | {"layer_pattern": "DM"}
 MUON_MAPPED = [
@@ -470,6 +483,7 @@ CASES = [
     *cases("multi-token prediction", [MTP[1], MTP[2], MTP[4]], [MTP[0], MTP[3], *MTP_WIDE]),
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
     *cases("muon", MUON_MAPPED[1:3], [MUON_MAPPED[0], *MUON_MAPPED[3:]], steps=3),
+    *cases("delayed gradients", DELAYED[:1], DELAYED[1:], steps=4),
     *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", [FP8_ROWS[0], FP8_ROWS[2]], [FP8_ROWS[1], *FP8_ROWS[3:]]),

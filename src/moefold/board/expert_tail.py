@@ -84,10 +84,11 @@ class ExpertCountsTail:
         self.is_sampled |= stride > 1
         for i in range(self._num_read, num_records, stride):
             file.seek(start + i * record.itemsize)
-            row = np.frombuffer(file.read(record.itemsize), record)
-            if not len(row):
+            content = file.read(record.itemsize)
+            if len(content) < record.itemsize:
                 # Truncated since the size was read: the next call starts over.
                 return
+            row = np.frombuffer(content, record)
             self._ranges.append(int(row["step"][0]), row["counts"][0].astype(np.float64))
             self._num_read = i + 1
             self._fingerprint = row.tobytes()[:_FINGERPRINT_BYTES]

@@ -331,8 +331,9 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
     if found := _gather_errors(faults):
         if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in found):
             raise ConfigError(
-                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer "
-                "and train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
+                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer, "
+                "train.muon_groups, train.gradient_delay and train.delay_correction as they were, or begin a new run "
+                "with its weights: checkpoint.init_from"
             )
         if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in found):
             raise ConfigError(

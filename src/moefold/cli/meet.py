@@ -7,8 +7,8 @@ import socket
 
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.launch.meet_client import is_loopback_host
-from moefold.launch.meet_server import MeetServer, listen
+from moefold.host.listen import check_port, is_loopback, listen
+from moefold.launch.meet_server import MeetServer
 from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.terminal import print_escaped
 
@@ -27,21 +27,14 @@ examples:
 def run(argv: list[str]) -> int:
     """Serve until a signal and return the exit status."""
     args = _parser().parse_args(argv)
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port {args.port} must be 0 (a free port) to 65535")
+    check_port(args.port)
     secret = read_secret(args.secret, "--secret")
-    if not secret and not is_loopback_host(args.host):
+    if not secret and not is_loopback(args.host):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines, and there is no shared secret; name a file with "
             f"--secret, or set {SECRET_VARIABLE}"
         )
-    try:
-        listener = listen(args.host, args.port)
-    except OSError as error:
-        raise ConfigError(
-            f"--host {args.host} --port {args.port} cannot be used: {error.strerror or error}; choose another port, or "
-            "an address of this machine"
-        ) from None
+    listener = listen(args.host, args.port)
     asyncio.run(_serve(listener, args.host, secret))
     return 0
 

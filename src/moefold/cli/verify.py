@@ -37,6 +37,9 @@ RANKS_TIMEOUT_S = 6 * 3600.0
 MAX_LISTED_DIFFERENCES = 10
 """Most differences to list, worst first."""
 
+SITES_NOTE = "NOT covered: the rounds of [sites]; the steps are those of one site between two rounds"
+"""Note on a recipe of sites."""
+
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
 
@@ -54,6 +57,7 @@ def run(argv: list[str]) -> int:
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
     message = ""
+    notes = (SITES_NOTE,) if cfg.sites.is_active else ()
     if args.ranks is not None and (not args.shrink or args.ranks < 1):
         raise ConfigError(f"--ranks {args.ranks} is the most ranks of a shrunk recipe: give at least 1, with --shrink")
     if args.shrink:
@@ -73,10 +77,12 @@ def run(argv: list[str]) -> int:
     check_replay(replayed)
     check_replay_content(replayed)
     check_dispatch_device(cfg, "cpu")
-    return verify(cfg, args.steps, _run_on_ranks, message)
+    return verify(cfg, args.steps, _run_on_ranks, message, notes)
 
 
-def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: str = "") -> int:
+def verify(
+    cfg: Config, steps: int, run_distributed: RunDistributed, message: str = "", notes: Sequence[str] = ()
+) -> int:
     """Train with the oracle and under the mapping, and print the comparison; return 0 if they are equal, 1 if not.
 
     Args:
@@ -84,11 +90,12 @@ def verify(cfg: Config, steps: int, run_distributed: RunDistributed, message: st
         steps: optimizer steps.
         run_distributed: trains the recipe under its mapping.
         message: description of how the recipe was shrunk.
+        notes: what is not compared.
     """
     from moefold.data import prepare
     from moefold.verify.compare import compare_records, rounded_zero_gradients, run_oracle
 
-    print_escaped(_header(cfg, message), flush=True)
+    print_escaped(_header(cfg, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
         oracle = run_oracle(cfg, steps, progress.report)
@@ -142,7 +149,7 @@ def _describe_shrinking(large: Config, small: Config) -> str:
     return f"{', '.join((ranks, *lowered))}; {left_out}"
 
 
-def _header(cfg: Config, message: str = "") -> str:
+def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
     p = cfg.parallel
     model = cfg.model
     train = cfg.train
@@ -169,6 +176,7 @@ def _header(cfg: Config, message: str = "") -> str:
     moe = cfg.moe
     if moe.aux_kind == "global_batch" and moe.aux_coefficient > 0 and has_moe_layers(model):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
+    rows += tuple(("note", note) for note in notes)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
 
 

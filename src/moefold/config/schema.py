@@ -278,6 +278,14 @@ class TrainConfig:
     reset_moments_every: int = 0
     """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
     and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
+    gradient_delay: Literal[0, 1] = 0
+    """1: an update takes the gradients of the step before, clipped there, and the first step updates nothing
+    (arXiv:2606.30634). It is the training of a pipeline with two versions of the weights (PipeDream-2BW,
+    arXiv:2006.09503), to measure what the delay costs in loss; no communication is hidden by it
+    ([design/044](design/044-gradient-delay.md)). 0: no delay."""
+    delay_correction: float = 0.0
+    """Factor c of the correction of a delay: with u(t) what the optimizer subtracts, weights x become
+    x - u(t) - c * (u(t) - u(t-1)). 1 in arXiv:2606.30634; 0: none."""
     clip_grad: float = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     recompute: tuple[str, ...] = ()

@@ -40,8 +40,8 @@ class RankMemory:
     """Bytes of torch.distributed.pipelining's receive buffers: hidden states and gradients of all micro-batches at
     once."""
     optimizer_in_transit: int = 0
-    """Offloaded moments in memory during the update, as far as they exceed the activations and buffers freed by
-    then."""
+    """Offloaded moments, and copies of weights, in memory during the update, as far as they exceed the activations and
+    buffers freed by then."""
     graphs: int = 0
     """Fixed addresses of CUDA graphs, see `graph_bytes`."""
 
@@ -87,7 +87,9 @@ def compute_rank_memory(
         peak = _activation_peak(snapshots, formula, table)
         pipeline = snapshots.num_awaited * formula.hidden_bytes
         resident = replace(state_bytes, optimizer=state_bytes.optimizer - moments.offloaded)
-        update = max(0, moments.in_transit - peak.total - pipeline)
+        # The correction of a delay keeps the weights of before the update, as many bytes as the gradients.
+        copies = state_bytes.gradients if cfg.train.delay_correction else 0
+        update = max(0, moments.in_transit + copies - peak.total - pipeline)
         in_flight = [int(snapshots.in_flight[:, stage].max()) for stage in snapshots.stages]
         graphs = graph_bytes(formula, [chunks[stage] for stage in snapshots.stages], in_flight)
         found.append(RankMemory(rank, resident, peak, pipeline, update, graphs))

@@ -39,7 +39,7 @@ class StateBytes:
     gradient_sums: int = 0
     """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
     optimizer: int = 0
-    """Moments, AdamW's step count of each parameter, and the state of the outer optimizer of sites."""
+    """Moments, AdamW's step count of each parameter, and the states of the outer optimizer and of a delay."""
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
@@ -89,6 +89,8 @@ class ShardSpec:
     """Whether frozen weights are in the compute type, except for those that are read in the master type."""
     outer_bytes: int = 0
     """Bytes of the outer weights and momentum per weight; 0 without sites."""
+    delay_bytes: int = 0
+    """Bytes of the pending gradient and the last update per weight; 0 without train.gradient_delay."""
 
     def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
@@ -103,7 +105,7 @@ class ShardSpec:
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
             moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
-            moments += shards.numel(dp_ranks[weight.is_expert]) * self.outer_bytes
+            moments += shards.numel(dp_ranks[weight.is_expert]) * (self.outer_bytes + self.delay_bytes)
             moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
@@ -144,6 +146,7 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         trained_names=_trained_names(cfg),
         narrows_frozen=cfg.trains_adapters_only,
         outer_bytes=master * cfg.sites.num_states,
+        delay_bytes=master * (train.gradient_delay + (train.delay_correction > 0)),
     )
 
 

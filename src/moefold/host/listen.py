@@ -1,5 +1,6 @@
 """Listening sockets of HTTP servers, and the names of the loopback interface. Torch-free."""
 
+import ipaddress
 import socket
 
 from moefold.errors import ConfigError
@@ -9,6 +10,15 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "[")
 """Host headers for them; starlette before 1.0 cuts an IPv6 address at its first colon."""
 BACKLOG = 128
 MAX_PORT = 2**16 - 1
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is that of the loopback interface, which only this machine can reach."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def check_port(port: int) -> None:

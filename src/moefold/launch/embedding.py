@@ -20,9 +20,10 @@ import torch.distributed as dist
 from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import World, current_world
 from moefold.errors import ConfigError, RunError
+from moefold.host.listen import is_loopback
 from moefold.host.processes import ProcessId
 from moefold.host.rank_env import RankEnv, master_host, read_rank_env
-from moefold.launch.rendezvous import HOST, is_loopback, join_rendezvous, restrict_to_loopback
+from moefold.launch.rendezvous import HOST, join_rendezvous, restrict_to_loopback
 
 Result = TypeVar("Result")
 RESTORED_VARIABLES = (
@@ -73,22 +74,24 @@ class ProgramRanks:
         )
 
     def agree(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call on this rank, or raise the first rank's error on all ranks; collective.
+        """Return the result of a call on this rank, or raise an error on all ranks; collective.
+
+        A rank whose call failed raises its own exception, the others that of the first such rank.
 
         Args:
-            call: does not communicate, and raises ConfigError or RunError.
+            call: does not communicate.
 
         Raises:
             ConfigError: the call raised it on a rank.
-            RunError: the call raised it on a rank.
+            RunError: the call raised it, or an exception of another type, on a rank.
         """
-        failure: ConfigError | RunError | None = None
+        failure: Exception | None = None
         result: list[Result] = []
         try:
             result.append(call())
-        except (ConfigError, RunError) as error:
+        except Exception as error:  # noqa: BLE001 - the other ranks would wait for this one in the exchange below
             failure = error
-        failures = self._world.all_gather_object(failure and (type(failure), str(failure)))
+        failures = self._world.all_gather_object(failure and _as_known_error(failure))
         if failure is not None:
             raise failure
         for rank, found in enumerate(failures):
@@ -177,6 +180,13 @@ def restored_process_state() -> Iterator[None]:
                     os.environ[name] = value
             # Modules and their hooks refer to each other: reference counts alone free neither the model nor groups.
             gc.collect()
+
+
+def _as_known_error(error: Exception) -> tuple[type[ConfigError | RunError], str]:
+    """Return type and text by which the other ranks raise an error of this rank."""
+    if isinstance(error, ConfigError):
+        return ConfigError, str(error)
+    return RunError, str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
 def _clear_frames(error: BaseException | None) -> None:

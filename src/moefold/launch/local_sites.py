@@ -14,17 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from moefold.errors import ConfigError
+from moefold.host.listen import listen
 from moefold.host.processes import signal_on_parent_death
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import has_no_gpu
 from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS, hard_exit
-from moefold.launch.meet_server import MeetServer, listen
+from moefold.launch.meet_server import MeetServer
 from moefold.launch.signed_lines import SECRET_VARIABLE
 from moefold.terminal import print_escaped
 
 HOST = "127.0.0.1"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+MAX_LINE_BYTES = 2**16
+"""Longest line of a site that is printed as one."""
 
 SiteMain = Callable[[int, int], int]
 """Main function of a site: called with its number and the port of the meeting point, returns the exit status."""
@@ -191,13 +194,22 @@ class _Sites:
 
 
 async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
+    """Print the lines of a pipe until it closes; a line beyond `MAX_LINE_BYTES` is split."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=2**20)
+    reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
     )
     try:
-        async for line in reader:
-            print_escaped(prefix + line.decode(errors="replace").rstrip("\n"), file=to, flush=True)
+        rest = b""
+        while block := await reader.read(MAX_LINE_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            if len(rest) >= MAX_LINE_BYTES:
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                print_escaped(prefix + line.decode(errors="replace"), file=to, flush=True)
+        if rest:
+            print_escaped(prefix + rest.decode(errors="replace"), file=to, flush=True)
     finally:
         transport.close()

@@ -14,7 +14,6 @@ from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, S
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
 """Interval in which a site tells the meeting point that it is alive."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class MeetError(Exception):
@@ -36,11 +35,6 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"{key}={text!r} must be HOST:PORT, such as 10.0.0.1:29600")
     return host, int(port)
-
-
-def is_loopback_host(host: str) -> bool:
-    """Return whether only this machine can reach a host name."""
-    return host in LOOPBACK or host.startswith("127.")
 
 
 class MeetConnection:
@@ -78,7 +72,8 @@ class MeetConnection:
                     self._connect()
                     self._greet()
                 return self._exchange(message)
-            except (OSError, BadLineError) as error:
+            except (OSError, UnicodeError, BadLineError) as error:
+                # UnicodeError: a host name that cannot be a name of the DNS.
                 self.close()
                 # The meeting point may have closed the connection long ago, or have been started again.
                 if is_stale and self._greeting is not None and not isinstance(error, TimeoutError):
@@ -151,8 +146,14 @@ class MeetStore:
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
-        self._connection.ask({"do": "set", "key": key, "value": b64encode(value).decode()})
+        """Write a value.
+
+        Raises:
+            MeetError: the meeting point cannot be reached, or does not take the value.
+        """
+        answer = self._connection.ask({"do": "set", "key": key, "value": b64encode(value).decode()})
+        if "refused" in answer:
+            raise MeetError(f"the meeting point refused a value: {answer['refused']}")
 
     def get(self, key: str) -> bytes:
         """Wait for a value.

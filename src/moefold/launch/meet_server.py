@@ -28,16 +28,6 @@ TICK_S = 0.5
 """Interval in which timeouts are looked at."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address; port 0: a free one.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
-
-
 class MeetServer:
     """Async context manager: serves a meeting point on a port.
 

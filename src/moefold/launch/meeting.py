@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moefold.host.listen import is_loopback
 from moefold.launch.signed_lines import Message
 
 SILENT_S = 30.0
@@ -400,7 +401,9 @@ class Meeting:
         self._epoch_members = ()
 
     def _answer_vote(self, step: int) -> Message | None:
-        round_ = self._rounds[step]
+        round_ = self._rounds.get(step)
+        if round_ is None:
+            raise BadRequestError(f"the round of step {step} is over")
         if round_.outcome is None:
             round_.outcome = self._outcome(round_)
             if round_.outcome is None:
@@ -443,11 +446,6 @@ def describe_sites(numbers: list[int] | tuple[int, ...]) -> str:
     if not numbers:
         return "no site"
     return f"site{'s' if len(numbers) > 1 else ''} {', '.join(str(number) for number in numbers)}"
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address is of the loopback interface."""
-    return address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")
 
 
 def _minority(digests: Mapping[int, int]) -> list[int]:

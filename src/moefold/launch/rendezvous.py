@@ -303,11 +303,6 @@ def listen_at(address: str, port: int) -> socket.socket | None:
         raise
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether an address is a loopback address, which only processes of this machine can reach."""
-    return address == "localhost" or (_is_ip_address(address) and ipaddress.ip_address(address).is_loopback)
-
-
 def restrict_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the loopback interface, unless the user has set them.
 

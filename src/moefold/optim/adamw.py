@@ -12,6 +12,10 @@ from moefold.model.local_param import local_tensor
 from moefold.optim.state_offload import StateStore
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PENDING_GRADIENT = "pending_gradient"
+"""State key of the gradient that `train.gradient_delay` applies in the next step."""
+LAST_UPDATE = "last_update"
+"""State key of what the optimizer subtracted in the last step, for `train.delay_correction`."""
 
 
 class LocalShardAdamW(torch.optim.AdamW):
@@ -177,7 +181,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the moments by name: `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`; Muon's `<parameter>.momentum`."""
+    """Return the state tensors by name.
+
+    `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`, Muon's `<parameter>.momentum`, and those of delayed gradients.
+    """
     return {
         f"{name}.{moment}": value
         for name, parameter in parameters.items()
@@ -190,14 +197,15 @@ def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:
     """Zero the moments of every parameter, and the step count of the bias correction, in place; local.
 
-    The next step is that of a new optimizer. Offloaded moments are zeroed where they are stored.
+    The next step is that of a new optimizer. Offloaded moments are zeroed where they are stored. A pending gradient and
+    the last update are no moments, and stay.
     """
     state_store = getattr(optimizer, "state_store", StateStore())
     for state in optimizer.state.values():
         for name, value in state.items():
             if name == "step":
                 value.zero_()
-            else:
+            elif name not in (PENDING_GRADIENT, LAST_UPDATE):
                 state_store.zero(value)
 
 

@@ -19,6 +19,8 @@ from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
+from moefold.optim.adamw import MOMENTS, MOMENTUM
+from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.registry import make_optimizer
 from moefold.optim.state_offload import StateStore
@@ -139,10 +141,12 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             gathered = _cast_copy_bytes(cfg, parameters)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         optimizer = make_optimizer(trained, cfg, groups.attn.stage)
+        if cfg.train.gradient_delay:
+            GradientDelay(optimizer, trained, cfg.train.delay_correction)
+        states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]
         moments = sum(
-            0 if name != "step" and _is_offloaded(cfg.train, local_tensor(x)) else _tensor_bytes(local_tensor(x))
-            for state in optimizer.state.values()
-            for name, x in state.items()
+            0 if name in (*MOMENTS, MOMENTUM) and _is_offloaded(cfg.train, shard) else _tensor_bytes(shard)
+            for name, shard in states
         )
         if cfg.sites.is_active:
             outer = OuterOptimizer(trained, {}, cfg.sites, StateStore())

@@ -15,9 +15,10 @@ from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, reworded_errors
+from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.launch.fitting import check_training, choose_checked_device
-from moefold.launch.meet_client import is_loopback_host, parse_address
+from moefold.launch.meet_client import parse_address
 from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
@@ -196,7 +197,7 @@ def check_meeting_point(cfg: Config) -> None:
     if not sites.meet:
         return
     host, _ = parse_address(sites.meet, "sites.meet")
-    if not read_secret(sites.secret, "sites.secret") and not is_loopback_host(host):
+    if not read_secret(sites.secret, "sites.secret") and not is_loopback(host):
         raise ConfigError(
             f"sites.meet={sites.meet!r} is another machine, and there is no shared secret; name its file with "
             f"sites.secret, or set {SECRET_VARIABLE}"

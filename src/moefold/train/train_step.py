@@ -16,6 +16,7 @@ from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
+from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.registry import make_optimizer
@@ -150,6 +151,11 @@ class TrainingStep:
         state_store = open_state_store(cfg.train, model.groups.device)
         self.optimizer = _make_optimizer(model, cfg, state_store)
         self.outer = _make_outer_optimizer(model, cfg, state_store or StateStore()) if cfg.sites.is_active else None
+        self._delay = (
+            GradientDelay(self.optimizer, _trained_parameters(model), cfg.train.delay_correction)
+            if cfg.train.gradient_delay
+            else None
+        )
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
@@ -229,8 +235,7 @@ class TrainingStep:
             if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
                 clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
-            self.moment_updates += 1
+            self.moment_updates += self._update_weights()
             if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
@@ -256,6 +261,18 @@ class TrainingStep:
         """Set the number of updates that the moments have seen, after moments were loaded."""
         set_step_count(self.optimizer, count)
         self.moment_updates = count
+
+    def restore_pending_gradient(self, num_steps: int) -> None:
+        """Set whether a pending gradient was loaded, given the steps that were trained and not skipped."""
+        if self._delay is not None:
+            self._delay.has_pending = num_steps > 0
+
+    def _update_weights(self) -> int:
+        """Update the weights; return the number of updates of the moments: 0 where a delay has no gradient yet."""
+        if self._delay is not None:
+            return int(self._delay.step())
+        self.optimizer.step()
+        return 1
 
     @property
     def checks_replicas(self) -> bool:

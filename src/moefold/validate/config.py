@@ -131,6 +131,7 @@ RANGES = (
     RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
     RangeRule(*_at_least(1), "train", "muon_ns_steps"),
     RangeRule("must be at least 0 (0: off)", lambda norm: norm >= 0, "train", "clip_grad"),
+    RangeRule("must be at least 0 (0: none)", lambda factor: factor >= 0, "train", "delay_correction"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "train", "eval_every"),
     RangeRule("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1, "train", "loss_chunk"),
     RangeRule("must be at least 0 (0: all)", lambda size: size >= 0, "train", "offload_min_kib"),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.align import REFERENCE_METHODS
 from moefold.config.schema import Config
+from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
 
@@ -21,6 +22,14 @@ def validate_site_number(cfg: Config) -> Iterator[str]:
             f"sites.number={sites.number} needs sites.meet, the HOST:PORT of `moefold meet`; set it, or "
             "sites.number=-1 to start all sites on this machine"
         )
+    folder = cfg.checkpoint.dir
+    if sites.count > 1 and sites.number >= 0 and cfg.checkpoint.saves and is_remote(folder):
+        name = f"site-{sites.number}"
+        if folder.rstrip("/").rpartition("/")[2] != name:
+            yield (
+                f"checkpoint.dir={folder!r} must end with {name!r}, as sites that write to one folder of a store would "
+                f"mix their checkpoints; set checkpoint.dir={folder.rstrip('/') + '/' + name!r}"
+            )
     if sites.count > 1 and sites.number < 0 and sites.meet:
         yield (
             f"sites.meet={sites.meet!r} needs sites.number, the number of this site from 0; set it, or leave "

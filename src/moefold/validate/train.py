@@ -193,6 +193,27 @@ def validate_moment_dtype(cfg: Config) -> Iterator[str]:
             )
 
 
+def validate_gradient_delay(cfg: Config) -> Iterator[str]:
+    """Check that delayed gradients meet neither rounds of sites nor rollouts, and that the run has an update."""
+    if not cfg.train.gradient_delay:
+        return
+    if cfg.sites.is_active:
+        yield (
+            f"train.gradient_delay=1 would apply gradients of weights that a round of sites.method={cfg.sites.method!r}"
+            " has replaced; set gradient_delay=0, or leave [sites] out"
+        )
+    if cfg.is_rl:
+        yield (
+            "train.gradient_delay=1 would apply the last gradients of a round of rollouts in the next round; set "
+            "gradient_delay=0 (rl.staleness trains on older rollouts)"
+        )
+    if cfg.run.steps == 1:
+        yield (
+            "train.gradient_delay=1 updates nothing in the first step, and run.steps=1 has no other; set run.steps to "
+            "2 or more"
+        )
+
+
 MAX_BF16_MOMENT_DECAY = 0.98
 """Maximum decay of a bfloat16 moment: bfloat16 rounds to 1 part in 2**9, and a step that would change a moment by a
 tenth still adds (1 - 0.98) / 10 of it."""
@@ -202,6 +223,7 @@ TRAIN_RULES = (
     validate_learning_rate,
     validate_muon,
     validate_moment_dtype,
+    validate_gradient_delay,
     validate_loss_chunk,
     validate_evaluation,
     validate_mtp,

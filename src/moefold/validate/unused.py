@@ -211,6 +211,12 @@ UNUSED_KEY_RULES = (
         "only train.optimizer='muon' reads it",
         "choose train.optimizer='muon'",
     ),
+    UnusedKeyRule(
+        "train.delay_correction",
+        lambda cfg: cfg.train.gradient_delay == 0,
+        "train.gradient_delay=0 has no delay to correct",
+        "set train.gradient_delay=1",
+    ),
     *PLANNED_ATTENTION_RULES,
     UnusedKeyRule(
         "parallel.overlap_tp",

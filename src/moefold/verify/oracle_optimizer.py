@@ -36,22 +36,32 @@ class OracleOptimizer:
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self._steps = 0
         self._moment_updates = 0
+        self._pending: dict[str, Tensor] = {}
+        self._last_update: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], norm: float) -> None:
         """Update all weights once; `norm` is the global gradient norm, used for clipping."""
         train = self.cfg.train
         self._steps += 1
-        self._moment_updates += 1
         rate = learning_rate(train, self.cfg.run.steps, self._steps)
         clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
+        clipped = {name: gradient * clip for name, gradient in gradients.items()}
+        if train.gradient_delay:
+            self._pending, clipped = clipped, self._pending
+        self._moment_updates += bool(clipped)
         for name, weight in weights.items():
-            if name not in gradients:
+            if name not in clipped:
                 continue
+            before = weight.clone()
             is_matrix = weight.dim() > 1 and ".experts.b_" not in name
             weight.mul_(1 - rate * (train.weight_decay if is_matrix else 0.0))
             update = self._muon if self._uses_muon(name) else self._adamw
-            weight.sub_(rate * update(name, gradients[name] * clip))
+            weight.sub_(rate * update(name, clipped[name]))
+            if train.delay_correction:
+                change = before - weight
+                weight.sub_(train.delay_correction * (change - self._last_update.get(name, 0.0)))
+                self._last_update[name] = change
         if train.reset_moments_every and self._steps % train.reset_moments_every == 0:
             self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
             self._moment_updates = 0

@@ -306,7 +306,7 @@ def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[
 
 
 class OptimizerPrefetch:
-    """Offloaded moments that are in memory at once while parameters are updated, one after another.
+    """Memory of an update: offloaded moments, of one parameter after another, and copies of the weights.
 
     Args:
         state_memory: state memory of the model.
@@ -317,13 +317,19 @@ class OptimizerPrefetch:
         self._largest: dict[tuple[object, ...], list[int]] = {}
 
     def extra_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of prefetched moments, [snapshots]; 0 if none are offloaded, or if the host updates them.
+        """Return the bytes of prefetched moments and of the weights that the correction of a delay keeps, [snapshots].
+
+        No moments are prefetched if none are offloaded, or if the host updates them.
 
         Args:
             mapping: the mapping.
             state_counts: state counts of the rank, [snapshots, `MemoryColumns.state_size`].
         """
         found = np.zeros(len(state_counts))
+        if self._state_memory.cfg.train.delay_correction:
+            # As many bytes as the reduced gradients.
+            table = self._state_memory.bytes_by_part(mapping, accumulates_gradients=False)
+            found = state_counts @ table[STATE_PARTS.index("gradients")]
         # Megatron-Core updates on the host.
         if OFFLOADED_OPTIMIZER not in mapping.offload or self._state_memory.workload.is_megatron:
             return found
@@ -331,7 +337,7 @@ class OptimizerPrefetch:
         sizes = {column: self._largest_of_unit(name, mapping) for column, name in self._state_memory.units()}
         if self._state_memory.model_spec.has_second_embedding:
             sizes[columns.state_column("second_embedding")] = sizes[columns.state_column("embedding")]
-        return moments_in_transit(sizes, state_counts)
+        return found + moments_in_transit(sizes, state_counts)
 
     def _largest_of_unit(self, name: str | int, mapping: ParallelMapping) -> list[int]:
         """Return the largest offloaded moments of one unit."""
