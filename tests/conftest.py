@@ -18,7 +18,13 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where files go to one core each, the long ones go first: those that run commands, then those with many ranks."""
+    """Where files go to one core each, the long ones go first: those that run commands, then those with many ranks.
+
+    Raises:
+        pytest.UsageError: the name of a test has an address: pytest-xdist finds other tests in each process.
+    """
+    if unstable := next((item.nodeid for item in items if " at 0x" in item.nodeid), ""):
+        raise pytest.UsageError(f"{unstable} has another name in each process; give its parameters `ids`")
     if not hasattr(config, "workerinput"):
         return
     commands = Counter(item.path for item in items if item.get_closest_marker("e2e"))

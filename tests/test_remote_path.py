@@ -99,7 +99,9 @@ def test_bounded_readers_read_remote_files(root):
 
 
 @pytest.mark.parametrize(
-    "use", [open, os.stat, os.fspath, shutil.rmtree, lambda path: shutil.copyfile(path, "copy")], ids=str
+    "use",
+    [open, os.stat, os.fspath, shutil.rmtree, lambda path: shutil.copyfile(path, "copy")],
+    ids=["open", "stat", "fspath", "rmtree", "copyfile"],
 )
 def test_local_functions_refuse_a_remote_path(use):
     """Else they would make or read a local folder named `memory:`."""
