@@ -154,10 +154,12 @@ def test_a_token_is_asked_for_in_every_address(runs):
     first = get(app, "/?token=secret-token", host="node-3:6007")
     assert (first.status, first.headers["location"]) == (303, "./")
     cookie = first.headers["set-cookie"]
-    assert cookie.startswith(f"{COOKIE}=secret-token;")
+    name = COOKIE.format(port=6007)
+    assert cookie.startswith(f"{name}=secret-token;")
     assert "HttpOnly" in cookie
     assert "samesite=strict" in cookie.lower()
-    assert get(app, "/api/runs", host="node-3:6007", cookie=f"{COOKIE}=secret-token").status == 200
+    assert get(app, "/api/runs", host="node-3:6007", cookie=f"{name}=secret-token").status == 200
+    assert get(app, "/api/runs", host="node-3:6008", cookie=f"{name}=secret-token").status == 401
     assert get(app, "/api/runs", host="node-3:6007", authorization="Bearer secret-token").status == 200
     assert get(app, "/api/runs", host="node-3:6007", authorization="Bearer other").status == 401
 

@@ -30,7 +30,8 @@ from moefold.metrics.step_metrics import MAX_STEP
 
 MAX_POINTS = 20_000
 MAX_LIMIT = 200
-COOKIE = "moefold_board"
+COOKIE = "moefold_board_{port}"
+"""Name of the cookie with the token. Browsers send the cookies of a host to all its ports."""
 HEADERS = (
     (
         b"content-security-policy",
@@ -113,13 +114,14 @@ class _TokenCheck:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
+        cookie = COOKIE.format(port=request.url.port)
         response: Response
         if self._is_token(request.query_params.get("token", "")):
             # The address of the page then holds no token, which a bookmark or a picture would show.
             response = RedirectResponse("./" if scope["path"] == "/" else scope["path"], status_code=303)
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)
-        elif self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(
+        elif self._is_token(request.cookies.get(cookie, "")) or self._is_token(
             request.headers.get("authorization", "").removeprefix("Bearer ")
         ):
             await self._app(scope, receive, send)

@@ -41,6 +41,7 @@ class MeetServer:
         self._listener = listener
         self._secret = secret
         self._log = log
+        self._last_closed = ""
         self._meeting = Meeting(log)
         self._changed = asyncio.Condition()
         self._num_opened = 0
@@ -83,7 +84,11 @@ class MeetServer:
             if len(self._tasks) <= MAX_CONNECTIONS:
                 await self._serve(reader, writer, connection, address)
         except BadLineError as error:
-            self._log(f"a connection from {address} is closed: {error}")
+            reason = f"a connection from {address} is closed: {error}"
+            if reason != self._last_closed:
+                # A site with another secret tries again every second.
+                self._log(reason)
+            self._last_closed = reason
         except (OSError, ValueError, TimeoutError):
             # The other side has closed the connection, or sends no lines.
             pass

@@ -235,7 +235,10 @@ class Meeting:
                 own_value = site.settings.get(key)
                 value = theirs.settings.get(key)
                 if own_value != value:
-                    return f"{key}={own_value!r} must be that of site {other}, {value!r}"
+                    return (
+                        f"{key}={own_value!r} must be that of site {other}, {value!r}; start all sites with the same "
+                        "recipe and the same base weights"
+                    )
             is_known = site.weights is not None and theirs.weights is not None
             if site.version == theirs.version and is_known and site.weights != theirs.weights:
                 return (
