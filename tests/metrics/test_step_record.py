@@ -41,6 +41,7 @@ KEYS = [
     "loss_terms",
     "loss_metrics",
     "rl",
+    "sites",
 ]
 
 

@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "sinkhorn": ({"router_score": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
     "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
     "quantile of softmax": ({"expert_bias": True, "router_softmax": "pre"}, {"choice": "quantile"}),
+    "sparsemixer without noise": ({"router_softmax": "sparsemixer"}, {"sparsemixer_sampling": False}),
     "jitter": ({}, {"input_jitter": 0.3}),
     "round robin": ({}, {"choice": "round_robin"}),
     "skewed": ({}, {"choice": "skewed", "skew": 0.7, "capacity_factor": 1.0}),

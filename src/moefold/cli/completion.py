@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
 
 def _all_parsers() -> argparse.ArgumentParser:
     """Return a parser of all commands, whose arguments say what completes them."""
-    parser = argparse.ArgumentParser(prog="moefold")
+    parser = CommandParser(prog="moefold")
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")

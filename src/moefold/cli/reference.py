@@ -10,6 +10,7 @@ from itertools import groupby
 from moefold.cli.bench import SUBCOMMANDS
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.main import COMMANDS
+from moefold.terminal import print_escaped
 
 HEAD = """# Every command
 
@@ -143,4 +144,4 @@ def _wrapped(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(commands_page(), end="")
+    print_escaped(commands_page(), end="")
