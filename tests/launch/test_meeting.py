@@ -42,6 +42,18 @@ class Point:
             self.hello(site)
 
 
+def _site_2_missed_a_round() -> Point:
+    """Return a meeting point of three sites, of which two have applied the round of step 10."""
+    point = Point(3)
+    point.all_here(3)
+    point.meeting.close_connection(2)
+    for site in (0, 1):
+        point.round(site, 10)
+    for site in (0, 1):
+        point.vote(site, 10)
+    return point
+
+
 def test_sites_wait_for_each_other_at_the_start():
     point = Point(3)
     assert point.hello(0) == {"missing": [1, 2]}
@@ -116,13 +128,7 @@ def test_silent_and_late_sites_are_waited_for_within_limits():
 
 
 def test_site_that_missed_a_round_is_told_so():
-    point = Point(3)
-    point.all_here(3)
-    point.meeting.close_connection(2)
-    for site in (0, 1):
-        point.round(site, 10)
-    for site in (0, 1):
-        point.vote(site, 10)
+    point = _site_2_missed_a_round()
     assert point.hello(2, step=5, connection=12) == {"missed": 0, "giver": 0, "version": 1}
 
 
@@ -245,13 +251,7 @@ def test_wrong_requests_are_refused(message):
 
 
 def test_joining_site_gets_the_state_of_a_member_after_the_next_round():
-    point = Point(3)
-    point.all_here(3)
-    point.meeting.close_connection(2)
-    for site in (0, 1):
-        point.round(site, 10)
-    for site in (0, 1):
-        point.vote(site, 10)
+    point = _site_2_missed_a_round()
     point.hello(2, step=5, connection=2)
     join = {"do": "join", "site": 2}
     assert point.ask(join, 2) == {"wait": True}

@@ -2,6 +2,17 @@
 
 from moefold.validate.unused_rule import UnusedKeyRule
 
+
+def _read_by(scaling: str, keys: str) -> UnusedKeyRule:
+    """Return the rule of keys that one kind of `model.rope_scaling` reads."""
+    return UnusedKeyRule(
+        keys,
+        lambda cfg: cfg.model.rope_scaling != scaling,
+        f"only model.rope_scaling={scaling!r} reads it",
+        f"choose model.rope_scaling={scaling!r}",
+    )
+
+
 ROPE_RULES = (
     UnusedKeyRule(
         "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
@@ -21,23 +32,14 @@ ROPE_RULES = (
         "only model.rope_scaling='llama3', 'yarn' and 'longrope' read it",
         "choose one of these",
     ),
-    UnusedKeyRule(
+    _read_by(
+        "yarn",
         "model.rope_beta_fast model.rope_beta_slow model.rope_truncate model.rope_attention_factor model.rope_mscale "
         "model.rope_mscale_all_dim",
-        lambda cfg: cfg.model.rope_scaling != "yarn",
-        "only model.rope_scaling='yarn' reads it",
-        "choose model.rope_scaling='yarn'",
     ),
-    UnusedKeyRule(
+    _read_by(
+        "longrope",
         "model.rope_short_factors model.rope_long_factors model.rope_short_mscale model.rope_long_mscale",
-        lambda cfg: cfg.model.rope_scaling != "longrope",
-        "only model.rope_scaling='longrope' reads it",
-        "choose model.rope_scaling='longrope'",
     ),
-    UnusedKeyRule(
-        "model.rope_low_freq_factor model.rope_high_freq_factor",
-        lambda cfg: cfg.model.rope_scaling != "llama3",
-        "only model.rope_scaling='llama3' reads it",
-        "choose model.rope_scaling='llama3'",
-    ),
+    _read_by("llama3", "model.rope_low_freq_factor model.rope_high_freq_factor"),
 )
