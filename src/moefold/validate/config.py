@@ -125,7 +125,7 @@ RANGES = (
     RangeRule("must be at least 0 (0: all keys)", lambda keys: keys >= 0, "model", "index_topk"),
     RangeRule(*_at_least(1), "model", "index_heads index_head_dim"),
     RangeRule("must be at least 0 (0: the indexers do not learn)", lambda c: c >= 0, "train", "indexer_loss"),
-    RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
+    RangeRule(*POSITIVE, "train", "lr eps mtp_loss spsa_eps spsa_max_gradient"),
     RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
     RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
