@@ -19,12 +19,12 @@ _MASK = 0xFFFFFFFF
 _UNIT = 2.0**-32
 
 
-def philox(counter: tuple[Any, Any, Any, Any], key: int) -> tuple[Any, Any, Any, Any]:
+def philox(counter: tuple[Any, Any, Any, Any], key: Any) -> tuple[Any, Any, Any, Any]:
     """Compute Philox4x32-10, of integers or of each element of tensors.
 
     Args:
         counter: four words of 32 bits, lowest first: integers, or int64 tensors of shapes that broadcast.
-        key: 64 bits.
+        key: 64 bits: an integer, or int64 tensor.
 
     Returns:
         Four words of 32 bits, as integers or int64 tensors.
@@ -50,14 +50,14 @@ def uniform(key: int, stream: int) -> float:
     return (philox((0, 0, stream, 0), key)[0] + 0.5) * _UNIT
 
 
-def normal_rows(key: int, stream: int, rows: Tensor, columns: slice) -> Tensor:
-    """Return the normal numbers of some rows and columns of a matrix, with mean 0 and variance 1.
+def normal_rows(key: int | Tensor, stream: int, rows: Tensor, columns: slice) -> Tensor:
+    """Return the normal numbers of some rows and columns of matrices, with mean 0 and variance 1.
 
     They are computed in float64 and rounded to float32, so that they do not depend on how a library vectorises
     logarithms and cosines, but for one number in 10**8.
 
     Args:
-        key: 64 bits that name the matrix.
+        key: 64 bits that name the matrix; int64 [R]: of each row.
         stream: number of the draw, below 2**32.
         rows: indices of the rows, int64 [R], each below 2**32.
         columns: first and last column.
@@ -67,7 +67,8 @@ def normal_rows(key: int, stream: int, rows: Tensor, columns: slice) -> Tensor:
     """
     first = columns.start // LANES
     blocks = torch.arange(first, -(-columns.stop // LANES), device=rows.device)
-    w0, w1, w2, w3 = philox((blocks, rows[:, None], stream, 0), key)
+    row_key = key[:, None] if isinstance(key, Tensor) else key
+    w0, w1, w2, w3 = philox((blocks, rows[:, None], stream, 0), row_key)
     x0, x1 = _box_muller(w0, w1)
     x2, x3 = _box_muller(w2, w3)
     numbers = torch.stack((x0, x1, x2, x3), -1).flatten(1)

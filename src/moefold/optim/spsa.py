@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moefold.comm.groups import Group
 from moefold.config.schema import Config
 from moefold.model.init import logical_parts, seed_for
+from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import group_by_decay
 from moefold.optim.counter_normal import normal_rows, uniform
 from moefold.optim.state_offload import StateStore
@@ -114,15 +115,22 @@ class SPSA(torch.optim.Optimizer):
 
         z belongs to the logical tensor, and to each single expert: it is the same under every mapping.
         """
-        for name, shape, index, part in logical_parts(self._names[parameter], parameter):
-            if part.numel() == 0:
-                continue
-            key = seed_for(self._seed, f"spsa {name}")
-            rows = _row_indices(shape[:-1], index[:-1], part.device)
-            weights = part.detach().view(len(rows), -1)
-            size = max(1, CHUNK_NUMBERS // weights.shape[1])
-            for chunk, weight in zip(rows.split(size), weights.split(size), strict=True):
-                yield weight, normal_rows(key, self._step_number, chunk, index[-1]).to(weight.dtype)
+        parts = logical_parts(self._names[parameter], parameter)
+        weights = local_tensor(parameter)
+        if weights.numel() == 0:
+            return
+        _, shape, index, _ = parts[0]
+        rows = _row_indices(shape[:-1], index[:-1], weights.device)
+        keys = torch.tensor([seed_for(self._seed, f"spsa {name}") for name, _, _, _ in parts], device=weights.device)
+        weights = weights.view(len(parts) * len(rows), -1)
+        size = max(1, CHUNK_NUMBERS // weights.shape[1])
+        chunks = (
+            weights.split(size),
+            keys.repeat_interleave(len(rows)).split(size),
+            rows.repeat(len(parts)).split(size),
+        )
+        for weight, key, row in zip(*chunks, strict=True):
+            yield weight, normal_rows(key, self._step_number, row, index[-1]).to(weight.dtype)
 
 
 def _row_indices(shape: tuple[int, ...], index: tuple[slice, ...], device: torch.device) -> Tensor:

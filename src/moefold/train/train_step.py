@@ -318,11 +318,11 @@ class TrainingStep:
         """Run forward and backward, with a memory tracker if the recipe measures this step."""
         every = self._cfg.metrics.memory_every
         if not every or step % every:
-            return self._forward_backward(batch, step), None
+            return self.forward_backward(batch, step), None
         with track_memory(self.model, self.optimizer, batch.tensors(), self.outer_states) as memory_tracker:
-            return self._forward_backward(batch, step), memory_tracker
+            return self.forward_backward(batch, step), memory_tracker
 
-    def _forward_backward(self, batch: Batch, step: int) -> Tensor:
+    def forward_backward(self, batch: Batch, step: int) -> Tensor:
         """Accumulate the gradients of a batch, or run the two passes of SPSA; return this rank's loss terms."""
         if self._spsa is not None:
             return self._spsa.run(batch, step, self.begin_step)
@@ -337,7 +337,7 @@ class TrainingStep:
         self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
-        rerun_loss = self._forward_backward(batch, step)
+        rerun_loss = self.forward_backward(batch, step)
         if self._spsa is not None:
             self._spsa.restore()
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)

@@ -30,6 +30,7 @@ from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
+from moefold.validate.spsa import SPSA_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -261,6 +262,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *RL_RULES,
         *ROLLOUT_RULES,
         *SITES_RULES,
+        *SPSA_RULES,
     )
     training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.cost.optimizers import optimizer_of
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.topology.selection_groups import selection_sources
 from moefold.verify import oracle_spsa
@@ -122,7 +123,7 @@ class Oracle:
         gradients = {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         loss, mtp = float(terms.lm.detach()), float(terms.mtp.detach())
-        if self.cfg.train.optimizer == "spsa":
+        if not optimizer_of(self.cfg).needs_gradients:
             (plus, terms), norm = self._spsa_step(batch)
             loss, mtp = (float(plus.lm + terms.lm) / 2, float(plus.mtp + terms.mtp) / 2)
         else:
