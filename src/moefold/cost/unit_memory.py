@@ -140,7 +140,7 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         master_bytes=master,
         compute_bytes=compute_dtype_bytes(cfg),
         moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
-        gradient_bytes=master,
+        gradient_bytes=master if optimizer_of(cfg).needs_gradients else 0,
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
         trained_names=trained_names(cfg),
