@@ -33,7 +33,7 @@ Digest = tuple[int, int]
 
 @dataclass(frozen=True)
 class SnapshotLayout:
-    """Which ranks have which boxes after a snapshot; the same on every rank.
+    """Layout of a snapshot: which ranks have which boxes. The same on every rank.
 
     `shards` has one entry for each set of ranks that own equal boxes: the owners, and the rank whose peer has a copy of
     these boxes, or None where owners are on several nodes (or on several ranks of the only node) already.

@@ -16,7 +16,7 @@ from torch import Tensor
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.groups import World
 from moefold.cost.adapter_spec import is_adapter
-from moefold.cost.reshard_plan import plan_reshard
+from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
 from moefold.cost.stages import plan_stages
 from moefold.model.init import local_slice
@@ -104,6 +104,10 @@ class WeightTransfer:
         source = merged_shards(self._source)
         shared = self._share_parameters(source) if self._shares else frozenset()
         target = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._target).items()}
+
+        def write(transfer: BoxTransfer, values: Tensor) -> None:
+            target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])].copy_(values)
+
         copied_bytes = 0
         for transfer in self._local:
             if transfer.name not in shared:
@@ -118,7 +122,7 @@ class WeightTransfer:
                 self._source.groups.device,
                 self._dtypes,
                 lambda t: source[t.name][t.box.index_in(self._source_boxes[t.name])],
-                lambda t, values: target[t.name][t.box.index_in(self._target_boxes[t.name])].copy_(values),
+                write,
             )
             sent_bytes += sent
             received_bytes += received
