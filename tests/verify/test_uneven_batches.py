@@ -1,10 +1,11 @@
 """A global batch that dp does not divide: the last ranks have padding, and every mapping equals the oracle."""
 
+import numpy as np
 import pytest
 
 from moefold.config.schema import Config
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle
-from moefold.verify.distributed_run import DistributedRecord, run_on_groups
+from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
 from tests.slow import slow
 from tests.verify.oracle import STEPS, TOLERANCE
 from tests.verify.recipes import LATENT, tiny, without_mapping
