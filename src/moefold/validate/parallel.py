@@ -418,7 +418,7 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
         yield (
             f"train.global_batch_size={batch} must be divisible by train.micro_batch_size*dp="
             f"{cfg.train.micro_batch_size}*{p.dp}={step} (dp = world_size/(tp*cp*pp)); "
-            f"choose {nearest_multiples(batch, step)}"
+            f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg)}"
         )
         return
     count = cfg.num_micro_batches
@@ -428,6 +428,12 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
             f"{MAX_MICRO_BATCHES}; choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise "
             "train.micro_batch_size"
         )
+
+
+def _padding_hint(cfg: Config) -> str:
+    count, rest = divmod(cfg.train.global_batch_size, cfg.train.micro_batch_size)
+    fits = rest == 0 and cfg.parallel.dp <= count and not cfg.may_pad_batch
+    return ", or set parallel.elastic=true, which fills the last ranks up with padding" if fits else ""
 
 
 def _padding_refusals(cfg: Config) -> Iterator[str]:
