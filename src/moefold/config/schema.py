@@ -558,8 +558,18 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per data-parallel rank and step."""
-        return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp)
+        """Micro-batches per data-parallel rank and step, with those of padding alone."""
+        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp))
+
+    @property
+    def may_pad_batch(self) -> bool:
+        """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
+        return self.parallel.elastic
+
+    @property
+    def num_padding_micro_batches(self) -> int:
+        """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
+        return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
 
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
