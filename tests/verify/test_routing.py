@@ -203,7 +203,7 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
 def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into_micro_batches(pool):
     def steps(size: int, **mapping: int) -> list[tuple[float, float]]:
         moe = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
-        cfg = tiny(moe=moe, train={"global_batch_size": 4, "micro_batch_size": size}, **mapping)
+        cfg = tiny(moe=moe, train={"global_batch_size": 8, "micro_batch_size": size}, **mapping)
         record = pool.run(cfg.parallel.world_size, run_distributed, cfg, 3)[0]
         return [(step.aux_loss, step.grad_norm) for step in record.steps]
 
@@ -212,10 +212,10 @@ def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into
     assert one[0][0] == pytest.approx(2 * 0.5, rel=TOLERANCE)
     assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
     for size, mapping in (
-        (2, {}),
+        (4, {}),
         (1, {"world_size": 4, "tp": 2, "ep": 4}),
         (2, {"world_size": 4, "pp": 2, "etp": 2}),
-        (4, {"world_size": 2, "cp": 2}),
+        (8, {"world_size": 2, "cp": 2}),
     ):
         assert steps(size, **mapping) == [pytest.approx(step, rel=TOLERANCE) for step in one]
 

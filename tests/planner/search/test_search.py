@@ -152,9 +152,7 @@ def test_plans_are_ranked_best_first():
     assert fits == sorted(fits, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)]
-)
+@pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
 def test_times_and_memory_of_all_savers_are_those_of_each(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
     for mappings in every_mapping(search, fixed).values():
