@@ -242,8 +242,9 @@ class TrainConfig:
     """Samples per micro-batch, B."""
     global_batch_size: int = 8
     """Samples per optimizer step over all ranks."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
+    optimizer: Literal["adamw", "muon", "spsa"] = "adamw"
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
+    spsa: two forward passes and no backward pass, to fine-tune with little memory ([spsa.md](spsa.md))."""
     muon_groups: tuple[str, ...] = MUON_GROUPS
     """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
     embeddings, head, norms, biases and gates."""
@@ -251,6 +252,12 @@ class TrainConfig:
     """Decay of Muon's Nesterov momentum."""
     muon_ns_steps: int = 5
     """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
+    spsa_eps: float = 1e-3
+    """Factor of the normal numbers z that the two passes of SPSA add to and subtract from the weights
+    (arXiv:2305.17333)."""
+    spsa_max_gradient: float = 10.0
+    """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
+    (arXiv:2306.10015); larger ones are clamped."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
