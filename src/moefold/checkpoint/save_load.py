@@ -177,15 +177,7 @@ def write_checkpoint(
 
 def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDigest], train_state: TrainState) -> None:
     """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
-    meta = CheckpointMeta(
-        format=FORMAT,
-        order=sample_order(cfg),
-        model=model_sizes(cfg.model),
-        parallel=asdict(cfg.parallel),
-        dtype=cfg.run.dtype,
-        **asdict(train_state),
-    )
-    write_meta(draft, meta)
+    write_meta(draft, checkpoint_meta(cfg, train_state))
     records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
     write_manifest(draft, records)
     if not isinstance(draft, RemotePath):
@@ -198,6 +190,18 @@ def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDige
     else:
         _fsync_folder(final.parent)
     remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+
+
+def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
+    """Return the metadata of a checkpoint, or a snapshot, of a run."""
+    return CheckpointMeta(
+        format=FORMAT,
+        order=sample_order(cfg),
+        model=model_sizes(cfg.model),
+        parallel=asdict(cfg.parallel),
+        dtype=cfg.run.dtype,
+        **asdict(train_state),
+    )
 
 
 def load_checkpoint(
