@@ -228,16 +228,26 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
+SPARSE = {"count": 2, "every": 2, "density": 1 / 64, "values": 2, "residual": 0.95}
+
+
 @pytest.mark.parametrize(
-    ("last", "mapping"),
-    [(2, {}), *slow([(3, {"world_size": 2, "tp": 2}), (4, {"world_size": 2, "pp": 2}), (4, {})])],
+    ("sites", "last", "mapping"),
+    [
+        (CODED, 2, {}),
+        *slow([(CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2}), (CODED, 4, {})]),
+        *slow(
+            [(CO2, 2, {}), (CO2, 3, {"world_size": 2, "tp": 2}), (CO2 | {"precision": "int8", "residual": 0.9}, 4, {})]
+        ),
+        *slow([(SPARSE, 3, {"world_size": 2, "tp": 2}), (SPARSE | {"overlap": 1}, 2, {"world_size": 2, "zero": 3})]),
+    ],
 )
-def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
+def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
 
     Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
     """
-    whole = recipe(tmp_path / "whole", 5, CODED, **mapping)
+    whole = recipe(tmp_path / "whole", 5, sites, **mapping)
     whole = replace(whole, faults=replace(whole.faults, replica_check_every=1))
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
@@ -245,8 +255,10 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
         jobs = [of_site(parts, n, server.port) for n in (0, 1)]
         run_sites(pool, jobs, train_until, last)
         state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).sites
+        # CODED has two fragments, one of them each second step.
         assert state["rounds"] == last // 2
-        assert state.get("pending.due") == (None if last % 2 else last + 1)
+        overlap = whole.sites.overlap
+        assert state.get("pending.due") == (last // 2 * 2 + overlap if last % 2 < overlap else None)
         run_sites(pool, jobs, train)
     for number in (0, 1):
         paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
@@ -255,9 +267,10 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
 
 
 @pytest.mark.slow
-def test_sites_resume_under_another_mapping(pool, tmp_path):
+@pytest.mark.parametrize("sites", [STREAMING, CO2])
+def test_sites_resume_under_another_mapping(pool, tmp_path, sites):
     """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping."""
-    whole = recipe(tmp_path / "whole", 7, STREAMING)
+    whole = recipe(tmp_path / "whole", 7, sites)
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:
@@ -313,6 +326,21 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     assert differing_tensors(*paths, "model.") != []
 
 
+@pytest.mark.slow
+def test_differences_of_co2_whose_exchange_fails_go_into_the_next_round(pool, tmp_path):
+    """Site 2 is lost before the others vote on the differences of step 2, which they have taken from their weights."""
+    cfg = recipe(tmp_path, 6, CO2 | {"count": 3})
+    with Server().running() as server:
+        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_fail, 3)
+    assert ends == [["done"], ["done"], ["lost"]]
+    paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, 1)]
+    assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.") == []
+    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [0, 2]
+    assert rounds[0]["skipped"]
+    assert rounds[1]["gap"] > 0
+
+
 def train_and_come_back(cfg: Config, go: Path) -> str:
     """Train; site 2 fails after step 3, and starts again once the others wait for that after step 6."""
     if cfg.sites.number < 2:
@@ -353,12 +381,16 @@ class Waiting(Callback):
             [
                 (CODED | {"every": 2, "fragment_layers": 0}, {}),
                 (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}),
+                (CO2, {}),
+                (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2}),
             ]
         ),
     ],
 )
 def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
-    cfg = recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping)
+    is_co2 = sites.get("overlap") == 2
+    last = 13 if is_co2 else 10
+    cfg = recipe(tmp_path, last, sites | {"count": 3}, every=3, **mapping)
     go = tmp_path / "go"
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(3)]
@@ -366,16 +398,16 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
         ends = run_sites(pool, jobs, train_and_come_back, go)
     assert [end[0] for end in ends] == ["done", "done", "back"]
     rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
-    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3]
+    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3, *([3] if is_co2 else [])]
     assert any("site 2 takes the state of site 0 after step 8" in line for line in server.log)
     steps = [record["step"] for record in records(tmp_path / "site-2")]
     taken = 8 + cfg.sites.overlap
-    assert steps == [1, 2, 3, *range(taken + 1, 11)]
+    assert steps == [1, 2, 3, *range(taken + 1, last + 1)]
     for number in (1, 2):
-        paths = [checkpoint(tmp_path / f"site-{n}", 10) for n in (0, number)]
+        paths = [checkpoint(tmp_path / f"site-{n}", last) for n in (0, number)]
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
-    assert read_meta(checkpoint(tmp_path / "site-2", 10)).sites["rounds"] == 5
+    assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == (7 if is_co2 else 5)
 
 
 def test_the_log_says_for_what_a_site_waits():

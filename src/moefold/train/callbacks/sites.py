@@ -111,7 +111,7 @@ class SiteRounds(Callback):
         if not self._begin(run, step.number, fragments, overlap):
             self._join(run)
             step.is_last = run.position.step == self._cfg.run.steps
-            step.sites = self._begin_joined(run) or step.sites
+            self._begin_joined(run)
         elif not overlap or self._flight is None:
             self._decide(run)
             step.sites = self._apply(run, is_overlapped=False)
@@ -168,24 +168,15 @@ class SiteRounds(Callback):
         if run.log is not None:
             run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
 
-    def _begin_joined(self, run: TrainingContext) -> dict[str, Any] | None:
+    def _begin_joined(self, run: TrainingContext) -> None:
         """Begin the round that the giver begins after it has given its state, if there is one; collective.
 
         Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
-
-        Returns:
-            The metrics of the round if it is already over.
         """
         step = run.position.step
         fragments = fragments_due(self._cfg, step)
-        if not self._sites.overlaps_whole_round or not fragments or run.status != 0:
-            return None
-        is_last = step == self._cfg.run.steps
-        is_member = self._begin(run, step, fragments, 0 if is_last else self._sites.overlap)
-        if not is_member or not (is_last or self._flight is None):
-            return None
-        self._decide(run)
-        return self._apply(run, is_overlapped=False)
+        if self._sites.overlaps_whole_round and fragments and step < self._cfg.run.steps and run.status == 0:
+            self._begin(run, step, fragments, self._sites.overlap)
 
     def _give(self, run: TrainingContext) -> None:
         """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
@@ -231,7 +222,8 @@ class SiteRounds(Callback):
             "finite": is_finite,
             "digest": self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
-            "last": step == self._cfg.run.steps,
+            # A site that joins after the last step would have nothing to train.
+            "last": step + overlap >= self._cfg.run.steps,
         }
         answer = self._meeting.ask(question)
         if "missed" in answer:
