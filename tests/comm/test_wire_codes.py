@@ -25,7 +25,7 @@ def test_size_and_type_are_those_of_the_formula(name, numel):
     x = vector(numel)
     code = make_wire_code(name, torch.float32)
     coded = code.encode(x)
-    assert (coded.dtype, len(coded)) == (torch.uint8, code.num_bytes(numel))
+    assert (coded.dtype, len(coded)) == (torch.uint8, code.format.num_bytes(numel))
     assert code.decode(coded, x).shape == x.shape
     bits = {"float32": 32, "bfloat16": 16, "int8": 8, "fp4": 4}[name]
     scales = 4 * math.ceil(numel / BLOCK) if bits < 16 else 0
@@ -105,7 +105,9 @@ def test_top_k_is_that_of_a_loop_over_elements(density, bits):
         coded = code.encode(x)
         kept = round(density * CHUNK)
         values = {32: 4 * kept, 8: kept + 4, 2: math.ceil(kept / 4) + 16}[bits]
-        assert len(coded) == code.num_bytes(numel) == math.ceil(numel / CHUNK) * (3 * math.ceil(kept / 2) + values)
+        assert (
+            len(coded) == code.format.num_bytes(numel) == math.ceil(numel / CHUNK) * (3 * math.ceil(kept / 2) + values)
+        )
         expected = torch.tensor(sparse_by_hand(x.tolist(), kept, bits))
         scale = float(x.abs().max()) if numel else 0.0
         torch.testing.assert_close(
@@ -133,4 +135,4 @@ def test_top_k_keeps_float64_and_survives_values_that_are_not_finite():
         for bits in (32, 8, 2):
             code = make_wire_code("float32", torch.float32, density=1 / 64, values=bits)
             coded = code.encode(torch.full((CHUNK,), bad))
-            assert len(coded) == code.num_bytes(CHUNK)
+            assert len(coded) == code.format.num_bytes(CHUNK)

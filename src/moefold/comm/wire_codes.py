@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK = 256
-"""Elements with a common scale."""
-CHUNK = 4096
-"""Elements of which the largest are sent; an index has 12 bits."""
-_SCALE_BYTES = 4
+from moefold.cost.site_traffic import BLOCK, CHUNK, NUM_BINS, SCALE_BYTES, WireFormat, num_kept, wire_format
+
 _INT8_MAX = 127.0
 _FP4_MIN_EXPONENT = -6
 """Smallest magnitude of fp4, a power of two below the scale."""
-_NUM_BINS = 4
 _GROUPS = 512
 """Groups of a chunk whose maxima are compared first."""
 
@@ -27,12 +23,13 @@ _GROUPS = 512
 class WireCode(ABC):
     """Code of a vector as bytes."""
 
-    block = 1
-    """Elements that are coded together; their code depends on no others."""
+    format: WireFormat
+    """Size of the code."""
 
-    @abstractmethod
-    def num_bytes(self, numel: int) -> int:
-        """Return the bytes of a coded vector."""
+    @property
+    def block(self) -> int:
+        """Elements that are coded together; their code depends on no others."""
+        return self.format.block
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
@@ -52,10 +49,7 @@ class PlainCode(WireCode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-
-    def num_bytes(self, numel: int) -> int:
-        """See base class."""
-        return numel * self.dtype.itemsize
+        self.format = WireFormat(8 * dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
         """See base class."""
@@ -68,13 +62,6 @@ class PlainCode(WireCode):
 
 class _BlockCode(WireCode):
     """Code with a scale for each block: the codes of the elements, then the scales."""
-
-    block = BLOCK
-    bits: int
-
-    def num_bytes(self, numel: int) -> int:
-        """See base class."""
-        return -(-numel * self.bits // 8) + _SCALE_BYTES * -(-numel // BLOCK)
 
     def encode(self, x: Tensor) -> Tensor:
         """See base class."""
@@ -90,7 +77,7 @@ class _BlockCode(WireCode):
     def decode(self, code: Tensor, like: Tensor) -> Tensor:
         """See base class."""
         num_scales = -(-len(like) // BLOCK)
-        codes, scales = code.split([len(code) - _SCALE_BYTES * num_scales, _SCALE_BYTES * num_scales])
+        codes, scales = code.split([len(code) - SCALE_BYTES * num_scales, SCALE_BYTES * num_scales])
         padded = torch.zeros(num_scales * BLOCK)
         padded[: len(like)] = self._decode(codes, len(like))
         return (
@@ -109,7 +96,7 @@ class _BlockCode(WireCode):
 class Int8Code(_BlockCode):
     """Integers of 8 bits, of a 127th of the scale each."""
 
-    bits = 8
+    format = wire_format("int8", 4)
 
     def _encode(self, ratios: Tensor) -> Tensor:
         return (ratios * _INT8_MAX).round().to(torch.int8).view(torch.uint8)
@@ -121,7 +108,7 @@ class Int8Code(_BlockCode):
 class Fp4Code(_BlockCode):
     """Sign and three bits of exponent (E3M0): 0, and the scale times 2**-6 to 1, rounded to the nearest."""
 
-    bits = 4
+    format = wire_format("fp4", 4)
 
     def _encode(self, ratios: Tensor) -> Tensor:
         mantissa, exponent = torch.frexp(ratios.abs())
@@ -154,22 +141,13 @@ class SparseCode(WireCode):
         dtype: type of the vector, and of values of 32 bits.
     """
 
-    block = CHUNK
-
     def __init__(self, density: float, bits: int, dtype: torch.dtype) -> None:
-        self.num_kept = max(1, round(density * CHUNK))
+        self.format = wire_format("float32", dtype.itemsize, density=density, values=bits)
+        self.num_kept = num_kept(density)
         """Elements of a chunk that are sent."""
         self._bits = bits
         self._dtype = dtype
-        value_bits = 8 * dtype.itemsize if bits == 32 else bits
-        table_bytes = {32: 0, 8: _SCALE_BYTES, 2: _SCALE_BYTES * _NUM_BINS}[bits]
         self._index_bytes = 3 * -(-self.num_kept // 2)
-        self.chunk_bytes = self._index_bytes + -(-self.num_kept * value_bits // 8) + table_bytes
-        """Bytes of a coded chunk."""
-
-    def num_bytes(self, numel: int) -> int:
-        """See base class."""
-        return self.chunk_bytes * -(-numel // CHUNK)
 
     def encode(self, x: Tensor) -> Tensor:
         """See base class."""
@@ -193,17 +171,17 @@ class SparseCode(WireCode):
 
     def decode(self, code: Tensor, like: Tensor) -> Tensor:
         """See base class."""
-        num_chunks = len(code) // self.chunk_bytes
-        rows = code.view(num_chunks, self.chunk_bytes)
+        num_chunks = -(-len(like) // CHUNK)
+        rows = code.view(num_chunks, self.format.scale_bytes)
         indices = _unpack_indices(rows[:, : self._index_bytes], self.num_kept)
         content = rows[:, self._index_bytes :]
         if self._bits == 32:
             values = _as_numbers(content, self._dtype)
         elif self._bits == 8:
-            codes, scale = content.split([self.num_kept, _SCALE_BYTES], 1)
+            codes, scale = content.split([self.num_kept, SCALE_BYTES], 1)
             values = _as_numbers(codes, torch.int8).float() / _INT8_MAX * _as_numbers(scale, torch.float32)
         else:
-            codes, means = content.split([content.shape[1] - _SCALE_BYTES * _NUM_BINS, _SCALE_BYTES * _NUM_BINS], 1)
+            codes, means = content.split([content.shape[1] - SCALE_BYTES * NUM_BINS, SCALE_BYTES * NUM_BINS], 1)
             bins = _split_fields(codes, 2)[:, : self.num_kept].long()
             values = _as_numbers(means, torch.float32).gather(1, bins)
         chunks = like.new_zeros(num_chunks, CHUNK)
@@ -241,7 +219,7 @@ def _to_bins(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = _row_sum(magnitudes) / _row_sum(is_sent.float()).clamp(min=1)
     bins = (magnitudes > mean[:, None]).int() + 2 * (values < 0)
     means = []
-    for number in range(_NUM_BINS):
+    for number in range(NUM_BINS):
         is_in = is_sent & (bins == number)
         means.append(_row_sum(torch.where(is_in, values, 0.0)) / _row_sum(is_in.float()).clamp(min=1))
     largest = magnitudes.argmax(1, keepdim=True)
