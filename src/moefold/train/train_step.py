@@ -157,11 +157,7 @@ class TrainingStep:
         self.buffers = model.named_buffers
         state_store = open_state_store(cfg.train, model.groups.device)
         self.optimizer = _make_optimizer(model, cfg, state_store)
-        self.outer = (
-            _make_outer_optimizer(model, cfg, self.optimizer, state_store or StateStore())
-            if cfg.sites.is_active
-            else None
-        )
+        self.outer = _make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
         self._delay = (
             GradientDelay(self.optimizer, _trained_parameters(model), cfg.train.delay_correction)
             if cfg.train.gradient_delay
@@ -574,7 +570,7 @@ def _make_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore |
 
 
 def _make_outer_optimizer(
-    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore
+    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
 ) -> OuterOptimizer:
     parameters = _trained_parameters(model)
     averaged = dict(model.named_buffers)
@@ -588,7 +584,7 @@ def _make_outer_optimizer(
         parameters,
         averaged,
         cfg.sites,
-        state_store,
+        state_store or StateStore(),
         num_fragments=recipe_fragments(cfg),
         replicas=replicas,
     )
