@@ -123,12 +123,14 @@ class SiteCost:
     def __init__(self, link: SiteLink, count: int, step_s: float, volumes: Mapping[str, Sequence[RoundVolume]]) -> None:
         self.link = link
         self.count = count
+        self.peers = count - 1
+        """Sites that a site sends to in a round."""
         self.step_s = step_s
         self.volumes = volumes
 
     def exchange_s(self, volume: RoundVolume) -> float:
         """Return the seconds of the exchange of a fragment: each site sends its vectors to all others."""
-        return (self.count - 1) * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
+        return self.peers * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
 
     def exposed_s(self, precision: str, overlap: int) -> float:
         """Return the seconds in which a site does not train, of one round of every fragment."""
@@ -143,7 +145,7 @@ class SiteCost:
         volumes = self.volumes[settings.precision]
         exposed_s = self.exposed_s(settings.precision, settings.overlap)
         training_s = settings.every * self.step_s
-        sent = (self.count - 1) * sum(volume.num_bytes for volume in volumes)
+        sent = self.peers * sum(volume.num_bytes for volume in volumes)
         return SiteRate(
             settings,
             tuple(self.exchange_s(volume) for volume in volumes),

@@ -497,7 +497,7 @@ class TrainingStep:
             mtp_loss=totals.mtp_loss or 0.0,
             indexer_loss=totals.indexer_loss,
             grad_norm=totals.grad_norm,
-            projected_gradient=totals.projected and totals.projected.rounded,
+            projected_gradient=None if totals.projected is None else totals.projected.rounded,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
             expert_counts=totals.expert_counts.long().numpy(),

@@ -150,6 +150,7 @@ RANGES = (
     RangeRule("must be at least 0 (0: no adapters)", lambda rank: rank >= 0, "lora", "rank"),
     RangeRule(*POSITIVE, "lora", "alpha"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "peer_every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "moe", "trace_every"),
