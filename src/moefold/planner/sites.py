@@ -154,6 +154,14 @@ class SiteCost:
             sent * DAY_S / (training_s + exposed_s),
         )
 
+    def least_whole_round(self, precision: str, target: float = TARGET) -> int:
+        """Return the least `every` that reaches a utilisation, if a round is exchanged during the whole next one."""
+        meeting_s = MEETING_MESSAGES * self.link.latency_s
+        exchange_s = sum(self.exchange_s(volume) for volume in self.volumes[precision])
+        # T <= training / (training + meeting + max(0, exchange - training)).
+        training_s = target * max(meeting_s / (1 - target), meeting_s + exchange_s)
+        return max(1, math.ceil(training_s / self.step_s * (1 - 1e-12)))
+
     def least_every(self, precision: str, overlap: int, target: float = TARGET) -> int:
         """Return the fewest steps between the rounds of a fragment with which a site reaches a utilisation."""
         fewest = math.ceil(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s * (1 - 1e-12))
@@ -231,7 +239,8 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     precisions = [name for name in PRECISIONS if name != "float32" or not sites.residual]
     if sites.density < 1:
         precisions = [sites.precision]
-    overlaps = range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
+    is_whole = sites.overlaps_whole_round
+    overlaps = range(1) if is_whole else range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
     volumes = {name: site_volumes(cfg, name if sites.density == 1 else None) for name in precisions}
     cost = SiteCost(link, sites.count, step_s, volumes)
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
@@ -239,10 +248,17 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         (overlap, name): RoundSettings(precision=name, every=cost.least_every(name, overlap), overlap=overlap)
         for overlap, name in product(overlaps, precisions)
     }
+    if is_whole:
+        whole = {name: cost.least_whole_round(name) for name in precisions}
+        choices = {(0, name): RoundSettings(precision=name, every=n, overlap=n) for name, n in whole.items()}
     options = tuple(
         (cost.rate(choices[overlaps[0], name]), cost.rate(choices[overlaps[-1], name])) for name in precisions
     )
-    enough = [replace(choice, every=sites.every) for choice in choices.values() if choice.every <= sites.every]
+    enough = [
+        replace(choice, every=sites.every, overlap=sites.every if is_whole else choice.overlap)
+        for choice in choices.values()
+        if choice.every <= sites.every
+    ]
     fewest = min(choice.every for choice in choices.values())
     near = [choice for choice in choices.values() if choice.every <= NEAR * fewest]
     chosen = cost.rate((enough or near)[0])
