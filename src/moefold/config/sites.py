@@ -18,10 +18,16 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "precision": "fp4",
             }
         ),
+        "spes": MappingProxyType(
+            {"lr": 1.0, "momentum": 0.0, "every": 50, "experts": "own", "merge_experts": 0.01},
+        ),
     }
 )
 """Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100."""
+diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. spes:
+arXiv:2602.11543."""
+NUM_SIMILAR = 4
+"""Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +44,11 @@ class SitesConfig:
     secret: str = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco", "streaming"] = "mean"
+    method: Literal["mean", "diloco", "streaming", "spes"] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512)."""
+    (arXiv:2501.18512). spes: the mean, and each site trains its own experts (arXiv:2602.11543)."""
     every: int = 30
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round."""
     first: int = 0
@@ -66,6 +72,18 @@ class SitesConfig:
     """Momentum of the outer step; 0: none."""
     nesterov: bool = True
     """Nesterov momentum in the outer step; false: heavy-ball momentum."""
+    experts: Literal["average", "own"] = "average"
+    """own: site n trains the routed experts n, n + count, n + 2 * count, ... of each MoE layer and sends those; it
+    routes to all experts, has no optimizer moments of the others, and gets them from their sites (SPES,
+    arXiv:2602.11543). average: every site trains all experts."""
+    merge_experts: float = 0.0
+    """Share alpha of the merging of experts in the warm-up (experts="own"): after a round, each expert E becomes
+    E + alpha * mean(E_d - E) over the 4 experts E_d of the layer with the most similar w_gate. alpha falls linearly to
+    0 at merge_until. 0: no merging."""
+    merge_every: int = 500
+    """Steps between two mergings of experts; a multiple of every."""
+    merge_until: int = 10000
+    """Step at which the share of the merging is 0."""
     quorum: int = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
     timeout_s: float = 60.0
@@ -82,9 +100,24 @@ class SitesConfig:
         return self.lr != 1.0 or self.momentum > 0
 
     @property
+    def owns_experts(self) -> bool:
+        """Return whether each site trains experts of its own."""
+        return self.count > 1 and self.experts == "own"
+
+    @property
+    def num_expert_owners(self) -> int:
+        """Return the number of sites among which the experts of a layer are divided; 1: each site trains all."""
+        return self.count if self.owns_experts else 1
+
+    @property
     def num_states(self) -> int:
-        """Return the number of tensors that the outer optimizer keeps for each weight."""
-        return (1 + (self.momentum > 0) + (self.residual > 0)) * self.is_active
+        """Return the number of tensors that the outer optimizer keeps for each weight, without the residual."""
+        return (1 + (self.momentum > 0)) * self.is_active
+
+    @property
+    def has_residual(self) -> bool:
+        """Return whether the outer optimizer keeps a residual for each weight that the site trains."""
+        return self.is_active and self.residual > 0
 
     @property
     def starts_all(self) -> bool:

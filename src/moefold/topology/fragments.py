@@ -53,6 +53,21 @@ def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
 
 
+def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:
+    """Return the fragments whose experts are merged after their round of a step; empty if the share is 0."""
+    sites = cfg.sites
+    if merge_share(cfg, step) == 0:
+        return ()
+    count = recipe_fragments(cfg)
+    return tuple(p for p in fragments_due(cfg, step) if (step - p * sites.every // count) % sites.merge_every == 0)
+
+
+def merge_share(cfg: Config, step: int) -> float:
+    """Return the share of the merging of experts after a step, which falls linearly to 0 at sites.merge_until."""
+    sites = cfg.sites
+    return sites.merge_experts * max(0.0, 1 - step / sites.merge_until) * sites.owns_experts
+
+
 def shortest_gap(count: int, every: int) -> int:
     """Return the fewest steps between the rounds of two fragments."""
     return every // count

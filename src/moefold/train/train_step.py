@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
+from moefold.cost.adapter_spec import expert_names
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
@@ -19,6 +20,7 @@ from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate,
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.outer import OuterOptimizer
+from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.registry import make_optimizer
 from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
@@ -139,9 +141,10 @@ class ReducedMetrics:
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
-    `parameters` and `buffers` are the model state for checkpoints; `outer` is the outer optimizer of a run with sites,
-    else None; `router_replay` records and replays the routing if
-    the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero.
+    `parameters` and `buffers` are the model state for checkpoints; `optimized` are the parameters of the optimizer,
+    which differ from `parameters` where weights are frozen or sites own experts; `outer` is the outer optimizer of a
+    run with sites, else None; `router_replay` records and replays the routing if the recipe asks for it;
+    `moment_updates` counts the updates since the optimizer moments were zero.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
@@ -149,12 +152,16 @@ class TrainingStep:
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
         state_store = open_state_store(cfg.train, model.groups.device)
-        self.optimizer = _make_optimizer(model, cfg, state_store)
+        trained = _trained_parameters(model)
+        sites = cfg.sites
+        experts = expert_names(cfg.model, cfg.lora)
+        self._owned = OwnedExperts(trained, experts, sites.num_expert_owners, sites.number)
+        self.optimized = self._owned.parameters
+        self._clipped = {**self.parameters, **self.optimized}
+        self.optimizer = make_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
         self.outer = _make_outer_optimizer(model, cfg, state_store or StateStore()) if cfg.sites.is_active else None
         self._delay = (
-            GradientDelay(self.optimizer, _trained_parameters(model), cfg.train.delay_correction)
-            if cfg.train.gradient_delay
-            else None
+            GradientDelay(self.optimizer, trained, cfg.train.delay_correction) if cfg.train.gradient_delay else None
         )
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
@@ -169,7 +176,7 @@ class TrainingStep:
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
             if faults.replica_check_every:
                 self._replica_checker = ReplicaCheck(
-                    model, named_moments(self.optimizer, self.parameters), zero, self._fsdp_hooks
+                    model, named_moments(self.optimizer, self.optimized), zero, self._fsdp_hooks
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
@@ -220,6 +227,7 @@ class TrainingStep:
         if replica_check is not None:
             replica_check.enable()
         loss, memory_tracker = self._tracked_forward_backward(batch, step)
+        self._owned.take_gradients()
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
@@ -233,14 +241,14 @@ class TrainingStep:
         nonfinite_report = None
         if decision.updates:
             if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
-                clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
+                clip_gradients(self._clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
             self.moment_updates += self._update_weights()
             if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         every = self._cfg.train.reset_moments_every
         if every and step % every == 0:
             self.reset_moments()
@@ -248,6 +256,10 @@ class TrainingStep:
         if replica_check is None:
             return result
         return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._owned.drop_gradients()
 
     def reset_moments(self) -> None:
         """Zero the optimizer moments between two steps: the next update is that of a new optimizer; local.
@@ -312,7 +324,7 @@ class TrainingStep:
         device = self.model.groups.device
         has_bad_loss = not is_finite(loss)
         bad_parameters = nonfinite_parameters(self.parameters)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
@@ -404,7 +416,7 @@ class TrainingStep:
         maxima = own_maxima.new_zeros(world.size, len(own_maxima))
         maxima[world.rank] = own_maxima
         packer.add("loss metric maxima", maxima)
-        packer.add("squared grad norm", local_norm_sq(self.parameters, skip=self._duplicate_params))
+        packer.add("squared grad norm", local_norm_sq(self._clipped, skip=self._duplicate_params))
         packer.add("flags", torch.tensor(flags, device=device))
         # One slot per rank, so that a sum over ranks can yield the maximum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
@@ -536,10 +548,6 @@ class TrainingStep:
         )
 
 
-def _make_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore | None) -> torch.optim.Optimizer:
-    return make_optimizer(_trained_parameters(model), cfg, model.groups.attn.stage, state_store)
-
-
 def _make_outer_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore) -> OuterOptimizer:
     parameters = _trained_parameters(model)
     replicas = {
@@ -553,6 +561,7 @@ def _make_outer_optimizer(model: ParallelModel, cfg: Config, state_store: StateS
         state_store,
         num_fragments=recipe_fragments(cfg),
         replicas=replicas,
+        experts=expert_names(cfg.model, cfg.lora),
     )
 
 

@@ -22,10 +22,11 @@ from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import named_moments
+from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer, PendingRound
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.replica_check import TensorHasher
-from moefold.topology.fragments import fragments_due
+from moefold.topology.fragments import fragments_due, merge_share, merged_fragments
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
@@ -220,7 +221,8 @@ class SiteRounds(Callback):
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
             code = make_wire_code(self._sites.precision, own.dtype)
-            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), code)
+            counts = outer.num_coded(fragments), outer.num_gathered(fragments)
+            exchange = self._meeting.links.begin(round_, own, counts[0], code, counts[1])
         self._flight = _Flight(step, step + overlap, fragments, own, members, exchange, began_s)
         return True
 
@@ -230,9 +232,9 @@ class SiteRounds(Callback):
         if flight is None:
             return
         waiting_since_s = time.perf_counter()
+        outer = _outer_of(run)
         exchanged, failure = _result(flight, run)
         waited_s = time.perf_counter() - waiting_since_s
-        outer = _outer_of(run)
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
             vote = self._meeting.ask({"do": "vote", "step": flight.step, "ok": not failures})
@@ -248,7 +250,8 @@ class SiteRounds(Callback):
             outer.tokens[fragment] = run.position.tokens
         if outer.residual:
             outer.keep_residual(flight.fragments, flight.own, exchanged.decoded)
-        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
+        mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
+        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean)
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -264,12 +267,21 @@ class SiteRounds(Callback):
         if pending is not None:
             reshard_parameters(run.training.model.stages)
             norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
+            self._merge_experts(run, pending.step)
             difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
             self._record |= {
                 "difference": (difference / weights) ** 0.5 if weights else 0.0,
                 "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
             }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _merge_experts(self, run: TrainingContext, step: int) -> None:
+        """Merge similar experts after the round of a step, if it is due; collective."""
+        if fragments := merged_fragments(self._cfg, step):
+            groups = run.groups
+            share = merge_share(self._cfg, step)
+            ExpertMerging(groups.moe.ep, groups.moe.edp, groups.attn.stage).run(_outer_of(run), fragments, share)
+            self._record["merged"] = share
 
     def _skip(self, run: TrainingContext, step: int, why: str) -> None:
         self._num_skipped += 1
@@ -287,7 +299,10 @@ class SiteRounds(Callback):
 def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
     if flight.exchange is None:
-        return Exchanged(flight.own, flight.own, 0, 0.0), ""
+        outer = _outer_of(run)
+        last = outer.num_coded(flight.fragments)
+        experts = flight.own[last - outer.num_gathered(flight.fragments) : last].unsqueeze(0)
+        return Exchanged(flight.own, flight.own, 0, 0.0, experts), ""
     try:
         while True:
             try:
@@ -319,9 +334,14 @@ def _header(run: TrainingContext) -> list[int]:
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
-    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers."""
+    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
+
+    Each site has the moments of its own experts, where sites own them; those stay.
+    """
     training = run.training
-    moments = named_moments(training.optimizer, training.parameters)
+    owned = _outer_of(run).owned
+    shared = {name: p for name, p in training.optimized.items() if name not in owned}
+    moments = named_moments(training.optimizer, shared)
     outer = _outer_of(run).entries(("weights", "momentum"))
     tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
     return [local_tensor(tensors[name]) for name in sorted(tensors)]
