@@ -10,6 +10,7 @@ moments and no weight decay, and nothing reads their gradients.
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +33,7 @@ def select_owned(tensor: Tensor, count: int, number: int) -> Tensor:
     owned = rows[number::count]
     if not isinstance(tensor, DTensor):
         return owned
-    shape = (tensor.shape[0] // count, *tensor.shape[1:])
+    shape = torch.Size((tensor.shape[0] // count, *tensor.shape[1:]))
     return DTensor.from_local(
         owned, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=tensor.stride()
     )
