@@ -69,6 +69,16 @@ class SiteRound:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Numbers of this rank that its equals on the other sites compare with theirs."""
+
+    key: int
+    """Below 2**63; probes with different keys or sizes are not exchanged."""
+    values: Tensor
+    """On the host."""
+
+
+@dataclass(frozen=True)
 class Exchanged:
     """Result of an exchange on this rank."""
 
@@ -81,6 +91,8 @@ class Exchanged:
     of_members: Tensor | None = None
     """Decoded values of each member of which no mean is taken, [members, values]; zeros of a member of weight 0. None:
     there are none."""
+    probes: Tensor | None = None
+    """Values of the probe of each member, [members, ...]; None: there are none, or they cannot be compared."""
 
 
 class SiteLinks:
@@ -107,7 +119,13 @@ class SiteLinks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
 
     def begin(
-        self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode, num_gathered: int = 0
+        self,
+        round_: SiteRound,
+        own: Tensor,
+        num_coded: int,
+        code: WireCode,
+        num_gathered: int = 0,
+        probe: Probe | None = None,
     ) -> "Future[Exchanged]":
         """Start to exchange a vector with the members of a round, in the thread.
 
@@ -121,8 +139,9 @@ class SiteLinks:
             code: the code.
             num_gathered: the last of the coded elements, of which no mean is taken: the result has those of each
                 member, and its mean is not defined there.
+            probe: exchanged too; all members have one, or none has.
         """
-        return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered)
+        return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered, probe)
 
     def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
         """Send the tensors of this rank to its equal on a site that joins; blocks, returns the bytes.
@@ -171,7 +190,15 @@ class SiteLinks:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.drop()
 
-    def _exchange(self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode, num_gathered: int) -> Exchanged:
+    def _exchange(
+        self,
+        round_: SiteRound,
+        own: Tensor,
+        num_coded: int,
+        code: WireCode,
+        num_gathered: int,
+        probe: Probe | None,
+    ) -> Exchanged:
         started_s = time.perf_counter()
         # A meeting point that was started again counts epochs from 1.
         if (round_.epoch, round_.members) != (self._epoch, self._members):
@@ -202,7 +229,24 @@ class SiteLinks:
                     total.add_(part_code.decode(values, total), alpha=weight)
             if decoded is not own:
                 decoded[part] = part_code.decode(payload, total)
-        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, of_members)
+        probes = None if probe is None else self._exchange_probe(probe)
+        if probes is not None:
+            sent_bytes += probes[0].nbytes * (len(round_.members) - 1)
+        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, of_members, probes)
+
+    def _exchange_probe(self, probe: Probe) -> Tensor | None:
+        """Return the values of all members; None if their keys or sizes differ."""
+        heads = self._all_gather(torch.tensor([probe.key, probe.values.numel()]))
+        if not probe.values.numel() or not all(torch.equal(head, heads[0]) for head in heads):
+            return None
+        return torch.stack(self._all_gather(probe.values.contiguous()))
+
+    def _all_gather(self, values: Tensor) -> list[Tensor]:
+        """Return the tensors of all members, as bytes on the way: gloo has no int16."""
+        payload = values.view(torch.uint8)
+        received = [torch.empty_like(payload) for _ in self._members]
+        self._group.allgather([received], [payload]).wait()
+        return [payload.view(values.dtype) for payload in received]
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
         """Connect to this rank's equals; returns once all are connected."""

@@ -288,6 +288,38 @@ class OuterOptimizer:
         for name, weights in self.visit_weights(names):
             local_tensor(self._parameters[name].data).copy_(weights)
 
+    def visit_round(self, pending: PendingRound) -> Iterator[tuple[str, Tensor, Tensor, Tensor, int]]:
+        """Yield what a round does to each parameter, before its outer step.
+
+        Yields:
+            Its name, D of this site, g and phi, of the rows that this site sends; and the number of ranks with the same
+            shard, 0 if another rank counts it.
+        """
+        names = self._names(pending.fragments)
+        visits = self._visit(names, ["weights"])
+        parts = (self._parts(names, pending.own), self._parts(names, pending.mean, is_mean=True))
+        for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
+            yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
+
+    @torch.no_grad()
+    def swap_weights(self) -> None:
+        """Exchange the weights with the outer weights, to evaluate these; local."""
+        for name, weights in self.visit_weights(list(self._parameters)):
+            theta = local_tensor(self._parameters[name].data)
+            present = theta.clone()
+            theta.copy_(weights)
+            weights.copy_(present)
+
+    @torch.no_grad()
+    def has_own_weights(self) -> bool:
+        """Return whether a weight of this rank differs from the outer weight; local."""
+        names = list(self._parameters)
+        # To the end, as the visit writes offloaded weights back.
+        differs = [
+            not torch.equal(local_tensor(self._parameters[name].data), w) for name, w in self.visit_weights(names)
+        ]
+        return any(differs)
+
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
         pending = self.pending

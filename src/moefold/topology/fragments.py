@@ -2,8 +2,10 @@
 
 import re
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 
+PROBED_ROUNDS = 10
+"""Rounds from one comparison of the routing to the next."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -51,6 +53,15 @@ def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
     if step <= sites.first:
         return ()
     return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
+
+
+def is_probed(cfg: Config, step: int) -> bool:
+    """Return whether the sites compare their routing in the round after a step: every `PROBED_ROUNDS`-th of fragment 0.
+
+    The first is that of the first round.
+    """
+    is_due = 0 in fragments_due(cfg, step) and has_moe_layers(cfg.model) and cfg.sites.count > 1
+    return is_due and (step - cfg.sites.first - 1) // cfg.sites.every % PROBED_ROUNDS == 0
 
 
 def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:

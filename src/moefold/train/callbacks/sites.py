@@ -14,7 +14,7 @@ from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
 from moefold.comm.wire_codes import make_wire_code
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
@@ -26,8 +26,9 @@ from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer, PendingRound
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.replica_check import TensorHasher
-from moefold.topology.fragments import fragments_due, merge_share, merged_fragments
+from moefold.topology.fragments import fragments_due, is_probed, merge_share, merged_fragments
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
 
@@ -44,6 +45,8 @@ class _Flight:
     fragments: tuple[int, ...]
     own: Tensor
     members: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Weight of each member."""
     exchange: "Future[Exchanged] | None"
     """None in a round of one site."""
     began_s: float
@@ -59,6 +62,7 @@ class SiteRounds(Callback):
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
+        self._probe = RoutingProbe()
         self._logged_wait = ""
         self._gift: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
@@ -191,10 +195,12 @@ class SiteRounds(Callback):
         is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
         if self._meeting is None:
             if is_finite:
-                self._flight = _Flight(step, step + overlap, fragments, own, (0,), None, began_s)
+                self._flight = _Flight(step, step + overlap, fragments, own, (0,), (1.0,), None, began_s)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
+        # Before the other sites wait for this one.
+        probe = self._probe.read(run) if is_probed(self._cfg, step) else None
         question = {
             "do": "round",
             "step": step,
@@ -222,8 +228,9 @@ class SiteRounds(Callback):
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
             code = make_wire_code(self._sites.precision, own.dtype)
             counts = outer.num_coded(fragments), outer.num_gathered(fragments)
-            exchange = self._meeting.links.begin(round_, own, counts[0], code, counts[1])
-        self._flight = _Flight(step, step + overlap, fragments, own, members, exchange, began_s)
+            exchange = self._meeting.links.begin(round_, own, counts[0], code, counts[1], probe)
+        weights = tuple(answer["weights"])
+        self._flight = _Flight(step, step + overlap, fragments, own, members, weights, exchange, began_s)
         return True
 
     def _decide(self, run: TrainingContext) -> None:
@@ -259,6 +266,11 @@ class SiteRounds(Callback):
             "wait_s": waited_s,
             "round_s": time.perf_counter() - flight.began_s,
         }
+        if is_probed(self._cfg, flight.step):
+            own = flight.members.index(self._sites.number)
+            counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
+            equal, compared = _sum_of_ranks(run, [float(count) for count in counts])
+            self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, run: TrainingContext, keep_local: float) -> dict[str, Any]:
         """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
@@ -266,6 +278,9 @@ class SiteRounds(Callback):
         pending, outer.pending = outer.pending, None
         if pending is not None:
             reshard_parameters(run.training.model.stages)
+            if has_moe_layers(self._cfg.model):
+                squares = _sum_of_ranks(run, router_squares(outer, pending))
+                self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
             norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
             self._merge_experts(run, pending.step)
             difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
@@ -318,6 +333,19 @@ def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, st
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
+    """Return two sums of squares over the routers of this rank, each logical element counted once.
+
+    They are those of the distance of this site's weights to the mean weights of the sites, and of the outer weights.
+    """
+    distance = weights_square = 0.0
+    for name, own_d, mean_g, weights, replicas in outer.visit_round(pending):
+        if ".router." in name and replicas:
+            distance += float((own_d - mean_g).double().square().sum()) / replicas
+            weights_square += float(weights.double().square().sum()) / replicas
+    return [distance, weights_square]
 
 
 def describe_wait(answer: Message, address: str) -> str:
