@@ -3,7 +3,14 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.topology.fragments import fragment_of, fragments_due, merge_share, merged_fragments, num_fragments
+from moefold.topology.fragments import (
+    fragment_of,
+    fragments_due,
+    is_probed,
+    merge_share,
+    merged_fragments,
+    num_fragments,
+)
 from moefold.validate.config import check_config
 
 TWO = ("sites.count=2", "run.steps=100")
@@ -96,6 +103,17 @@ def test_experts_are_merged_after_rounds_by_a_share_that_falls_to_zero():
     assert merged == {
         20 * k + 10 * p // count: (p,) for k in (0, 1, 2, 3) for p in range(count) if 0 < 20 * k + p <= 60
     }
+
+
+def test_routing_is_compared_every_tenth_round_and_at_the_end():
+    for words, steps in (
+        (("sites.every=3",), [3, 33, 63, 93, 100]),
+        (("sites.every=3", "sites.first=50"), [51, 81, 100]),
+        (("sites.every=4", "sites.fragment_layers=1"), [4, 44, 84, 100]),
+        (("sites.every=3", "model.layer_pattern=D"), []),
+    ):
+        cfg = load_config(None, [*TWO, *words])
+        assert [step for step in range(1, 101) if is_probed(cfg, step)] == steps
 
 
 def test_fragments_have_rounds_at_steps_of_their_own():

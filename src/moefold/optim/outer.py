@@ -52,10 +52,13 @@ class OuterNorms:
     """Dot product of both."""
     weights: float
     """Of the outer weights before the step."""
+    averaged: float
+    """Of what this site sent without the experts that sites own, of which `mean` and `product` have nothing."""
 
     def to_tensor(self) -> Tensor:
-        """Return the four sums, float64 [4]."""
-        return torch.tensor([self.difference, self.mean, self.product, self.weights], dtype=torch.float64)
+        """Return the sums, float64 [5]."""
+        sums = [self.difference, self.mean, self.product, self.weights, self.averaged]
+        return torch.tensor(sums, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -246,15 +249,16 @@ class OuterOptimizer:
         """
         settings = self._settings
         is_own = mean is own and not keep_local and not settings.residual
-        sums = [0.0] * 4
+        sums = [0.0] * 5
         names = self._names(fragments)
         visits = self._visit(names, ["weights", "momentum"])
         parts = (self._parts(names, own), self._parts(names, mean, is_mean=True))
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
             if share := self._replicas.get(name, 1):
-                sent_g, sent_weights = self._own(name, mean_g), self._own(name, weights)
-                pairs = ((own_d, own_d), (sent_g, sent_g), (own_d, sent_g), (sent_weights, sent_weights))
+                zero = own_d.new_zeros(1)
+                d, g = (zero, zero) if name in self.owned else (own_d, mean_g)
+                pairs = ((own_d, own_d), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))
                 sums = [total + _dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.

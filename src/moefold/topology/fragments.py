@@ -56,12 +56,13 @@ def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
 
 
 def is_probed(cfg: Config, step: int) -> bool:
-    """Return whether the sites compare their routing in the round after a step: every `PROBED_ROUNDS`-th of fragment 0.
+    """Return whether the sites compare their routing in the round after a step.
 
-    The first is that of the first round.
+    They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
     """
-    is_due = 0 in fragments_due(cfg, step) and has_moe_layers(cfg.model) and cfg.sites.count > 1
-    return is_due and (step - cfg.sites.first - 1) // cfg.sites.every % PROBED_ROUNDS == 0
+    if 0 not in fragments_due(cfg, step) or not has_moe_layers(cfg.model) or cfg.sites.count == 1:
+        return False
+    return step == cfg.run.steps or (step - cfg.sites.first - 1) // cfg.sites.every % PROBED_ROUNDS == 0
 
 
 def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:

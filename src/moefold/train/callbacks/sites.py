@@ -283,10 +283,10 @@ class SiteRounds(Callback):
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
             norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
             self._merge_experts(run, pending.step)
-            difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
+            difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
             self._record |= {
                 "difference": (difference / weights) ** 0.5 if weights else 0.0,
-                "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
+                "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
             }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
 
