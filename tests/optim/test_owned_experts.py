@@ -37,7 +37,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
     cfg = TrainConfig(weight_decay=0.3, moment_dtype=moment_dtype, beta2=0.9)
     whole, ours = parameters(torch.float32), parameters(torch.float32)
     before = {name: p.detach().clone() for name, p in ours.items()}
-    owned = OwnedExperts(ours, EXPERTS, 3, number)
+    owned = OwnedExperts(ours, EXPERTS, SitesConfig(count=3, number=number, experts="own"))
     expected, optimizer = build_optimizer(whole, cfg), build_optimizer(owned.parameters, cfg)
     for step in range(3):
         set_gradients(whole, step)
@@ -67,7 +67,7 @@ def test_norm_and_clipping_read_the_gradients_of_own_experts_alone():
     ours = parameters()
     set_gradients(ours, 0)
     gradients = {name: p.grad.clone() for name, p in ours.items()}
-    owned = OwnedExperts(ours, EXPERTS, 2, 1)
+    owned = OwnedExperts(ours, EXPERTS, SitesConfig(count=2, number=1, experts="own"))
     owned.take_gradients()
     norm = local_norm_sq(owned.parameters).sqrt()
     counted = [gradients["shared"], *(gradients[name][1::2] for name in EXPERTS)]

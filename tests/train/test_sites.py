@@ -21,6 +21,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
+from moefold.cost.site_traffic import difference_itemsize, site_traffic, wire_format
 from moefold.launch.meet_client import MeetConnection
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -116,6 +117,14 @@ def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     )
 
 
+def planned_bytes(cfg: Config, fragment: int) -> int:
+    """The bytes that the planner counts for a round of a fragment, or of all fragments (-1)."""
+    traffic = site_traffic(cfg)
+    code = wire_format(cfg.sites.precision, difference_itemsize(cfg))
+    chosen = traffic if fragment < 0 else [traffic[fragment]]
+    return (cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
+
+
 STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank, mean": (MEAN, {}),
@@ -162,6 +171,8 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
         assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
+        sent = [planned_bytes(cfg, round_["sites"]["fragment"]) for round_ in records(run_dir) if round_["sites"]]
+        assert [record["sites"]["sent_bytes"] for record in records(run_dir) if record["sites"]] == sent
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
@@ -183,6 +194,7 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
     expected = OracleSites(without_mapping(cfg)).run(4)
     for number, step in ((0, 2), (1, 3), (1, 4)):
         path = checkpoint(tmp_path / f"site-{number}", step)
+        assert records(tmp_path / f"site-{number}")[-1]["sites"]["sent_bytes"] == planned_bytes(cfg, -1)
         state = expected[step - 1]
         for prefix, weights in (("model.", state.weights[number]), ("outer.weights.", state.outer)):
             adapters = {name: value for name, value in weights.items() if is_adapter(name)}
@@ -244,6 +256,8 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
         assert state.get("pending.due") == (None if last % 2 else last + 1)
         run_sites(pool, jobs, train)
     for number in (0, 1):
+        sent = records(tmp_path / "whole" / f"site-{number}")[-1]["sites"]["sent_bytes"]
+        assert sent == planned_bytes(whole, -1)
         paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
         resumed = tensors(paths[1], "")
         assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moefold.comm.site_links import Probe
 from moefold.model.moe.router import Router
+from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
-from moefold.parallel.replica_check import TensorHasher
 from moefold.train.callbacks.callback import TrainingContext
 
 NUM_SAMPLES = 8

@@ -78,20 +78,21 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_site_training(cfg: Config) -> Iterator[str]:
-    """Check settings that sites cannot take."""
-    sites = cfg.sites
-    if not sites.is_active:
-        return
-    p = cfg.parallel
-    if p.zero == 0 and p.world_size > 1:
+def validate_site_shards(cfg: Config) -> Iterator[str]:
+    """Check that no two data-parallel ranks hold the same weights."""
+    if cfg.sites.is_active and cfg.parallel.world_size > 1 and cfg.parallel.zero == 0:
         yield (
             "parallel.zero=0 holds all weights on every data-parallel rank, and each would send them to the other "
             "sites; choose parallel.zero=1"
         )
+
+
+def validate_site_training(cfg: Config) -> Iterator[str]:
+    """Check settings that sites cannot take."""
+    sites = cfg.sites
     if sites.count == 1:
         return
-    if p.elastic:
+    if cfg.parallel.elastic:
         yield (
             "parallel.elastic=true changes the shards of a site, which must be those of the other sites; set "
             "parallel.elastic=false"
@@ -176,7 +177,13 @@ def _expert_rows(cfg: Config) -> Iterator[tuple[int, str]]:
                 yield shape[0], f"of a rank (parallel.ep={p.ep})"
 
 
-SITES_RULES = (validate_site_number, validate_rounds, validate_site_training, validate_owned_experts)
+SITES_RULES = (
+    validate_site_number,
+    validate_rounds,
+    validate_site_shards,
+    validate_site_training,
+    validate_owned_experts,
+)
 
 UNUSED_SITES_KEYS = (
     UnusedKeyRule(

@@ -21,11 +21,11 @@ from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
+from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
 from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer, PendingRound
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.parallel.replica_check import TensorHasher
 from moefold.topology.fragments import fragments_due, is_probed, merge_share, merged_fragments
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
