@@ -211,7 +211,7 @@ def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
     )
     raise ConfigError(
         f"sites.experts={sites.experts!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "
-        f"and this site trains {ours}; resume with the same sites.experts, sites.count and sites.number, or start anew "
+        f"and this site trains {ours}; resume with the same sites.experts, sites.count and sites.number, or start again "
         "from its weights with checkpoint.init_from"
     )
 

@@ -25,7 +25,8 @@ class SiteEvaluation(Callback):
         if step.sites is None:
             return
         step.sites["spike"] = self._spike.last
-        if step.sites["skipped"] is None:
+        # A round that began before a resume has fewer metrics.
+        if step.sites.get("skipped") is None:
             self._spike.mark()
         if step.eval_loss is not None:
             step.sites["eval_loss"] = self._evaluate(run, step.eval_loss)
