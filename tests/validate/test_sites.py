@@ -33,9 +33,26 @@ REFUSED = [
     ((*TWO, "data.kind=task", "rl.group_size=8"), "set sites.count=1"),
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
-    ((*TWO, "sites.overlap=30"), "sites.overlap=30 must be below the 30 steps between two rounds"),
+    ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
+    ((*TWO, "sites.overlap=31"), "choose at most 29, or 30 to exchange a round during the whole next one"),
+    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
+    ((*TWO, "sites.density=0.5", "sites.precision=int8"), "sites.density=0.5 sends values of sites.values bits"),
+    (
+        (*TWO, "sites.method=sparseloco", "sites.momentum=0.9"),
+        "sites.momentum=0.9 and sites.residual=0.95 with sites.density=0.015625 would count a difference twice",
+    ),
+    ((*TWO, "sites.moments=average", "sites.overlap=1"), "sites.moments='average' would replace moments by those of"),
+    (
+        (*TWO, "sites.moments=reset", "sites.fragment_layers=1", "model.num_layers=2"),
+        "sites.moments='reset' resets the moments of all layers",
+    ),
     ((*TWO, "faults.spike=rollback", "checkpoint.every=5"), "faults.spike='rollback' goes back to weights"),
+    (
+        (*OWN, "sites.merge_experts=0", "sites.overlap=50"),
+        "sites.overlap=50 exchanges a round during the whole next one",
+    ),
+    ((*OWN, "sites.moments=average"), "sites.moments='average' needs moments of the same experts on all sites"),
     ((*OWN, "model.layer_pattern=D"), 'sites.experts="own" needs MoE layers, and the model has none'),
     ((*OWN, "sites.count=3"), "sites.count=3 must divide the 8 experts of a rank (parallel.ep=1), so that each rank"),
     (
@@ -78,6 +95,11 @@ def test_method_fills_the_keys_that_are_left_out():
     assert (sites.lr, sites.momentum) == (0.7, 0.5)
     sites = config_from_dict({"sites": {"count": 2, "method": "spes"}}).sites
     assert (sites.experts, sites.every, sites.merge_experts, sites.lr, sites.momentum) == ("own", 50, 0.01, 1.0, 0.0)
+    sites = config_from_dict({"sites": {"count": 2, "method": "co2", "every": 48}}).sites
+    assert (sites.overlap, sites.lr, sites.momentum, sites.clip, sites.penalty) == (48, 1.0, 0.2, 1.0, True)
+    assert config_from_dict({"sites": {"count": 2, "method": "co2"}}).sites.overlap == 30
+    sites = config_from_dict({"sites": {"count": 2, "method": "sparseloco", "residual": 0.9}}).sites
+    assert (sites.density, sites.values, sites.residual, sites.momentum) == (1 / 64, 2, 0.9, 0.0)
     assert not config_from_dict({}).sites.is_active
     assert config_from_dict({"sites": {"method": "diloco"}}).sites.is_active
 

@@ -209,8 +209,7 @@ class SiteLinks:
         of_members = own.new_zeros(len(round_.members), num_gathered) if num_gathered else None
         parts = [(part, code) for part in _slices(0, num_averaged)]
         parts += [(part, code) for part in _slices(num_averaged, num_coded)]
-        if num_coded < len(own):
-            parts.append((slice(num_coded, len(own)), PlainCode(own.dtype)))
+        parts += [(part, PlainCode(own.dtype)) for part in _slices(num_coded, len(own))]
         for part, part_code in parts:
             payload = part_code.encode(own[part])
             received = [torch.empty_like(payload) for _ in round_.members]

@@ -22,7 +22,7 @@ from typing import Any, cast
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
-from moefold.cost.site_traffic import difference_itemsize, num_trained, site_traffic, wire_format
+from moefold.cost.site_traffic import difference_itemsize, num_trained, recipe_format, site_traffic
 from moefold.errors import ConfigError
 
 TARGET = 0.95
@@ -123,12 +123,14 @@ class SiteCost:
     def __init__(self, link: SiteLink, count: int, step_s: float, volumes: Mapping[str, Sequence[RoundVolume]]) -> None:
         self.link = link
         self.count = count
+        self.peers = count - 1
+        """Sites that a site sends to in a round."""
         self.step_s = step_s
         self.volumes = volumes
 
     def exchange_s(self, volume: RoundVolume) -> float:
         """Return the seconds of the exchange of a fragment: each site sends its vectors to all others."""
-        return (self.count - 1) * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
+        return self.peers * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
 
     def exposed_s(self, precision: str, overlap: int) -> float:
         """Return the seconds in which a site does not train, of one round of every fragment."""
@@ -143,7 +145,7 @@ class SiteCost:
         volumes = self.volumes[settings.precision]
         exposed_s = self.exposed_s(settings.precision, settings.overlap)
         training_s = settings.every * self.step_s
-        sent = (self.count - 1) * sum(volume.num_bytes for volume in volumes)
+        sent = self.peers * sum(volume.num_bytes for volume in volumes)
         return SiteRate(
             settings,
             tuple(self.exchange_s(volume) for volume in volumes),
@@ -206,9 +208,9 @@ class SitePlan:
         }
 
 
-def site_volumes(cfg: Config, precision: str) -> tuple[RoundVolume, ...]:
-    """Return the content of the rounds of a recipe's fragments under another precision."""
-    code = wire_format(precision, difference_itemsize(cfg))
+def site_volumes(cfg: Config, precision: str | None) -> tuple[RoundVolume, ...]:
+    """Return the content of the rounds of a recipe's fragments under another precision; None: its own settings."""
+    code = recipe_format(cfg, precision)
     return tuple(RoundVolume(part.num_bytes(code), part.messages) for part in site_traffic(cfg, precision))
 
 
@@ -227,8 +229,11 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     sites = cfg.sites
     # A residual is the rounding error of a code, and float32 has none. A share of local weights stays in an overlap.
     precisions = [name for name in PRECISIONS if name != "float32" or not sites.residual]
+    if sites.density < 1:
+        precisions = [sites.precision]
     overlaps = range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
-    cost = SiteCost(link, sites.count, step_s, {name: site_volumes(cfg, name) for name in precisions})
+    volumes = {name: site_volumes(cfg, name if sites.density == 1 else None) for name in precisions}
+    cost = SiteCost(link, sites.count, step_s, volumes)
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
     choices = {
         (overlap, name): RoundSettings(precision=name, every=cost.least_every(name, overlap), overlap=overlap)
