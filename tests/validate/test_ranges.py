@@ -139,6 +139,7 @@ CASES = [
     ("train.decay_steps=-1", "must be at least 0"),
     ("train.eval_samples=0", "must be at least 1"),
     ("checkpoint.keep=-1", "must be at least 0 (0: all)"),
+    ("checkpoint.peer_every=-1", "must be at least 0 (0: never)"),
     ("checkpoint.keep_every=-1", "must be at least 0 (0: none)"),
     ("train.reset_moments_every=-1", "must be at least 0 (0: never)"),
     ("train.clip_grad=-1", "must be at least 0 (0: off)"),

@@ -107,8 +107,15 @@ class FragmentTraffic:
     """Elements that are sent as a code, whole blocks of each parameter on each rank."""
     plain_bytes: int
     """Bytes of the buffers, and of moments that are averaged, which are sent as they are."""
-    messages: int
-    """Messages of the rank with the most elements, one after the other."""
+    rank_coded: int
+    """Elements that the rank with the most of all sends as a code."""
+    rank_plain: int
+    """Elements that it sends as they are."""
+
+    @property
+    def messages(self) -> int:
+        """Messages of the rank with the most elements, one after the other."""
+        return -(-self.rank_coded // PART_ELEMENTS) + -(-self.rank_plain // PART_ELEMENTS)
 
     def num_bytes(self, code: WireFormat) -> int:
         """Return the bytes in a format; the blocks must be those of the counted one."""
@@ -153,14 +160,11 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
-    messages = [
-        max(
-            -(-largest[p, rank] // PART_ELEMENTS) + -(-largest_plain[p, rank] // PART_ELEMENTS)
-            for rank in range(cfg.parallel.pp)
-        )
+    of_rank = [
+        max(((largest[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)), key=sum)
         for p in range(count)
     ]
-    return tuple(FragmentTraffic(*numbers) for numbers in zip(coded, plain, messages, strict=True))
+    return tuple(FragmentTraffic(coded[p], plain[p], *of_rank[p]) for p in range(count))
 
 
 def num_trained(cfg: Config) -> int:

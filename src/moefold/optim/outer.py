@@ -22,9 +22,8 @@ Each parameter begins a block, so that ranks with the same shard of a parameter 
 they hold.
 """
 
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
+from moefold.optim.outer_round import OuterNorms, PendingRound, bits_to_float, dot, exact_square, float_to_bits, mix
 from moefold.optim.owned_experts import select_owned
 from moefold.optim.state_offload import StateStore
 from moefold.topology.fragments import fragment_of
@@ -45,44 +45,6 @@ EXPERT_OWNERS = "experts.owners"
 """Key of `OuterOptimizer.state`: the number of sites that own experts."""
 EXPERT_OWNER = "experts.owner"
 """Key of `OuterOptimizer.state`: the site whose experts have moments and residual in the checkpoint."""
-
-
-@dataclass(frozen=True)
-class OuterNorms:
-    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its own."""
-
-    difference: float
-    """Of what this site sent: its difference D, with the residual."""
-    mean: float
-    """Of the mean difference g."""
-    product: float
-    """Dot product of both."""
-    weights: float
-    """Of the outer weights before the step."""
-    averaged: float
-    """Of what this site sent without the experts that sites own, of which `mean` and `product` have nothing."""
-    update: float
-    """Of the change of the outer weights; the same bits on all sites. 0 unless the next round divides by it."""
-
-    def to_tensor(self) -> Tensor:
-        """Return the sums, without that of the update, float64 [5]."""
-        sums = [self.difference, self.mean, self.product, self.weights, self.averaged]
-        return torch.tensor(sums, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class PendingRound:
-    """A round that all its members voted for, to be applied after a later step."""
-
-    step: int
-    """Step after which the differences were taken."""
-    due: int
-    """Step after which it is applied."""
-    fragments: tuple[int, ...]
-    own: Tensor
-    """What this site sent."""
-    mean: Tensor
-    """What `OuterOptimizer.assemble` returned."""
 
 
 class OuterOptimizer:
@@ -285,7 +247,7 @@ class OuterOptimizer:
         """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
         names = self._names(fragments)
         parts = zip(names, self._parts(names, mean), strict=True)
-        return sum(_exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
+        return sum(exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
 
     @torch.no_grad()
     def step(
@@ -322,7 +284,7 @@ class OuterOptimizer:
                 zero = own_d.new_zeros(1)
                 d, g = (zero, zero) if name in self.owned else (own_d, mean_g)
                 pairs = ((own_d, own_d), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))
-                sums = [total + _dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
+                sums = [total + dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -330,7 +292,7 @@ class OuterOptimizer:
             drift = weights - theta if moves_both else None
             update = self._update(mean_g * (1 / penalty) if penalty != 1 else mean_g, momentum)
             if share and settings.penalty:
-                update_square += _exact_square(settings.lr * update) / share
+                update_square += exact_square(settings.lr * update) / share
             weights.add_(update, alpha=-settings.lr)
             if drift is not None:
                 theta.copy_(weights - drift)
@@ -343,7 +305,7 @@ class OuterOptimizer:
             if moves_both:
                 buffer.add_(part)
             else:
-                _mix(buffer, part, keep_local)
+                mix(buffer, part, keep_local)
         difference, mean_g_square, product, outer, averaged = sums
         return OuterNorms(difference, mean_g_square, product, outer, averaged, update_square)
 
@@ -548,10 +510,10 @@ class OuterOptimizer:
         if name in self.owned and keep_local:
             kept = kept.clone()
             theta.copy_(weights)
-            _mix(kept, self._own(name, weights), keep_local)
+            mix(kept, self._own(name, weights), keep_local)
             self._own(name, theta).copy_(kept)
         else:
-            _mix(theta, weights, keep_local)
+            mix(theta, weights, keep_local)
 
     def _names(self, fragments: Sequence[int]) -> list[str]:
         return [name for name in self._parameters if fragment_of(name, self._num_fragments) in fragments]
@@ -578,37 +540,3 @@ class OuterOptimizer:
             part = theta if is_mean else self._own(name, theta)
             yield vector[first : first + part.numel()].to(theta).view(part.shape)
             first += self._width(name, is_mean=is_mean)
-
-
-def _mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
-    if keep_local:
-        mixed = (keep_local * tensor).add_(outer, alpha=1 - keep_local)
-        tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))
-    else:
-        tensor.copy_(outer)
-
-
-def float_to_bits(number: float) -> int:
-    """Return the bits of a float64, for state that is kept as integers."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
-
-
-def bits_to_float(bits: int) -> float:
-    """Return the float64 of what `float_to_bits` returned."""
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
-
-
-def _exact_square(x: Tensor) -> float:
-    """Return the sum of squares in float64, by halves: its bits do not depend on the machine."""
-    total = x.flatten().double().square()
-    while len(total) > 1:
-        half = -(-len(total) // 2)
-        total[: len(total) - half] += total[half:]
-        total = total[:half]
-    return float(total.sum())
-
-
-def _dot(x: Tensor, y: Tensor) -> float:
-    return float((x.double() * y.double()).sum())

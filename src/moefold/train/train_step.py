@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
@@ -16,27 +16,24 @@ from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gi
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
-from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.registry import make_optimizer
 from moefold.optim.spsa import SPSA
-from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
-from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip, num_replicas
+from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
-from moefold.topology.fragments import recipe_fragments
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
+from moefold.train.outer_state import make_outer_optimizer, trained_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
 from moefold.train.spsa_passes import ProjectedGradient, SPSAPasses
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepDecision, StepGuard
@@ -159,12 +156,12 @@ class TrainingStep:
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
         state_store = open_state_store(cfg.train, model.groups.device)
-        trained = _trained_parameters(model)
+        trained = trained_parameters(model)
         self._owned = OwnedExperts(trained, expert_names(cfg.model, cfg.lora), cfg.sites)
         self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
         self.optimizer = make_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
-        self.outer = _make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
+        self.outer = make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
         self._delay = (
             GradientDelay(self.optimizer, trained, cfg.train.delay_correction) if cfg.train.gradient_delay else None
         )
@@ -573,32 +570,6 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
-
-
-def _make_outer_optimizer(
-    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
-) -> OuterOptimizer:
-    parameters = _trained_parameters(model)
-    averaged = dict(model.named_buffers)
-    if cfg.sites.moments == "average":
-        averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
-    replicas = {
-        name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
-        for name, parameter in parameters.items()
-    }
-    return OuterOptimizer(
-        parameters,
-        averaged,
-        cfg.sites,
-        state_store or StateStore(),
-        num_fragments=recipe_fragments(cfg),
-        replicas=replicas,
-        experts=expert_names(cfg.model, cfg.lora),
-    )
-
-
-def _trained_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

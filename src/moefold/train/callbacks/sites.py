@@ -24,7 +24,8 @@ from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
 from moefold.optim.expert_merging import ExpertMerging
-from moefold.optim.outer import OuterOptimizer, PendingRound, bits_to_float, float_to_bits
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_round import PendingRound, bits_to_float, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, is_probed, merge_share, merged_fragments
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
