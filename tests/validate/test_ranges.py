@@ -19,6 +19,8 @@ CASES = [
     ("sites.first=-1", "must be at least 0"),
     ("sites.keep_local=1.5", "must lie between 0 and 1"),
     ("sites.residual=-0.1", "must lie between 0 and 1"),
+    ("sites.density=0", "must lie between 1/4096 and 1"),
+    ("sites.clip=-1", "must be at least 0 (0: no limit)"),
     ("sites.fragment_layers=-1", "must be at least 0 (0: all layers)"),
     ("sites.overlap=-1", "must be at least 0 (0: wait for each round)"),
     ("sites.quorum=-1", "must be at least 0 (0: more than half of sites.count)"),
@@ -137,6 +139,7 @@ CASES = [
     ("train.decay_steps=-1", "must be at least 0"),
     ("train.eval_samples=0", "must be at least 1"),
     ("checkpoint.keep=-1", "must be at least 0 (0: all)"),
+    ("checkpoint.peer_every=-1", "must be at least 0 (0: never)"),
     ("checkpoint.keep_every=-1", "must be at least 0 (0: none)"),
     ("train.reset_moments_every=-1", "must be at least 0 (0: never)"),
     ("train.clip_grad=-1", "must be at least 0 (0: off)"),
@@ -160,6 +163,9 @@ CASES = [
     ("train.offload_min_kib=-1", "must be at least 0 (0: all)"),
     ("train.offload_limit_gib=-1", "must be at least 0 (0: no limit)"),
     ("train.memory_budget_gib=-1", "must be at least 0 (0: the device's)"),
+    ("sites.merge_experts=1.5", "must lie between 0 and 1"),
+    ("sites.merge_every=0", "must be at least 1"),
+    ("sites.merge_until=0", "must be at least 1"),
     ("metrics.peak_tflops=-1", "must be at least 0 (0: look the device up)"),
     ("metrics.rollouts_every=-1", "must be at least 0 (0: never)"),
     ("data.task_size=0", "must be at least 1"),
@@ -213,7 +219,7 @@ def test_every_number_of_the_schema_has_a_range():
         for field in fields(getattr(cfg, section.name))
         if type(field.default) in (int, float)
     }
-    assert numbers - ranged == {"parallel.zero", "train.gradient_delay"}
+    assert numbers - ranged == {"parallel.zero", "train.gradient_delay", "sites.values"}
     assert {word.split("=")[0] for word, _ in CASES} == ranged
 
 

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 from moefold.config.align import REFERENCE_METHODS
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
+from moefold.config.sites import NUM_SIMILAR
+from moefold.cost.adapter_spec import expert_names, training_weights
+from moefold.cost.param_spec import expert_dp_dim
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
@@ -60,11 +63,12 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
             f"{sites.fragment_layers}, each of which has a round of its own; choose every={count}, or larger fragments"
         )
-    elif sites.overlap >= shortest_gap(count, sites.every):
+    elif sites.overlap >= shortest_gap(count, sites.every) and not (count == 1 and sites.overlaps_whole_round):
         gap = shortest_gap(count, sites.every)
+        whole = f", or {sites.every} to exchange a round during the whole next one" if count == 1 else ""
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
-            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}"
+            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
         )
     if sites.keep_local == 1:
         yield "sites.keep_local=1 never takes the outer weights; choose a share below 1, such as 0.5"
@@ -72,6 +76,31 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         yield (
             f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={cfg.faults.timeout_s:g}, "
             "or a wait for another site would count as a hang; lower it, or raise faults.timeout_s"
+        )
+
+
+def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
+    """Check that the settings of what is sent, and of the inner moments, fit together."""
+    sites = cfg.sites
+    if sites.density < 1 and sites.precision != "float32":
+        yield (
+            f"sites.density={sites.density:g} sends values of sites.values bits, and not in sites.precision="
+            f"{sites.precision!r}; leave precision out, and choose values=8 or 2"
+        )
+    if sites.density < 1 and sites.residual and sites.momentum:
+        yield (
+            f"sites.momentum={sites.momentum:g} and sites.residual={sites.residual:g} with sites.density="
+            f"{sites.density:g} would count a difference twice, as the residual is sent later; choose momentum=0"
+        )
+    if sites.moments == "average" and sites.overlap:
+        yield (
+            f"sites.moments='average' would replace moments by those of sites.overlap={sites.overlap} steps ago; "
+            "choose overlap=0, or moments='keep'"
+        )
+    if sites.moments == "reset" and recipe_fragments(cfg) > 1:
+        yield (
+            f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
+            " has a round for a part of them; choose fragment_layers=0, or moments='keep'"
         )
 
 
@@ -117,20 +146,118 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         )
 
 
-SITES_RULES = (validate_site_number, validate_rounds, validate_site_shards, validate_site_training)
+def validate_owned_experts(cfg: Config) -> Iterator[str]:
+    """Check that every rank has experts of each site, and the settings of the merging of experts."""
+    sites = cfg.sites
+    if not sites.owns_experts:
+        return
+    if not has_moe_layers(cfg.model):
+        yield 'sites.experts="own" needs MoE layers, and the model has none; choose sites.experts="average"'
+        return
+    if cfg.trains_indexers_only:
+        yield (
+            'sites.experts="own" divides the training of experts, and train.indexer_stage="warmup" freezes them; '
+            'choose sites.experts="average"'
+        )
+    if sites.overlaps_whole_round:
+        yield (
+            f"sites.overlap={sites.overlap} exchanges a round during the whole next one, for which the experts of "
+            'other sites would be a round behind their routers; set a lower sites.overlap, or sites.experts="average"'
+        )
+    if sites.moments == "average":
+        yield (
+            "sites.moments='average' needs moments of the same experts on all sites, and sites.experts=\"own\" has "
+            "those of each site's own; choose moments='keep' or 'reset'"
+        )
+    for rows, where in sorted(set(_expert_rows(cfg))):
+        if rows % sites.count:
+            yield (
+                f"sites.count={sites.count} must divide the {rows} experts {where}, so that each rank has experts of "
+                'every site; choose another sites.count, model.num_experts or parallel.ep, or sites.experts="average"'
+            )
+            break
+    if not sites.merge_experts:
+        return
+    if cfg.model.num_experts <= NUM_SIMILAR:
+        yield (
+            f"sites.merge_experts={sites.merge_experts:g} merges each expert with the {NUM_SIMILAR} most similar ones, "
+            f"and model.num_experts={cfg.model.num_experts}; set sites.merge_experts=0"
+        )
+    if sites.merge_every % sites.every:
+        above = -(-sites.merge_every // sites.every) * sites.every
+        yield (
+            f"sites.merge_every={sites.merge_every} must be a multiple of sites.every={sites.every}, as experts are "
+            f"merged after a round; choose {above}"
+        )
+    if sites.overlap:
+        yield (
+            f"sites.overlap={sites.overlap}: sites.merge_experts changes the weights of a round, which training goes "
+            "on from; set overlap=0 or merge_experts=0"
+        )
+    if cfg.lora.rank:
+        yield f"lora.rank={cfg.lora.rank} freezes the experts that sites.merge_experts would merge; set merge_experts=0"
+
+
+def _expert_rows(cfg: Config) -> Iterator[tuple[int, str]]:
+    """Yield the number of experts of which each rank holds whole shards, for each parameter of experts; and where."""
+    p = cfg.parallel
+    for name, weight in training_weights(cfg.model, cfg.lora).items():
+        if name in expert_names(cfg.model, cfg.lora):
+            shape = weight.shard(p.tp, p.ep, p.etp).shape
+            is_by_expert = p.edp > 1 and expert_dp_dim(shape, p.edp) == 0
+            if is_by_expert and shape[0] % p.edp == 0:
+                yield shape[0] // p.edp, f"of a rank (parallel.ep={p.ep}, sharded over {p.edp} data-parallel ranks)"
+            elif is_by_expert:
+                yield 1, f"of a rank, which {p.edp} data-parallel ranks share unevenly"
+            else:
+                yield shape[0], f"of a rank (parallel.ep={p.ep})"
+
+
+SITES_RULES = (
+    validate_site_number,
+    validate_rounds,
+    validate_codes_and_moments,
+    validate_site_shards,
+    validate_site_training,
+    validate_owned_experts,
+)
 
 UNUSED_SITES_KEYS = (
     UnusedKeyRule(
-        "sites.precision sites.residual",
+        "sites.precision sites.residual sites.density sites.weigh",
         lambda cfg: cfg.sites.count == 1,
         "sites.count=1 sends nothing",
         "set sites.count",
     ),
     UnusedKeyRule(
         "sites.residual",
-        lambda cfg: cfg.sites.precision == "float32",
-        "sites.precision='float32' loses nothing",
-        "choose sites.precision='bfloat16', 'int8' or 'fp4'",
+        lambda cfg: cfg.sites.precision == "float32" and cfg.sites.density == 1,
+        "sites.precision='float32' and sites.density=1 lose nothing",
+        "choose sites.precision='bfloat16', 'int8' or 'fp4', or a lower sites.density",
+    ),
+    UnusedKeyRule(
+        "sites.values",
+        lambda cfg: cfg.sites.density == 1,
+        "sites.density=1 sends all differences in sites.precision",
+        "set sites.density, such as 0.015625",
+    ),
+    UnusedKeyRule(
+        "sites.moments",
+        lambda cfg: not cfg.sites.is_active or (cfg.sites.count == 1 and cfg.sites.moments == "average"),
+        "sites.count=1 exchanges no moments",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.penalty",
+        lambda cfg: not cfg.sites.overlaps_whole_round,
+        "the outer weights stay the same during sites.overlap steps, unless it is equal to sites.every",
+        "set sites.overlap to the value of sites.every",
+    ),
+    UnusedKeyRule(
+        "sites.clip",
+        lambda cfg: cfg.sites.momentum == 0,
+        "sites.momentum=0 is no momentum",
+        "set sites.momentum, or sites.method='co2'",
     ),
     UnusedKeyRule(
         "sites.fragment_layers sites.overlap",
@@ -143,6 +270,12 @@ UNUSED_SITES_KEYS = (
         lambda cfg: cfg.sites.overlap == 0,
         "sites.overlap=0 applies a round before the next step",
         "set sites.overlap",
+    ),
+    UnusedKeyRule(
+        "sites.keep_local",
+        lambda cfg: cfg.sites.overlaps_whole_round,
+        "with sites.overlap equal to sites.every, a site begins each round at the outer weights",
+        "choose a lower sites.overlap",
     ),
     UnusedKeyRule(
         "sites.number sites.meet sites.secret sites.quorum sites.timeout_s",
@@ -161,6 +294,24 @@ UNUSED_SITES_KEYS = (
         lambda cfg: cfg.sites.momentum == 0,
         "sites.momentum=0 is no momentum",
         "set sites.momentum, or sites.method='diloco'",
+    ),
+    UnusedKeyRule(
+        "sites.experts",
+        lambda cfg: cfg.sites.count == 1,
+        "sites.count=1 trains all experts",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.merge_experts",
+        lambda cfg: not cfg.sites.owns_experts,
+        'only experts that sites own are merged (sites.experts="own")',
+        'set sites.count and sites.method="spes"',
+    ),
+    UnusedKeyRule(
+        "sites.merge_every sites.merge_until",
+        lambda cfg: not (cfg.sites.owns_experts and cfg.sites.merge_experts),
+        "sites.merge_experts=0 merges no experts",
+        "set sites.merge_experts",
     ),
     UnusedKeyRule(
         "sites.secret",

@@ -1,7 +1,7 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105 and arXiv:2501.18512, for sites of
-equal batches.
+Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512, arXiv:2401.16265
+and arXiv:2602.11543, for sites of equal batches that send float32.
 """
 
 import math
@@ -44,14 +44,21 @@ class OracleSites:
         init_weights(model, cfg.model, cfg.run.seed)
         initial = {name: p.detach().double() for name, p in model.named_parameters()}
         self.sites = [
-            Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
-            for _ in range(cfg.sites.count)
+            Oracle(
+                cfg,
+                {name: p.clone() for name, p in initial.items()},
+                token_chunks(cfg),
+                is_frozen_expert=self._is_frozen_on(number),
+            )
+            for number in range(cfg.sites.count)
         ]
         self.outer = {name: p.clone() for name, p in initial.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in initial.items()}
         layers = cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
         self._pending: tuple[int, Weights] | None = None
+        self._whole_round: tuple[Weights, list[Weights]] | None = None
+        self._last_update = 0.0
         self._data = open_samples(cfg)
 
     def run(self, num_steps: int) -> list[SitesState]:
@@ -66,10 +73,15 @@ class OracleSites:
             mine = range((step - 1) * size, step * size)
             batch = oracle_batch(self._data.train, self.cfg, [number + sites.count * index for index in mine])
             losses.append(site.step(batch).loss)
-        if self._pending and (step == self._pending[0] or step == self.cfg.run.steps):
+        if sites.overlap == sites.every:
+            if step == self.cfg.run.steps or (step > sites.first and step % sites.every == 0):
+                self._end_whole_round(is_last=step == self.cfg.run.steps)
+        elif self._pending and (step == self._pending[0] or step == self.cfg.run.steps):
             self._apply(self._pending[1], sites.keep_local)
             self._pending = None
-        if step == self.cfg.run.steps:
+        if sites.overlap == sites.every:
+            pass
+        elif step == self.cfg.run.steps:
             self._apply(self._send(lambda name: True), 0.0)
         elif fragments := self._fragments(step):
             mean = self._send(lambda name: self._fragment(name) in fragments)
@@ -77,6 +89,8 @@ class OracleSites:
                 self._pending = (step + sites.overlap, mean)
             else:
                 self._apply(mean, 0.0)
+        if sites.merge_experts and step % sites.merge_every == 0:
+            self._merge_experts(sites.merge_experts * max(0.0, 1 - step / sites.merge_until))
         weights = tuple(
             {name: w.detach().clone() for name, w in site.weights.items()}
             | {name: buffer.clone() for name, buffer in site.router.buffers().items()}
@@ -94,6 +108,26 @@ class OracleSites:
             return []
         return [p for p in range(self._num_fragments) if (step - p * every // self._num_fragments) % every == 0]
 
+    def _is_frozen_on(self, number: int) -> Callable[[int], bool] | None:
+        sites = self.cfg.sites
+        return (lambda expert: expert % sites.count != number) if sites.experts == "own" else None
+
+    @torch.no_grad()
+    def _merge_experts(self, share: float) -> None:
+        """Move each expert towards the four that are most similar in w_gate, by the weights before."""
+        for gate in [name for name in self.outer if name.endswith(".experts.w_gate")]:
+            rows = self.outer[gate].flatten(1).clone()
+            before = {name: w.clone() for name, w in self.outer.items() if name.startswith(gate.removesuffix("w_gate"))}
+            for expert, row in enumerate(rows):
+                others = [other for other in range(len(rows)) if other != expert]
+                cosines = {i: float(row @ rows[i] / (row.norm() * rows[i].norm())) for i in others}
+                nearest = sorted(others, key=lambda i: -cosines[i])[:4]
+                for name, weights in before.items():
+                    change = sum((weights[i] - weights[expert]) / 4 for i in nearest) + 0 * weights[expert]
+                    self.outer[name][expert] = weights[expert] + share * change
+                    for site in self.sites:
+                        site.weights[name][expert] = self.outer[name][expert]
+
     @torch.no_grad()
     def _send(self, is_sent: Callable[[str], bool]) -> Weights:
         """Return the mean difference of each weight, and the mean of each buffer, that is sent."""
@@ -101,10 +135,58 @@ class OracleSites:
         for name, phi in self.outer.items():
             if is_sent(name):
                 mean[name] = sum((phi - site.weights[name]) / len(self.sites) for site in self.sites) + 0 * phi
+                for expert in range(len(phi) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                    mean[name][expert] = (phi - self.sites[expert % len(self.sites)].weights[name])[expert]
         for name in self.sites[0].router.biases:
             if is_sent(name):
                 mean[name] = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
         return mean
+
+    @torch.no_grad()
+    def _end_whole_round(self, *, is_last: bool) -> None:
+        """Take the outer step of the round before (CO2), send the differences of this one, and begin the next at phi.
+
+        A bias, which has no outer value, goes on from its own, corrected by what its mean was off a round ago.
+        """
+        differences = {name: sum(phi - site.weights[name] for site in self.sites) for name, phi in self.outer.items()}
+        before = self._whole_round
+        last_update = self._last_update
+        self._last_update = 0.0
+        if before is not None:
+            self._last_update = self._outer_step(before[0], last_update)
+            for site, corrections in zip(self.sites, before[1], strict=True):
+                for name, correction in corrections.items():
+                    site.router.biases[name] += correction
+        means = {name: torch.stack([s.router.biases[name] for s in self.sites]).mean(0) for name in self._biases()}
+        off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
+        mean_differences = {name: total / len(self.sites) + 0 * self.outer[name] for name, total in differences.items()}
+        self._whole_round = None if is_last else (mean_differences, off)
+        if is_last:
+            self._outer_step(mean_differences, self._last_update)
+        for site in self.sites:
+            for name, phi in self.outer.items():
+                site.weights[name].copy_(phi)
+            for name, mean in means.items() if is_last else ():
+                site.router.biases[name].copy_(mean)
+
+    def _biases(self) -> list[str]:
+        return list(self.sites[0].router.biases)
+
+    def _outer_step(self, mean: Weights, last_update: float) -> float:
+        """Take the outer step of CO2; return its norm."""
+        sites = self.cfg.sites
+        norm = math.sqrt(sum(float(g.square().sum()) for g in mean.values()))
+        gap = last_update / norm if sites.penalty else 0.0
+        square = 0.0
+        for name, g in mean.items():
+            momentum = sites.momentum * self.momentum[name] + g / (1 + gap)
+            self.momentum[name] = momentum.clamp(-sites.clip, sites.clip) if sites.clip else momentum
+            update = sites.lr * self.momentum[name]
+            if sites.nesterov:
+                update = sites.lr * (g / (1 + gap) + sites.momentum * self.momentum[name])
+            self.outer[name] = self.outer[name] - update
+            square += float(update.square().sum())
+        return math.sqrt(square)
 
     @torch.no_grad()
     def _apply(self, mean: Weights, keep: float) -> None:
@@ -114,9 +196,13 @@ class OracleSites:
                 self.momentum[name] = sites.momentum * self.momentum[name] + g
                 update = g + sites.momentum * self.momentum[name] if sites.nesterov else self.momentum[name]
                 self.outer[name] = self.outer[name] - sites.lr * update
-            for site in self.sites:
+            for number, site in enumerate(self.sites):
                 tensor = site.weights[name] if name in self.outer else site.router.biases[name]
-                tensor.copy_(keep * tensor + (1 - keep) * self.outer.get(name, g))
+                mixed = keep * tensor + (1 - keep) * self.outer.get(name, g)
+                if ".experts." in name and (is_frozen := self._is_frozen_on(number)):
+                    for expert in filter(is_frozen, range(len(mixed))):
+                        mixed[expert] = self.outer[name][expert]
+                tensor.copy_(mixed)
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:
