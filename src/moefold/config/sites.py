@@ -18,10 +18,12 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "precision": "fp4",
             }
         ),
+        "noloco": MappingProxyType({"topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False, "every": 50}),
     }
 )
 """Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100."""
+diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100.
+noloco: arXiv:2506.10911 and its code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +40,18 @@ class SitesConfig:
     secret: str = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco", "streaming"] = "mean"
+    method: Literal["mean", "diloco", "streaming", "noloco"] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512)."""
+    (arXiv:2501.18512). noloco: random pairs of sites, whose outer weights also pull each other (arXiv:2506.10911)."""
     every: int = 30
-    """Steps between two rounds, in which the sites exchange the differences of their weights since the last round."""
+    """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
+    may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
+    topology: Literal["all", "pairs"] = "all"
+    """Sites that exchange with each other in a round. all: every site of the round. pairs: random pairs, drawn from
+    run.seed and the number of the round; an odd site rests. The outer weights then differ between sites, and the round
+    after the last step takes the mean of all sites' weights."""
     first: int = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
@@ -68,6 +75,9 @@ class SitesConfig:
     """Nesterov momentum in the outer step; false: heavy-ball momentum."""
     quorum: int = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
+    grace_s: float = 0.0
+    """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
+    them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
     timeout_s: float = 60.0
     """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
 

@@ -8,7 +8,13 @@ In a round the sites exchange their differences D = phi - theta; with g, the wei
 
 With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual e (error feedback) adds what coding
 lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
-has rounds of its own (Streaming DiLoCo, arXiv:2501.18512). Every operation is element by element, so that shards of any
+has rounds of its own (Streaming DiLoCo, arXiv:2501.18512).
+
+In rounds of pairs (NoLoCo, arXiv:2506.10911, eq. 2 with the signs of its code), g is the mean of two sites, and the
+outer weights differ between sites: g + phi - mean(phi) takes the place of g. The last round takes the mean of theta of
+all sites.
+
+Every operation is element by element, so that shards of any
 mapping give the same result, but for the blocks of codes. Each parameter begins a block, so that ranks with the same
 shard of a parameter decode the same values whatever else they hold.
 """
@@ -161,6 +167,46 @@ class OuterOptimizer:
         return flat
 
     @torch.no_grad()
+    def outer_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the outer weights, placed as the differences of `difference`, on the host [num_coded]."""
+        flat = torch.zeros(self.num_coded(fragments), dtype=self.dtype)
+        first = 0
+        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
+            flat[first : first + weights.numel()].copy_(weights.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def local_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the weights theta and the buffers, placed as in `difference`, on the host."""
+        flat = self.difference(fragments)
+        first = 0
+        for name in self._names(fragments):
+            theta = local_tensor(self._parameters[name].data)
+            flat[first : first + theta.numel()].copy_(theta.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
+        """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
+
+        Args:
+            own: what `difference` returned for the round.
+            mean: the weighted mean of what `local_vector` returned on the sites.
+            fragments: the fragments of the round.
+        """
+        sums = [0.0] * 4
+        names = self._names(fragments)
+        own_parts = self._parts(names, own)
+        for name, (weights,), merged in self._split(names, ["weights"], mean):
+            self._add_norms(sums, name, weights, next(own_parts), weights - merged)
+            weights.copy_(merged)
+            local_tensor(self._parameters[name].data).copy_(merged)
+        self._set_buffers(mean, fragments, 0.0)
+        return OuterNorms(*sums)
+
+    @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
         """Set the residual to what the code of a round has lost, once the round is certain; local.
 
@@ -194,10 +240,7 @@ class OuterOptimizer:
         own_parts = self._parts(names, own)
         for name, (weights, *momentum), mean_g in self._split(names, ["weights", "momentum"], mean):
             theta = local_tensor(self._parameters[name].data)
-            own_d = next(own_parts)
-            if share := self._replicas.get(name, 1):
-                pairs = ((own_d, own_d), (mean_g, mean_g), (own_d, mean_g), (weights, weights))
-                sums = [total + _dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
+            self._add_norms(sums, name, weights, next(own_parts), mean_g)
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -208,11 +251,7 @@ class OuterOptimizer:
                 update = mean_g.add(momentum[0], alpha=settings.momentum) if settings.nesterov else momentum[0]
             weights.add_(update, alpha=-settings.lr)
             _mix(theta, weights, keep_local)
-        first = self.num_coded(fragments)
-        for _, buffer in self._buffers_of(fragments):
-            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
-            first += buffer.numel()
-            _mix(buffer, part, keep_local)
+        self._set_buffers(mean, fragments, keep_local)
         return OuterNorms(*sums)
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
@@ -313,6 +352,19 @@ class OuterOptimizer:
         """Return the states that are on the device between rounds."""
         return [tensor for tensor in self.entries().values() if not self._store.is_offloaded(tensor)]
 
+    def _add_norms(self, sums: list[float], name: str, weights: Tensor, own: Tensor, mean: Tensor) -> None:
+        """Add the part of a parameter to the sums of `OuterNorms`."""
+        if share := self._replicas.get(name, 1):
+            for index, (x, y) in enumerate(((own, own), (mean, mean), (own, mean), (weights, weights))):
+                sums[index] += _dot(x, y) / share
+
+    def _set_buffers(self, mean: Tensor, fragments: Sequence[int], keep_local: float) -> None:
+        first = self.num_coded(fragments)
+        for _, buffer in self._buffers_of(fragments):
+            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
+            first += buffer.numel()
+            _mix(buffer, part, keep_local)
+
     def _width(self, name: str) -> int:
         """Return the elements of a parameter in the vector of a round: whole blocks of the code."""
         return -(-local_tensor(self._parameters[name].data).numel() // self._block) * self._block
@@ -343,6 +395,19 @@ class OuterOptimizer:
         parts = self._parts(names, vector)
         for name, states in self._visit(names, kinds):
             yield name, states, next(parts)
+
+
+def add_pull(mean: Tensor, outer: Tensor) -> Tensor:
+    """Return what takes the place of the mean difference in a round of a pair: g + phi - mean(phi), then the buffers.
+
+    Args:
+        mean: mean of the pair's vectors: differences and buffers of `difference`, then outer weights of `outer_vector`.
+        outer: the outer weights of this site, as they were sent.
+    """
+    size = len(mean) - len(outer)
+    pulled = mean[:size].clone()
+    pulled[: len(outer)] += outer - mean[size:]
+    return pulled
 
 
 def _mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:

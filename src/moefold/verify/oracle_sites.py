@@ -1,17 +1,18 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105 and arXiv:2501.18512, for sites of
-equal batches.
+Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512 and arXiv:2506.10911
+(pairs), for sites of equal batches.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.launch.site_round import pair_members
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
@@ -25,8 +26,8 @@ class SitesState:
 
     weights: tuple[Weights, ...]
     """Weights and buffers of each site."""
-    outer: Weights
-    momentum: Weights
+    outer: tuple[Weights, ...]
+    momentum: tuple[Weights, ...]
     losses: tuple[float, ...]
     """Loss of each site."""
 
@@ -47,11 +48,14 @@ class OracleSites:
             Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
             for _ in range(cfg.sites.count)
         ]
-        self.outer = {name: p.clone() for name, p in initial.items()}
-        self.momentum = {name: torch.zeros_like(p) for name, p in initial.items()}
+        self.outer = [{name: p.clone() for name, p in initial.items()} for _ in self.sites]
+        self.momentum = [{name: torch.zeros_like(p) for name, p in initial.items()} for _ in self.sites]
         layers = cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
-        self._pending: tuple[int, Weights] | None = None
+        self._num_rounds = 0
+        self._last_round = [[0] * self._num_fragments for _ in self.sites]
+        """Step up to which a site's steps were counted in a round, by fragment."""
+        self._pending: tuple[int, list[Weights | None]] | None = None
         self._data = open_samples(cfg)
 
     def run(self, num_steps: int) -> list[SitesState]:
@@ -69,20 +73,22 @@ class OracleSites:
         if self._pending and (step == self._pending[0] or step == self.cfg.run.steps):
             self._apply(self._pending[1], sites.keep_local)
             self._pending = None
-        if step == self.cfg.run.steps:
-            self._apply(self._send(lambda name: True), 0.0)
+        if step == self.cfg.run.steps and sites.topology == "pairs":
+            self._merge(step)
+        elif step == self.cfg.run.steps:
+            self._apply(self._send(list(range(self._num_fragments)), step), 0.0)
         elif fragments := self._fragments(step):
-            mean = self._send(lambda name: self._fragment(name) in fragments)
+            means = self._send(fragments, step)
             if sites.overlap:
-                self._pending = (step + sites.overlap, mean)
+                self._pending = (step + sites.overlap, means)
             else:
-                self._apply(mean, 0.0)
+                self._apply(means, 0.0)
         weights = tuple(
             {name: w.detach().clone() for name, w in site.weights.items()}
             | {name: buffer.clone() for name, buffer in site.router.buffers().items()}
             for site in self.sites
         )
-        return SitesState(weights, _copies(self.outer), _copies(self.momentum), tuple(losses))
+        return SitesState(weights, tuple(map(_copies, self.outer)), tuple(map(_copies, self.momentum)), tuple(losses))
 
     def _fragment(self, name: str) -> int:
         parts = name.split(".")
@@ -94,29 +100,73 @@ class OracleSites:
             return []
         return [p for p in range(self._num_fragments) if (step - p * every // self._num_fragments) % every == 0]
 
-    @torch.no_grad()
-    def _send(self, is_sent: Callable[[str], bool]) -> Weights:
-        """Return the mean difference of each weight, and the mean of each buffer, that is sent."""
-        mean = {}
-        for name, phi in self.outer.items():
-            if is_sent(name):
-                mean[name] = sum((phi - site.weights[name]) / len(self.sites) for site in self.sites) + 0 * phi
-        for name in self.sites[0].router.biases:
-            if is_sent(name):
-                mean[name] = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
-        return mean
+    def _shares(self, members: Sequence[int], fragments: Sequence[int], step: int) -> dict[int, float]:
+        """Return the share of each member: its steps since its last round."""
+        steps = {site: step - min(self._last_round[site][fragment] for fragment in fragments) for site in members}
+        for site in members:
+            for fragment in fragments:
+                self._last_round[site][fragment] = step
+        return {site: steps[site] / sum(steps.values()) for site in members}
+
+    def _buffer(self, site: int, name: str) -> Tensor:
+        return self.sites[site].router.biases[name]
 
     @torch.no_grad()
-    def _apply(self, mean: Weights, keep: float) -> None:
+    def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
+        """Return for each site the mean difference of each weight, and the mean of each buffer; None: it rests.
+
+        In pairs, the distance of the outer weights to their mean is added.
+        """
+        self._num_rounds += 1
+        everyone = tuple(range(len(self.sites)))
+        in_pairs = self.cfg.sites.topology == "pairs"
+        groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if in_pairs else [everyone]
+        means: list[Weights | None] = [None] * len(self.sites)
+        for group in groups:
+            shares = self._shares(group, fragments, step)
+            buffers = {
+                name: torch.stack([share * self._buffer(j, name).double() for j, share in shares.items()]).sum(0)
+                for name in self.sites[0].router.biases
+                if self._fragment(name) in fragments
+            }
+            for site in group:
+                mean = dict(buffers)
+                for name in (name for name in self.outer[site] if self._fragment(name) in fragments):
+                    g = torch.zeros_like(self.outer[site][name])
+                    for j, share in shares.items():
+                        g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
+                        if in_pairs:
+                            g = g + share * (self.outer[site][name] - self.outer[j][name])
+                    mean[name] = g
+                means[site] = mean
+        return means
+
+    @torch.no_grad()
+    def _apply(self, means: list[Weights | None], keep: float) -> None:
         sites = self.cfg.sites
-        for name, g in mean.items():
-            if name in self.outer:
-                self.momentum[name] = sites.momentum * self.momentum[name] + g
-                update = g + sites.momentum * self.momentum[name] if sites.nesterov else self.momentum[name]
-                self.outer[name] = self.outer[name] - sites.lr * update
-            for site in self.sites:
-                tensor = site.weights[name] if name in self.outer else site.router.biases[name]
-                tensor.copy_(keep * tensor + (1 - keep) * self.outer.get(name, g))
+        for number, (site, mean) in enumerate(zip(self.sites, means, strict=True)):
+            outer = self.outer[number]
+            momentum = self.momentum[number]
+            for name, g in ({} if mean is None else mean).items():
+                if name in outer:
+                    momentum[name] = sites.momentum * momentum[name] + g
+                    update = g + sites.momentum * momentum[name] if sites.nesterov else momentum[name]
+                    outer[name] = outer[name] - sites.lr * update
+                tensor = site.weights[name] if name in outer else self._buffer(number, name)
+                tensor.copy_(keep * tensor + (1 - keep) * outer.get(name, g))
+
+    @torch.no_grad()
+    def _merge(self, step: int) -> None:
+        """Set all sites to the mean of their weights and buffers."""
+        shares = self._shares(range(len(self.sites)), list(range(self._num_fragments)), step)
+        for name in [*self.outer[0], *self.sites[0].router.biases]:
+            is_weight = name in self.outer[0]
+            tensors = [site.weights[name] if is_weight else site.router.biases[name] for site in self.sites]
+            mean = torch.stack([shares[j] * tensor.double() for j, tensor in enumerate(tensors)]).sum(0)
+            for number, tensor in enumerate(tensors):
+                tensor.copy_(mean)
+                if is_weight:
+                    self.outer[number][name] = mean.clone()
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import named_moments
-from moefold.optim.outer import OuterOptimizer, PendingRound
+from moefold.optim.outer import OuterOptimizer, PendingRound, add_pull
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.replica_check import TensorHasher
-from moefold.topology.fragments import fragments_due
+from moefold.topology.fragments import fragments_due, rounds_until, step_of_round
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
@@ -40,12 +40,16 @@ class _Flight:
 
     step: int
     due: int
+    tokens: int
+    """Tokens of this site up to the step."""
     fragments: tuple[int, ...]
     own: Tensor
     members: tuple[int, ...]
-    exchange: "Future[Exchanged] | None"
-    """None in a round of one site."""
+    exchange: "Future[Exchanged] | Exchanged"
+    """The result, in a round of one site."""
     began_s: float
+    outer: Tensor | None = None
+    """Outer weights that were sent in a round of a pair."""
 
 
 class SiteRounds(Callback):
@@ -75,7 +79,7 @@ class SiteRounds(Callback):
         outer = _outer_of(run)
         frozen = [p.data for p in run.training.parameters.values() if not p.requires_grad]
         self._meeting = SiteMeeting(self._cfg, run.groups.rank, self._digest(run, frozen) if frozen else None)
-        hello = {"step": run.position.step, "version": outer.num_rounds}
+        hello = self._position(run.position.step, outer)
         digest = self._digest(run, list(outer.weights.values()))
         # A pending round is counted, and not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
@@ -83,7 +87,7 @@ class SiteRounds(Callback):
         if found == "stopped":
             return
         # The round after the present step is still to come.
-        self._meeting.connect(lambda: {"step": run.position.step - 1, "version": outer.num_rounds})
+        self._meeting.connect(lambda: self._position(run.position.step - 1, outer))
         if found == "missed":
             self._join(run)
 
@@ -110,6 +114,11 @@ class SiteRounds(Callback):
             step.sites = self._apply(run, 0.0)
             self._give(run)
 
+    def on_rollback(self, run: TrainingContext) -> None:
+        """Forget the round under way, whose differences are of weights that are no more; in runs of one site."""
+        self._flight = None
+        self._record = {}
+
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Leave the meeting point."""
         if self._meeting is not None:
@@ -119,6 +128,10 @@ class SiteRounds(Callback):
         """Close the connections, by which the meeting point knows that the site is gone."""
         if self._meeting is not None:
             self._meeting.close()
+
+    def _position(self, step: int, outer: OuterOptimizer) -> Message:
+        """Return where this site is after a step, for the meeting point."""
+        return {"step": step, "round": rounds_until(self._cfg, step), "version": outer.num_rounds}
 
     def _poll(self, run: TrainingContext, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites; collective."""
@@ -145,7 +158,7 @@ class SiteRounds(Callback):
         if answer is None:
             return
         run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
-        header = torch.tensor(_header(run))
+        header = torch.zeros(4, dtype=torch.int64)
         failure = ""
         try:
             self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
@@ -159,7 +172,8 @@ class SiteRounds(Callback):
         before = run.position.step
         _adopt(run, header)
         if run.log is not None:
-            run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
+            taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
+            run.log.message(f"after step {before}: {taken} {run.position.step}")
 
     def _give(self, run: TrainingContext) -> None:
         """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
@@ -167,7 +181,7 @@ class SiteRounds(Callback):
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(_header(run)), *_state_tensors(run)]
+        tensors = [torch.tensor(_header(run, order["round"])), *_state_tensors(run)]
         try:
             self._meeting.links.send_state(order["gift"], tensors)
             text = f"gave its state to site {order['to']}"
@@ -190,17 +204,18 @@ class SiteRounds(Callback):
         is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
         if self._meeting is None:
             if is_finite:
-                self._flight = _Flight(step, step + overlap, fragments, own, (0,), None, began_s)
+                alone = Exchanged(own, own, 0, 0.0)
+                self._flight = _Flight(step, step + overlap, run.position.tokens, fragments, own, (0,), alone, began_s)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
-        question = {
+        in_pairs = self._sites.topology == "pairs"
+        question = self._position(step, outer) | {
             "do": "round",
-            "step": step,
-            "version": outer.num_rounds,
             "tokens": run.position.tokens - min(outer.tokens[fragment] for fragment in fragments),
             "finite": is_finite,
-            "digest": self._digest(run, list(outer.weights.values())),
+            # The outer weights of pairs differ.
+            "digest": 0 if in_pairs else self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
             "last": step == self._cfg.run.steps,
         }
@@ -209,19 +224,35 @@ class SiteRounds(Callback):
             return False
         self._meeting.raise_if_refused(answer)
         self._gift = answer.get("give")
+        if "rests" in answer:
+            # An odd site of random pairs: its difference goes on growing.
+            self._record["members"] = 1
+            return True
         if "members" not in answer:
             self._skip(run, step, str(answer.get("skip") or answer.get("unreachable")))
             return True
         if answer["nonfinite"] and run.log is not None:
             run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
         members = tuple(answer["members"])
-        exchange = None
+        sent = own
+        num_coded = outer.num_coded(fragments)
+        phi = None
+        if self._is_merge(step):
+            sent = outer.local_vector(fragments)
+            num_coded = 0
+        elif in_pairs:
+            phi = outer.outer_vector(fragments)
+            sent = torch.cat([own, phi])
+        exchange: Future[Exchanged] | Exchanged = Exchanged(sent, sent, 0, 0.0)
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            code = make_wire_code(self._sites.precision, own.dtype)
-            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), code)
-        self._flight = _Flight(step, step + overlap, fragments, own, members, exchange, began_s)
+            exchange = self._meeting.links.begin(
+                round_, sent, num_coded, make_wire_code(self._sites.precision, own.dtype)
+            )
+        self._flight = _Flight(
+            step, step + overlap, run.position.tokens, fragments, own, members, exchange, began_s, phi
+        )
         return True
 
     def _decide(self, run: TrainingContext) -> None:
@@ -235,7 +266,8 @@ class SiteRounds(Callback):
         outer = _outer_of(run)
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
-            vote = self._meeting.ask({"do": "vote", "step": flight.step, "ok": not failures})
+            index = rounds_until(self._cfg, flight.step)
+            vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
@@ -245,10 +277,11 @@ class SiteRounds(Callback):
         assert exchanged is not None
         outer.num_rounds += 1
         for fragment in flight.fragments:
-            outer.tokens[fragment] = run.position.tokens
-        if outer.residual:
-            outer.keep_residual(flight.fragments, flight.own, exchanged.decoded)
-        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
+            outer.tokens[fragment] = flight.tokens
+        if outer.residual and not self._is_merge(flight.step):
+            outer.keep_residual(flight.fragments, flight.own, exchanged.decoded[: len(flight.own)])
+        mean = exchanged.mean if flight.outer is None else add_pull(exchanged.mean, flight.outer)
+        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean)
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -263,13 +296,20 @@ class SiteRounds(Callback):
         pending, outer.pending = outer.pending, None
         if pending is not None:
             reshard_parameters(run.training.model.stages)
-            norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
+            if self._is_merge(pending.step):
+                norms = outer.merge(pending.own, pending.mean, pending.fragments)
+            else:
+                norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
             difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
             self._record |= {
                 "difference": (difference / weights) ** 0.5 if weights else 0.0,
                 "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
             }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _is_merge(self, step: int) -> bool:
+        """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
+        return self._sites.topology == "pairs" and step == self._cfg.run.steps
 
     def _skip(self, run: TrainingContext, step: int, why: str) -> None:
         self._num_skipped += 1
@@ -286,8 +326,8 @@ class SiteRounds(Callback):
 
 def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
-    if flight.exchange is None:
-        return Exchanged(flight.own, flight.own, 0, 0.0), ""
+    if isinstance(flight.exchange, Exchanged):
+        return flight.exchange, ""
     try:
         while True:
             try:
@@ -310,12 +350,14 @@ def describe_wait(answer: Message, address: str) -> str:
     if "unreachable" in answer:
         return f"waiting for `moefold meet`: {answer['unreachable']}"
     awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
-    return f"waiting for {awaited} at {address}"
+    refused = "".join(f"; site {n} cannot take part: {why}" for n, why in answer.get("refused_sites", {}).items())
+    return f"waiting for {awaited} at {address}{refused}"
 
 
-def _header(run: TrainingContext) -> list[int]:
-    """Return the numbers of the state that a site gives: step, rounds, and updates of the moments."""
-    return [run.position.step, _outer_of(run).num_rounds, run.training.moment_updates]
+def _header(run: TrainingContext, index: int) -> list[int]:
+    """Return the numbers of the state that a site gives: round, steps since, rounds applied, updates of the moments."""
+    since = run.position.step - step_of_round(run.cfg, index)
+    return [index, since, _outer_of(run).num_rounds, run.training.moment_updates]
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
@@ -328,12 +370,17 @@ def _state_tensors(run: TrainingContext) -> list[Tensor]:
 
 
 def _adopt(run: TrainingContext, header: Tensor) -> None:
-    """Go on from a received state: the weights become the outer weights."""
-    step, num_rounds, moment_updates = header.tolist()
+    """Go on from a received state: the weights become the outer weights.
+
+    The step is that of this site, which may take more or fewer of them between two rounds.
+    """
+    index, since, num_rounds, moment_updates = header.tolist()
     reshard_parameters(run.training.model.stages)
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
-    run.position.step = step
+    step = step_of_round(run.cfg, index) + min(since, run.cfg.sites.overlap)
+    # The last step ends with a round, in which this site takes part.
+    run.position.step = min(step, run.cfg.run.steps - 1)
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
