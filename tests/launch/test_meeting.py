@@ -231,6 +231,17 @@ def test_store_gives_a_value_once_it_is_there():
     assert point.ask(question, 1) == {"value": "dGVzdA=="}
 
 
+def test_wait_for_the_address_of_a_site_ends_when_it_leaves():
+    point = Point(3)
+    point.all_here(3)
+    for site in range(3):
+        point.round(site, 1)
+    question = {"do": "get", "key": f"{point.again(0, 1)['epoch']}/0/x", "timeout_s": 60.0}
+    assert point.ask(question, 1) is None
+    point.meeting.close_connection(2)
+    assert point.ask(question, 1) == {"over": True}
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,18 @@ from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunC
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
+from moefold.launch.meeting import describe_sites
+from moefold.launch.signed_lines import Message
+from moefold.launch.site_round import pair_members
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.sites import describe_wait
 from moefold.train.signals import StopSignals
-from moefold.train.site_meeting import equal_settings
+from moefold.train.site_meeting import ROUNDS_SETTING, equal_settings
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from moefold.verify.compare import oracle_batch
+from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle_sites import OracleSites
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
@@ -173,7 +179,8 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         prefix = "outer." if cfg.sites.topology == "all" else "outer.weights."
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), prefix) == []
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
-        assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
+        if cfg.sites.topology == "all" or count % 2 == 0:
+            assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
@@ -207,7 +214,8 @@ def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
     with Server().running() as server:
         settings = equal_settings(of_site(cfg, 0, server.port)) | {"the hash of the frozen weights": 1}
         first = MeetConnection("127.0.0.1", server.port, b"", 10.0)
-        hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "version": 0}
+        hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "round": 0}
+        hello["version"] = 0
         assert "missing" in first.ask(hello)
         with pytest.raises(WorkerError, match="the hash of the frozen weights=[0-9]+ must be that of site 0, 1"):
             pool.run(1, train, of_site(cfg, 1, server.port), timeout_s=60.0)
@@ -235,16 +243,30 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
+CODED_PAIRS = CODED | {"topology": "pairs"}
+
+
 @pytest.mark.parametrize(
-    ("last", "mapping"),
-    [(2, {}), *slow([(3, {"world_size": 2, "tp": 2}), (4, {"world_size": 2, "pp": 2}), (4, {})])],
+    ("last", "mapping", "sites"),
+    [
+        (2, {}, CODED_PAIRS),
+        *slow(
+            [
+                (2, {}, CODED),
+                (3, {"world_size": 2, "tp": 2}, CODED),
+                (4, {"world_size": 2, "pp": 2}, CODED),
+                (4, {}, CODED),
+                (4, {"world_size": 2, "tp": 2}, CODED_PAIRS),
+            ]
+        ),
+    ],
 )
-def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
+def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping, sites):
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
 
     Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
     """
-    whole = recipe(tmp_path / "whole", 5, CODED, **mapping)
+    whole = recipe(tmp_path / "whole", 5, sites, **mapping)
     whole = replace(whole, faults=replace(whole.faults, replica_check_every=1))
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
@@ -320,13 +342,124 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     assert differing_tensors(*paths, "model.") != []
 
 
-def train_and_come_back(cfg: Config, go: Path) -> str:
-    """Train; site 2 fails after step 3, and starts again once the others wait for that after step 6."""
+@pytest.mark.slow
+def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(pool, tmp_path):
+    cfg = recipe(tmp_path, 8, NOLOCO | {"every": 3, "overlap": 1})
+    with Server().running() as server:
+        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(4)], train_and_fail, 3)
+    assert ends == [["done"], ["done"], ["lost"], ["done"]]
+    (pair,) = (pair for pair in pair_members(cfg.run.seed, 1, range(4)) if 2 in pair)
+    assert any(line.startswith(f"round 1 of {describe_sites(pair)} is not applied") for line in server.log)
+    members = {}
+    for number in (0, 1, 3):
+        rounds = [record["sites"]["members"] for record in records(tmp_path / f"site-{number}") if record["sites"]]
+        assert rounds[0] == (0 if number in pair else 2)
+        members[number] = rounds[1]
+        assert rounds[2] == 3
+        assert differing_tensors(*(checkpoint(tmp_path / f"site-{n}", 8) for n in (0, number)), "model.") == []
+    # Of the three sites that are left, two exchange in the second round, and one rests.
+    assert sorted(members.values()) == [1, 2, 2]
+
+
+def train_and_be_late(cfg: Config, go: Path) -> None:
+    """Train; site 2 waits after step 3 until the others have gone on without it."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    late = [Waiting(3, go)] if cfg.sites.number == 2 else []
+    Trainer(cfg, groups, callbacks=late).run(StopSignals())
+
+
+@pytest.mark.slow
+def test_late_site_of_pairs_is_left_out_of_a_round_and_takes_part_in_the_next(pool, tmp_path):
+    cfg = recipe(tmp_path, 6, NOLOCO | {"count": 3, "grace_s": 0.5})
+    go = tmp_path / "go"
+    with Server().running() as server:
+        # The last round waits for all sites.
+        server.watch(lambda line: line == "round 2: sites 0, 1; site 2 did not come within 0.5 s", go)
+        run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_be_late, go)
+    rounds = {record["step"]: record["sites"] for record in records(tmp_path / "site-2") if record["sites"]}
+    assert rounds[4]["skipped"] == "it came after round 2 was over"
+    assert rounds[6]["members"] == 3
+    for number in (1, 2):
+        paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, number)]
+        assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.weights.") == []
+
+
+@pytest.mark.slow
+def test_slow_site_takes_fewer_steps_between_the_rounds(pool, tmp_path):
+    """Sites of 4 and 2 steps with two rounds: each counts for the tokens that it has trained on."""
+    cfg = recipe(tmp_path, 4, DILOCO)
+    slow_cfg = replace(cfg, run=replace(cfg.run, steps=2), sites=replace(cfg.sites, every=1))
+    with Server().running() as server:
+        run_sites(pool, [of_site(cfg, 0, server.port), of_site(slow_cfg, 1, server.port)], train)
+    oracle = OracleSites(without_mapping(cfg))
+    phi = {name: p.clone() for name, p in oracle.outer[0].items()}
+    momentum = {name: torch.zeros_like(p) for name, p in phi.items()}
+    data = open_samples(cfg).train
+    shares = (2 / 3, 1 / 3)
+    for round_ in range(2):
+        for number, (site, steps) in enumerate(zip(oracle.sites, (2, 1), strict=True)):
+            for step in range(round_ * steps, (round_ + 1) * steps):
+                site.step(
+                    oracle_batch(data, without_mapping(cfg), [number + 2 * i for i in range(4 * step, 4 * step + 4)])
+                )
+        with torch.no_grad():
+            for name in phi:
+                g = sum(
+                    share * (phi[name] - site.weights[name]) for share, site in zip(shares, oracle.sites, strict=True)
+                )
+                momentum[name] = 0.9 * momentum[name] + g
+                phi[name] = phi[name] - 0.7 * (g + 0.9 * momentum[name])
+            for site in oracle.sites:
+                for name, value in phi.items():
+                    site.weights[name].copy_(value)
+            for name, bias in oracle.sites[0].router.biases.items():
+                of_sites = [site.router.biases[name] for site in oracle.sites]
+                mean = sum(share * one.double() for share, one in zip(shares, of_sites, strict=True)) + 0 * bias
+                for one in of_sites:
+                    one.copy_(mean)
+    biases = oracle.sites[0].router.biases
+    for number, last in ((0, 4), (1, 2)):
+        path = checkpoint(tmp_path / f"site-{number}", last)
+        assert largest_error(tensors(path, "outer.weights."), phi) <= TOLERANCE
+        assert largest_error(tensors(path, "outer.momentum."), momentum) <= TOLERANCE
+        stored = tensors(path, "model.")
+        assert largest_error({name: stored[name] for name in biases}, biases) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_sites_with_other_numbers_of_rounds_are_refused(pool, tmp_path):
+    """The site that waits is told why, and ends if the other one does not come back."""
+    cfg = recipe(tmp_path, 4, DILOCO)
+    with Server().running() as server:
+        first = of_site(cfg, 0, server.port, timeout_s=1.0)
+        other = replace(first, sites=replace(first.sites, every=1, number=1))
+        refused = MeetConnection("127.0.0.1", server.port, b"", 10.0)
+        hello = {"do": "hello", "site": 1, "host": "other", "settings": equal_settings(other)}
+
+        def come_late() -> Message:
+            deadline = time.monotonic() + 60
+            while not any(line.startswith("site 0 on") for line in server.log):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            return refused.ask(hello | {"step": 0, "round": 0, "version": 0})
+
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(come_late)
+            with pytest.raises(
+                WorkerError, match="site 1 cannot take part in the run, and did not come back within 1 s"
+            ):
+                pool.run(1, train, first, timeout_s=60.0)
+        refused.close()
+    assert f"{ROUNDS_SETTING}=[4, 0] must be that of site 0, [2, 0]" in answer.result()["refused"]
+
+
+def train_and_come_back(cfg: Config, go: Path, at: int) -> str:
+    """Train; site 2 fails after step `at`, and starts again once the others wait for that after step 6."""
     if cfg.sites.number < 2:
         groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
         Trainer(cfg, groups, callbacks=[Waiting(6, go)]).run(StopSignals())
         return "done"
-    assert train_and_fail(cfg, 3) == "lost"
+    assert train_and_fail(cfg, at) == "lost"
     wait_for(go.with_name("site-0 waits"))
     wait_for(go.with_name("site-1 waits"))
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -353,40 +486,56 @@ class Waiting(Callback):
 
 
 @pytest.mark.parametrize(
-    ("sites", "mapping"),
+    ("sites", "mapping", "every"),
     [
-        (DILOCO, {}),
+        (DILOCO, {}, 2),
         *slow(
             [
-                (CODED | {"every": 2, "fragment_layers": 0}, {}),
-                (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}),
+                (CODED | {"every": 2, "fragment_layers": 0}, {}, 2),
+                (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}, 2),
+                (DILOCO, {}, 1),
             ]
         ),
     ],
 )
-def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
+def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping, every):
+    """The others take 2 steps between rounds; the lost site may take fewer."""
     cfg = recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping)
     go = tmp_path / "go"
+    at = 3 if every == 2 else 1
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(3)]
-        server.watch(lambda line: line.startswith("site 2 on ") and "is here, at step 3" in line, go)
-        ends = run_sites(pool, jobs, train_and_come_back, go)
+        if every == 1:
+            job = jobs[2]
+            jobs[2] = replace(
+                job,
+                run=replace(job.run, steps=5),
+                sites=replace(job.sites, every=1),
+                checkpoint=replace(job.checkpoint, every=1),
+            )
+        server.watch(lambda line: line.startswith("site 2 on ") and f"is here, at step {at}" in line, go)
+        ends = run_sites(pool, jobs, train_and_come_back, go, at)
     assert [end[0] for end in ends] == ["done", "done", "back"]
     rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
     assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3]
     assert any("site 2 takes the state of site 0 after round 4" in line for line in server.log)
     steps = [record["step"] for record in records(tmp_path / "site-2")]
-    taken = 8 + cfg.sites.overlap
-    assert steps == [1, 2, 3, *range(taken + 1, 11)]
+    taken = 4 * every + cfg.sites.overlap
+    last = jobs[2].run.steps
+    assert steps == [*range(1, at + 1), *range(taken + 1, last + 1)]
     for number in (1, 2):
-        paths = [checkpoint(tmp_path / f"site-{n}", 10) for n in (0, number)]
+        paths = [checkpoint(tmp_path / f"site-{n}", jobs[n].run.steps) for n in (0, number)]
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
-    assert read_meta(checkpoint(tmp_path / "site-2", 10)).sites["rounds"] == 5
+    assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == 5
 
 
 def test_the_log_says_for_what_a_site_waits():
     assert describe_wait({"missing": [1]}, "host:1") == "waiting for site 1 at host:1"
+    refused = {"missing": [1], "refused_sites": {"1": "run.seed=1 must be that of site 0, 0"}}
+    assert describe_wait(refused, "host:1").endswith(
+        "site 1 at host:1; site 1 cannot take part: run.seed=1 must be that of site 0, 0"
+    )
     assert describe_wait({"wait": True}, "host:1") == "waiting for the state of another site at host:1"
     reason = "the meeting point host:1 did not answer (Connection refused)"
     assert describe_wait({"unreachable": reason}, "host:1") == f"waiting for `moefold meet`: {reason}"

@@ -134,9 +134,11 @@ class Meeting:
                 return self._answer_vote(self._own(message, connection), _int(message, "round"))
             case "get":
                 value = self._store.get(message["key"])
-                if value is None and waited_s < _seconds(message):
-                    return None
-                return {} if value is None else {"value": value}
+                if value is not None:
+                    return {"value": value}
+                if self._is_over(message["key"].partition("/")[0]):
+                    return {"over": True}
+                return None if waited_s < _seconds(message) else {}
         return {}
 
     def close_connection(self, connection: int) -> None:
@@ -439,6 +441,11 @@ class Meeting:
         kept = {*self._epochs.values(), *self._gifts.values()}
         self._store = {key: value for key, value in self._store.items() if key.partition("/")[0] in kept}
         self._store_bytes = sum(len(key) + len(value) for key, value in self._store.items())
+
+    def _is_over(self, name: str) -> bool:
+        """Return whether a connection or a transfer of this meeting point has ended, as a site of it left."""
+        is_own = name.startswith((f"{self._name}-", f"gift-{self._name}-"))
+        return is_own and name not in self._epochs.values() and name not in self._gifts.values()
 
     def _enter_vote(self, message: Message, connection: int) -> None:
         number = self._own(message, connection)
