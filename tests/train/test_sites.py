@@ -4,7 +4,7 @@ import json
 import signal
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from moefold.launch.signed_lines import Message
 from moefold.launch.site_round import pair_members
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.sites import describe_wait
+from moefold.train.callbacks.sites import SiteRounds, describe_wait
 from moefold.train.signals import StopSignals
 from moefold.train.site_meeting import ROUNDS_SETTING, equal_settings
 from moefold.train.trainer import Trainer
@@ -342,11 +342,33 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     assert differing_tensors(*paths, "model.") != []
 
 
+def train_and_fail_before_the_vote(cfg: Config) -> str:
+    """Train; site 2 raises while its first exchange is done and not voted on."""
+    trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
+
+    class FailingInARound(Callback):
+        def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+            rounds = trainer._callbacks[0]
+            assert isinstance(rounds, SiteRounds)
+            if cfg.sites.number == 2 and rounds._flight is not None:
+                assert isinstance(rounds._flight.exchange, Future)
+                rounds._flight.exchange.result(60)
+                raise ArithmeticError
+
+    trainer._further_callbacks = (FailingInARound(),)
+    try:
+        trainer.run(StopSignals())
+    except ArithmeticError:
+        return "lost"
+    return "done"
+
+
 @pytest.mark.slow
 def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(pool, tmp_path):
     cfg = recipe(tmp_path, 8, NOLOCO | {"every": 3, "overlap": 1})
     with Server().running() as server:
-        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(4)], train_and_fail, 3)
+        jobs = [of_site(cfg, n, server.port) for n in range(4)]
+        ends = run_sites(pool, jobs, train_and_fail_before_the_vote)
     assert ends == [["done"], ["done"], ["lost"], ["done"]]
     (pair,) = (pair for pair in pair_members(cfg.run.seed, 1, range(4)) if 2 in pair)
     assert any(line.startswith(f"round 1 of {describe_sites(pair)} is not applied") for line in server.log)
