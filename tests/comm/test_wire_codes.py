@@ -25,7 +25,7 @@ def test_size_and_type_are_those_of_the_formula(name, numel):
     x = vector(numel)
     code = make_wire_code(name, torch.float32)
     coded = code.encode(x)
-    assert (coded.dtype, len(coded)) == (torch.uint8, code.num_bytes(numel))
+    assert (coded.dtype, len(coded)) == (torch.uint8, code.format.num_bytes(numel))
     assert code.decode(coded, x).shape == x.shape
     bits = {"float32": 32, "bfloat16": 16, "int8": 8, "fp4": 4}[name]
     scales = 4 * math.ceil(numel / BLOCK) if bits < 16 else 0

@@ -22,6 +22,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
+from moefold.cost.site_traffic import difference_itemsize, site_traffic, wire_format
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
@@ -122,6 +123,21 @@ def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     )
 
 
+def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
+    """The bytes that the planner counts for a round of a fragment, or of all fragments (-1).
+
+    The last round of sites that met in pairs is one of all sites, which send their weights.
+    """
+    in_pairs = cfg.sites.topology == "pairs"
+    if in_pairs and is_last:
+        cfg = replace(cfg, sites=replace(cfg.sites, topology="all", precision="float32"))
+        in_pairs = False
+    traffic = site_traffic(cfg)
+    code = wire_format(cfg.sites.precision, difference_itemsize(cfg))
+    chosen = traffic if fragment < 0 else [traffic[fragment]]
+    return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
+
+
 STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
 NOLOCO = {"count": 4, "every": 2, "topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -181,6 +197,12 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
         if cfg.sites.topology == "all" or count % 2 == 0:
             assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
+        exchanged = [
+            record["sites"] for record in records(run_dir) if record["sites"] and record["sites"]["members"] > 1
+        ]
+        assert [round_["sent_bytes"] for round_ in exchanged] == [
+            planned_bytes(cfg, round_["fragment"], is_last=round_["members"] == count) for round_ in exchanged
+        ]
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
@@ -202,6 +224,7 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
     expected = OracleSites(without_mapping(cfg)).run(4)
     for number, step in ((0, 2), (1, 3), (1, 4)):
         path = checkpoint(tmp_path / f"site-{number}", step)
+        assert records(tmp_path / f"site-{number}")[-1]["sites"]["sent_bytes"] == planned_bytes(cfg, -1)
         state = expected[step - 1]
         for prefix, weights in (("model.", state.weights[number]), ("outer.weights.", state.outer[number])):
             adapters = {name: value for name, value in weights.items() if is_adapter(name)}
@@ -278,6 +301,8 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping, sites):
         assert state.get("pending.due") == (None if last % 2 else last + 1)
         run_sites(pool, jobs, train)
     for number in (0, 1):
+        sent = records(tmp_path / "whole" / f"site-{number}")[-1]["sites"]["sent_bytes"]
+        assert sent == planned_bytes(whole, -1)
         paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
         resumed = tensors(paths[1], "")
         assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]

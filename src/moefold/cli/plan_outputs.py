@@ -22,7 +22,10 @@ from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import check_timeline_file, write_timeline
+from moefold.planner.simulator.round_export import site_chart, write_rounds
 from moefold.planner.simulator.simulate import Noise, simulate_mapping
+from moefold.planner.simulator.site_rounds import simulate_site
+from moefold.planner.sites import with_site_settings
 from moefold.terminal import print_escaped, printable
 from moefold.topology.dispatchers import DISPATCHERS
 
@@ -140,7 +143,11 @@ def _noise(cfg: Config, args: argparse.Namespace) -> Noise:
 
 
 def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
-    write_timeline(simulate_mapping(planner.cost_model_for(best), best.mapping, noise), path)
+    step = simulate_mapping(planner.cost_model_for(best), best.mapping, noise)
+    if planner.site_plan is None:
+        write_timeline(step, path)
+    else:
+        write_rounds(site_chart(simulate_site(planner.site_plan.cost, planner.site_plan.chosen)), step, path)
     print_escaped(f"wrote {path}", file=sys.stderr)
 
 
@@ -152,9 +159,11 @@ def _trainable_config(
 
     cfg = planner.config_for(best)
     cfg = replace(cfg, run=replace(cfg.run, device="auto"))
-    if args.model.endswith(".toml"):
-        return cfg, {}
-    return with_run_defaults(cfg, planner.request.model_spec.name), PLACEHOLDER_COMMENTS
+    comments = {}
+    if not args.model.endswith(".toml"):
+        cfg = with_run_defaults(cfg, planner.request.model_spec.name)
+        comments = PLACEHOLDER_COMMENTS
+    return (cfg if planner.site_plan is None else with_site_settings(cfg, planner.site_plan)), comments
 
 
 def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
@@ -281,7 +290,8 @@ def describe_margin(request: PlanRequest) -> str:
 def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:
     """Return the command to run next: train the written recipe, or write a recipe (else a report)."""
     if args.recipe is not None:
-        return f"moefold train {shlex.quote(str(args.recipe))}"
+        command = f"moefold train {shlex.quote(str(args.recipe))}"
+        return command if request.site_link is None else f"{command} sites.number=0 sites.meet=HOST:PORT"
     output = f"--recipe {RECIPE_PATH}" if can_write_recipe(request) else f"--report {REPORT_PATH}"
     words = [word for word in argv if word not in ("--wide", "--breakdown")]
     return f"moefold plan {shlex.join(words)} {output}"

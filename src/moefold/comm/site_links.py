@@ -18,9 +18,7 @@ from torch import Tensor
 
 from moefold.comm.torch_compat import gloo_group
 from moefold.comm.wire_codes import PlainCode, WireCode
-
-PART_ELEMENTS = 2**22
-"""Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
+from moefold.cost.site_traffic import PART_ELEMENTS
 
 
 class KeyValueStore(Protocol):

@@ -9,9 +9,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Elements with a common scale."""
-_SCALE_BYTES = 4
+from moefold.cost.site_traffic import BLOCK, SCALE_BYTES, WireFormat, wire_format
+
 _INT8_MAX = 127.0
 _FP4_MIN_EXPONENT = -6
 """Smallest magnitude of fp4, a power of two below the scale."""
@@ -20,12 +19,13 @@ _FP4_MIN_EXPONENT = -6
 class WireCode(ABC):
     """Code of a vector as bytes."""
 
-    block = 1
-    """Elements that are coded together; their code depends on no others."""
+    format: WireFormat
+    """Size of the code."""
 
-    @abstractmethod
-    def num_bytes(self, numel: int) -> int:
-        """Return the bytes of a coded vector."""
+    @property
+    def block(self) -> int:
+        """Elements that are coded together; their code depends on no others."""
+        return self.format.block
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
@@ -45,10 +45,7 @@ class PlainCode(WireCode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-
-    def num_bytes(self, numel: int) -> int:
-        """See base class."""
-        return numel * self.dtype.itemsize
+        self.format = WireFormat(8 * dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
         """See base class."""
@@ -61,13 +58,6 @@ class PlainCode(WireCode):
 
 class _BlockCode(WireCode):
     """Code with a scale for each block: the codes of the elements, then the scales."""
-
-    block = BLOCK
-    bits: int
-
-    def num_bytes(self, numel: int) -> int:
-        """See base class."""
-        return -(-numel * self.bits // 8) + _SCALE_BYTES * -(-numel // BLOCK)
 
     def encode(self, x: Tensor) -> Tensor:
         """See base class."""
@@ -83,7 +73,7 @@ class _BlockCode(WireCode):
     def decode(self, code: Tensor, like: Tensor) -> Tensor:
         """See base class."""
         num_scales = -(-len(like) // BLOCK)
-        codes, scales = code.split([len(code) - _SCALE_BYTES * num_scales, _SCALE_BYTES * num_scales])
+        codes, scales = code.split([len(code) - SCALE_BYTES * num_scales, SCALE_BYTES * num_scales])
         padded = torch.zeros(num_scales * BLOCK)
         padded[: len(like)] = self._decode(codes, len(like))
         return (
@@ -102,7 +92,7 @@ class _BlockCode(WireCode):
 class Int8Code(_BlockCode):
     """Integers of 8 bits, of a 127th of the scale each."""
 
-    bits = 8
+    format = wire_format("int8", 4)
 
     def _encode(self, ratios: Tensor) -> Tensor:
         return (ratios * _INT8_MAX).round().to(torch.int8).view(torch.uint8)
@@ -114,7 +104,7 @@ class Int8Code(_BlockCode):
 class Fp4Code(_BlockCode):
     """Sign and three bits of exponent (E3M0): 0, and the scale times 2**-6 to 1, rounded to the nearest."""
 
-    bits = 4
+    format = wire_format("fp4", 4)
 
     def _encode(self, ratios: Tensor) -> Tensor:
         mantissa, exponent = torch.frexp(ratios.abs())

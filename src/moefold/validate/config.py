@@ -30,6 +30,7 @@ from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
+from moefold.validate.spsa import SPSA_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -125,7 +126,7 @@ RANGES = (
     RangeRule("must be at least 0 (0: all keys)", lambda keys: keys >= 0, "model", "index_topk"),
     RangeRule(*_at_least(1), "model", "index_heads index_head_dim"),
     RangeRule("must be at least 0 (0: the indexers do not learn)", lambda c: c >= 0, "train", "indexer_loss"),
-    RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
+    RangeRule(*POSITIVE, "train", "lr eps mtp_loss spsa_eps spsa_max_gradient"),
     RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
     RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
@@ -262,6 +263,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *RL_RULES,
         *ROLLOUT_RULES,
         *SITES_RULES,
+        *SPSA_RULES,
     )
     training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))

@@ -90,20 +90,21 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_site_training(cfg: Config) -> Iterator[str]:
-    """Check settings that sites cannot take."""
-    sites = cfg.sites
-    if not sites.is_active:
-        return
-    p = cfg.parallel
-    if p.zero == 0 and p.world_size > 1:
+def validate_site_shards(cfg: Config) -> Iterator[str]:
+    """Check that no two data-parallel ranks hold the same weights."""
+    if cfg.sites.is_active and cfg.parallel.world_size > 1 and cfg.parallel.zero == 0:
         yield (
             "parallel.zero=0 holds all weights on every data-parallel rank, and each would send them to the other "
             "sites; choose parallel.zero=1"
         )
+
+
+def validate_site_training(cfg: Config) -> Iterator[str]:
+    """Check settings that sites cannot take."""
+    sites = cfg.sites
     if sites.count == 1:
         return
-    if p.elastic:
+    if cfg.parallel.elastic:
         yield (
             "parallel.elastic=true changes the shards of a site, which must be those of the other sites; set "
             "parallel.elastic=false"
@@ -131,7 +132,7 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         )
 
 
-SITES_RULES = (validate_site_number, validate_rounds, validate_site_training)
+SITES_RULES = (validate_site_number, validate_rounds, validate_site_shards, validate_site_training)
 
 UNUSED_SITES_KEYS = (
     UnusedKeyRule(

@@ -21,10 +21,10 @@ from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
+from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
 from moefold.optim.outer import OuterOptimizer, PendingRound, add_pull
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.parallel.replica_check import TensorHasher
 from moefold.topology.fragments import fragments_due, rounds_until, step_of_round
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import SIGNALS

@@ -1,0 +1,145 @@
+"""Bytes that a site sends in a round: formats of the codes, and the vectors of its ranks by fragment. Torch-free.
+
+Rank r of a site sends its shards of a fragment to rank r of each other site. A coded parameter takes whole blocks of
+the code, so the bytes of a site depend on its mapping only by the padding, and by the weights that tensor-parallel
+ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted here.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moefold.config.schema import Config
+from moefold.cost.adapter_spec import training_weights
+from moefold.cost.param_spec import DataParallelShards, ParamSpec
+from moefold.cost.shard_boxes import WeightSharding
+from moefold.cost.unit_memory import trained_names
+from moefold.topology.fragments import fragment_of, recipe_fragments
+
+BLOCK = 256
+"""Elements with a common scale."""
+SCALE_BYTES = 4
+PART_ELEMENTS = 2**22
+"""Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """Sizes of a code: bits of an element, and a scale for each block."""
+
+    bits: int
+    block: int = 1
+    """Elements that are coded together; a parameter takes whole blocks."""
+    scale_bytes: int = 0
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of a coded vector."""
+        return -(-numel * self.bits // 8) + self.scale_bytes * -(-numel // self.block)
+
+    def padded(self, numel: int) -> int:
+        """Return the elements that a parameter takes in a coded vector."""
+        return -(-numel // self.block) * self.block
+
+
+def wire_format(precision: str, itemsize: int) -> WireFormat:
+    """Return the format of `sites.precision`.
+
+    Args:
+        precision: float32 (the vector itself), bfloat16, int8 or fp4.
+        itemsize: bytes of an element of the vector.
+    """
+    match precision:
+        case "bfloat16":
+            return WireFormat(16)
+        case "int8":
+            return WireFormat(8, BLOCK, SCALE_BYTES)
+        case "fp4":
+            return WireFormat(4, BLOCK, SCALE_BYTES)
+    return WireFormat(8 * itemsize)
+
+
+def difference_itemsize(cfg: Config) -> int:
+    """Return the bytes of an element of the differences that sites exchange, before they are coded."""
+    return 8 if cfg.run.dtype == "float64" else 4
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentTraffic:
+    """Content of a round of one fragment: what all ranks of a site send to one other site."""
+
+    num_coded: int
+    """Elements that are sent as a code, whole blocks of each parameter on each rank."""
+    plain_bytes: int
+    """Bytes of the buffers, and in pairs of the outer weights, which are sent as they are."""
+    messages: int
+    """Messages of the rank with the most elements, one after the other."""
+
+    def num_bytes(self, code: WireFormat) -> int:
+        """Return the bytes in a format; the blocks must be those of the counted one."""
+        return code.num_bytes(self.num_coded) + self.plain_bytes
+
+
+def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTraffic, ...]:
+    """Return what a site sends to one other site, by fragment.
+
+    Args:
+        cfg: a recipe with sites under a mapping that `check_config` passed.
+        precision: another `sites.precision` than the recipe's; None: the recipe's.
+    """
+    code = wire_format(precision or cfg.sites.precision, difference_itemsize(cfg))
+    count = recipe_fragments(cfg)
+    coded = [0] * count
+    plain = [0] * count
+    # By fragment and pipeline rank, of the first of its ranks, which has the most.
+    largest = Counter[tuple[int, int]]()
+    has_plain = set[tuple[int, int]]()
+    sharding = WeightSharding.from_config(cfg, for_training=True)
+    stage_ranks = cfg.parallel.world_size // cfg.parallel.pp
+    for weight in _trained_weights(cfg):
+        fragment = fragment_of(weight.name, count)
+        shards = _shards(cfg, weight)
+        holders = sharding.pp_ranks_of(weight.name)
+        copies = len(holders) * stage_ranks // shards.degree
+        coded[fragment] += copies * _padded_numel(shards, code)
+        for pp_rank in holders:
+            largest[fragment, pp_rank] += code.padded(shards.numel(0))
+    item = difference_itemsize(cfg)
+    for name in sharding.bias_names:
+        fragment = fragment_of(name, count)
+        for pp_rank in sharding.pp_ranks_of(name):
+            plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
+            has_plain.add((fragment, pp_rank))
+    in_pairs = cfg.sites.topology == "pairs"
+    if in_pairs:
+        plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
+    vectors = 1 + in_pairs
+    messages = [
+        max(
+            vectors * -(-largest[p, rank] // PART_ELEMENTS) + ((p, rank) in has_plain)
+            for rank in range(cfg.parallel.pp)
+        )
+        for p in range(count)
+    ]
+    return tuple(FragmentTraffic(*numbers) for numbers in zip(coded, plain, messages, strict=True))
+
+
+def num_trained(cfg: Config) -> int:
+    """Return the number of trained parameters of a recipe's model."""
+    return sum(weight.numel for weight in _trained_weights(cfg))
+
+
+def _trained_weights(cfg: Config) -> Iterator[ParamSpec]:
+    part = trained_names(cfg)
+    return (weight for name, weight in training_weights(cfg.model, cfg.lora).items() if part in name)
+
+
+def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
+    p = cfg.parallel
+    degree = (p.edp if weight.is_expert else p.dp * p.cp) if p.zero else 1
+    return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+
+
+def _padded_numel(shards: DataParallelShards, code: WireFormat) -> int:
+    """Return the elements that the shards of a parameter take on all ranks that shard it."""
+    num_full, rest = divmod(shards.total_rows, shards.rows)
+    return num_full * code.padded(shards.rows * shards.row_numel) + code.padded(rest * shards.row_numel)
