@@ -9,7 +9,7 @@ from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.site_traffic import PART_ELEMENTS, site_traffic, wire_format
+from moefold.cost.site_traffic import PART_ELEMENTS, recipe_format, site_traffic
 from moefold.topology.fragments import fragment_of, recipe_fragments
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
@@ -35,17 +35,26 @@ def recipe(model: str, mapping: dict[str, object], **sites: object) -> Config:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "fp4"])
-def test_bytes_of_a_site_are_those_of_the_boxes_of_its_ranks(model, precision):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"precision": precision} for precision in ("float32", "bfloat16", "int8", "fp4")),
+        {"density": 1 / 64, "values": 2, "residual": 0.95},
+        {"moments": "average"},
+    ],
+    ids=str,
+)
+def test_bytes_of_a_site_are_those_of_the_boxes_of_its_ranks(model, keys):
     """A coded parameter takes whole blocks on each rank that has a part of it; a bias is sent by every rank."""
     num_checked = 0
     for mapping in MAPPINGS:
-        cfg = recipe(model, mapping, precision=precision, fragment_layers=1)
+        cfg = recipe(model, mapping, fragment_layers=1, **keys)
         if "virtual_stages" in mapping and "bias" not in model:
             continue
         check_config(cfg)
         count = recipe_fragments(cfg)
-        code = wire_format(precision, 8 if cfg.run.dtype == "float64" else 4)
+        code = recipe_format(cfg)
+        item = 8 if cfg.run.dtype == "float64" else 4
         sharding = WeightSharding.from_config(cfg, for_training=True)
         weights = model_weights(cfg.model)
         total = Counter[int]()
@@ -56,8 +65,9 @@ def test_bytes_of_a_site_are_those_of_the_boxes_of_its_ranks(model, precision):
             for name, box in sharding.boxes(rank).items():
                 if name in weights:
                     coded[fragment_of(name, count)] += -(-box.numel // code.block) * code.block
+                    plain[fragment_of(name, count)] += 2 * box.numel * item * ("moments" in keys)
                 else:
-                    plain[fragment_of(name, count)] += box.numel * (8 if cfg.run.dtype == "float64" else 4)
+                    plain[fragment_of(name, count)] += box.numel * item
             for fragment in range(count):
                 total[fragment] += code.num_bytes(coded[fragment]) + plain[fragment]
                 messages = -(-coded[fragment] // PART_ELEMENTS) + (plain[fragment] > 0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.metrics.step_metrics import StepMetrics
+from tests.e2e.agents import run_on_ranks
 from tests.e2e.command import FOLDED, TWO, checkpoints, losses, metrics, moefold, run, small, train
 
 pytestmark = pytest.mark.e2e
@@ -114,8 +115,8 @@ def test_torchrun_joins_its_ranks(one_rank, tmp_path):
     assert done.stdout.count("step 2/3") == 1
 
 
-def test_ranks_of_torchrun_take_one_plan(one_rank, tmp_path):
-    done = run(torchrun(*small(tmp_path / "run", "run.steps=3", "parallel=auto")))
+def test_ranks_of_a_launcher_take_one_plan(one_rank, tmp_path):
+    done = run_on_ranks(small(tmp_path / "run", "run.steps=3", "parallel=auto"), 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parallel = auto: ") == 1
     chosen = json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]

@@ -456,7 +456,7 @@ def test_last_round_of_pairs_is_one_of_all():
     point = Point(4, **PAIRS)
     point.all_here(4)
     for site in range(4):
-        point.round(site, 1, last=True, digest=site, tokens=10 + 10 * site)
+        point.round(site, 1, last=True, merges=True, digest=site, tokens=10 + 10 * site)
     assert point.again(2, 1)["members"] == [0, 1, 2, 3]
     assert point.again(2, 1)["weights"] == [0.1, 0.2, 0.3, 0.4]
 

@@ -22,7 +22,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
-from moefold.cost.site_traffic import difference_itemsize, site_traffic, wire_format
+from moefold.cost.site_traffic import recipe_format, site_traffic
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
@@ -133,13 +133,14 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
         cfg = replace(cfg, sites=replace(cfg.sites, topology="all", precision="float32"))
         in_pairs = False
     traffic = site_traffic(cfg)
-    code = wire_format(cfg.sites.precision, difference_itemsize(cfg))
+    code = recipe_format(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
     return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
 
 
 STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
 NOLOCO = {"count": 4, "every": 2, "topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False}
+CO2 = {"count": 2, "every": 2, "overlap": 2, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1e-3}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank, mean": (MEAN, {}),
     "tp ep zero 2, diloco": (DILOCO, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
@@ -161,6 +162,10 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero 3, noloco": (NOLOCO, {"world_size": 2, "zero": 3}),
     "three sites, noloco": (NOLOCO | {"count": 3}, {}),
     "one rank, pairs of fragments": (STREAMING | {"count": 3, "topology": "pairs"}, {}),
+    "one rank, co2": (CO2, {}),
+    "tp ep zero 2, co2": (CO2, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
+    "pp zero 3, co2, nesterov": (CO2 | {"nesterov": True}, {"world_size": 4, "pp": 2, "zero": 3}),
+    "all axes, co2": (CO2, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
     "all axes, diloco": (DILOCO, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
 }
 
@@ -196,10 +201,8 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), prefix) == []
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
         if cfg.sites.topology == "all" or count % 2 == 0:
-            assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
-        exchanged = [
-            record["sites"] for record in records(run_dir) if record["sites"] and record["sites"]["members"] > 1
-        ]
+            assert rounds == {0: [2, 4, 5], 1: [3, 5], 2: [4, 5]}[cfg.sites.overlap]
+        exchanged = [one["sites"] for one in records(run_dir) if one["sites"] and one["sites"]["members"] > 1]
         assert [round_["sent_bytes"] for round_ in exchanged] == [
             planned_bytes(cfg, round_["fragment"], is_last=round_["members"] == count) for round_ in exchanged
         ]
@@ -266,25 +269,23 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
+SPARSE = {"count": 2, "every": 2, "density": 1 / 64, "values": 2, "residual": 0.95}
 CODED_PAIRS = CODED | {"topology": "pairs"}
 
 
 @pytest.mark.parametrize(
-    ("last", "mapping", "sites"),
+    ("sites", "last", "mapping"),
     [
-        (2, {}, CODED_PAIRS),
+        (CODED_PAIRS, 2, {}),
+        *slow([(CODED, 2, {}), (CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2})]),
+        *slow([(CODED, 4, {}), (CODED_PAIRS, 4, {"world_size": 2, "tp": 2})]),
         *slow(
-            [
-                (2, {}, CODED),
-                (3, {"world_size": 2, "tp": 2}, CODED),
-                (4, {"world_size": 2, "pp": 2}, CODED),
-                (4, {}, CODED),
-                (4, {"world_size": 2, "tp": 2}, CODED_PAIRS),
-            ]
+            [(CO2, 2, {}), (CO2, 3, {"world_size": 2, "tp": 2}), (CO2 | {"precision": "int8", "residual": 0.9}, 4, {})]
         ),
+        *slow([(SPARSE, 3, {"world_size": 2, "tp": 2}), (SPARSE | {"overlap": 1}, 2, {"world_size": 2, "zero": 3})]),
     ],
 )
-def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping, sites):
+def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
 
     Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
@@ -297,8 +298,10 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping, sites):
         jobs = [of_site(parts, n, server.port) for n in (0, 1)]
         run_sites(pool, jobs, train_until, last)
         state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).sites
+        # CODED has two fragments, one of them each second step.
         assert state["rounds"] == last // 2
-        assert state.get("pending.due") == (None if last % 2 else last + 1)
+        overlap = whole.sites.overlap
+        assert state.get("pending.due") == (last // 2 * 2 + overlap if last % 2 < overlap else None)
         run_sites(pool, jobs, train)
     for number in (0, 1):
         sent = records(tmp_path / "whole" / f"site-{number}")[-1]["sites"]["sent_bytes"]
@@ -309,9 +312,10 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping, sites):
 
 
 @pytest.mark.slow
-def test_sites_resume_under_another_mapping(pool, tmp_path):
+@pytest.mark.parametrize("sites", [STREAMING, CO2])
+def test_sites_resume_under_another_mapping(pool, tmp_path, sites):
     """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping."""
-    whole = recipe(tmp_path / "whole", 7, STREAMING)
+    whole = recipe(tmp_path / "whole", 7, sites)
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:
@@ -365,6 +369,21 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     paths = [checkpoint(tmp_path / "few" / f"site-{n}", 6) for n in (0, 1)]
     assert differing_tensors(*paths, "outer.weights.") == []
     assert differing_tensors(*paths, "model.") != []
+
+
+@pytest.mark.slow
+def test_differences_of_co2_whose_exchange_fails_go_into_the_next_round(pool, tmp_path):
+    """Site 2 is lost before the others vote on the differences of step 2, which they have taken from their weights."""
+    cfg = recipe(tmp_path, 6, CO2 | {"count": 3})
+    with Server().running() as server:
+        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_fail, 3)
+    assert ends == [["done"], ["done"], ["lost"]]
+    paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, 1)]
+    assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.") == []
+    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [0, 2]
+    assert rounds[0]["skipped"]
+    assert rounds[1]["gap"] > 0
 
 
 def train_and_fail_before_the_vote(cfg: Config) -> str:
@@ -540,6 +559,8 @@ class Waiting(Callback):
             [
                 (CODED | {"every": 2, "fragment_layers": 0}, {}, 2),
                 (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}, 2),
+                (CO2, {}, 2),
+                (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2}, 2),
                 (DILOCO, {}, 1),
             ]
         ),
@@ -547,7 +568,8 @@ class Waiting(Callback):
 )
 def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping, every):
     """The others take 2 steps between rounds; the lost site may take fewer."""
-    cfg = recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping)
+    is_co2 = sites.get("overlap") == 2
+    cfg = recipe(tmp_path, 13 if is_co2 else 10, sites | {"count": 3}, every=3, **mapping)
     go = tmp_path / "go"
     at = 3 if every == 2 else 1
     with Server().running() as server:
@@ -564,7 +586,7 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
         ends = run_sites(pool, jobs, train_and_come_back, go, at)
     assert [end[0] for end in ends] == ["done", "done", "back"]
     rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
-    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3]
+    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3, *([3] if is_co2 else [])]
     assert any("site 2 takes the state of site 0 after round 4" in line for line in server.log)
     steps = [record["step"] for record in records(tmp_path / "site-2")]
     taken = 4 * every + cfg.sites.overlap
@@ -574,7 +596,7 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
         paths = [checkpoint(tmp_path / f"site-{n}", jobs[n].run.steps) for n in (0, number)]
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
-    assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == 5
+    assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == (7 if is_co2 else 5)
 
 
 def test_the_log_says_for_what_a_site_waits():

@@ -19,6 +19,8 @@ CASES = [
     ("sites.first=-1", "must be at least 0"),
     ("sites.keep_local=1.5", "must lie between 0 and 1"),
     ("sites.residual=-0.1", "must lie between 0 and 1"),
+    ("sites.density=0", "must lie between 1/4096 and 1"),
+    ("sites.clip=-1", "must be at least 0 (0: no limit)"),
     ("sites.fragment_layers=-1", "must be at least 0 (0: all layers)"),
     ("sites.overlap=-1", "must be at least 0 (0: wait for each round)"),
     ("sites.grace_s=-1", "must be at least 0 (0: from past rounds)"),
@@ -214,7 +216,7 @@ def test_every_number_of_the_schema_has_a_range():
         for field in fields(getattr(cfg, section.name))
         if type(field.default) in (int, float)
     }
-    assert numbers - ranged == {"parallel.zero", "train.gradient_delay"}
+    assert numbers - ranged == {"parallel.zero", "train.gradient_delay", "sites.values"}
     assert {word.split("=")[0] for word, _ in CASES} == ranged
 
 

@@ -465,8 +465,8 @@ def _memory_case(strategy: str, number: int, mapping: Settings) -> Case:
     # The zero-bubble schedule runs in `make test` with the strategies that contain the others.
     is_thin = mapping["schedule"] == "zero-bubble" and mapping["virtual_stages"] == 1 and mapping["pp"] == 2
     is_slow = not is_thin or strategy not in ("recompute, loss chunk", "offload, recompute")
-    train = (BATCH_16 if is_slow else BATCH_8) | MEMORY_STRATEGIES[strategy](number)
-    return Case(f"schedule with {strategy}", {"model": model, "train": train, **mapping}, is_slow=is_slow)
+    train = (BATCH_16 if is_slow else {}) | MEMORY_STRATEGIES[strategy](number)
+    return Case(f"schedule with {strategy}", few({"model": model, "train": train, **mapping}), is_slow=is_slow)
 
 
 def _memory_strategies() -> list[Case]:

@@ -8,6 +8,7 @@ from moefold.verify.compare import OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
 from tests.slow import slow
 from tests.verify.oracle import STEPS, TOLERANCE
+from tests.verify.planned_cases import DOCUMENTS
 from tests.verify.recipes import LATENT, tiny, without_mapping
 from tests.verify.sparse_cases import SPARSE
 from tests.verify.test_padding import DATA
@@ -96,13 +97,15 @@ def test_documents_with_prompts_and_padding_of_their_own(pool, mapping):
     _compare(pool, cfgs, with_padding=True)
 
 
-PLACED = {"world_size": 6, "cp": 2, "context": "planned", "attention_block": 4, "train": {"global_batch_size": 4}}
+PLACED = {"world_size": 6, "cp": 2, "context": "planned", "data": DOCUMENTS, "train": {"global_batch_size": 4}}
+HOSTS = {"attention_block": 4, "attention_hosts": "balanced"}
 
 
-@pytest.mark.parametrize("placement", [*slow((name,) for name in ("samples", "documents", "balanced"))])
-def test_planned_attention(pool, placement):
-    cfg = _recipe(PLACED, "deepseek-v3", data={"kind": "program"}, placement=placement)
-    _compare(pool, {placement: cfg}, with_padding=True)
+@pytest.mark.parametrize(
+    "planned", slow(((HOSTS,), ({"placement": "documents"},), ({"placement": "balanced"},))), ids=str
+)
+def test_planned_attention(pool, planned):
+    _compare(pool, {str(planned): _recipe(PLACED | planned, "deepseek-v3")})
 
 
 def _run_with_routed_padding(cfg: Config) -> DistributedRecord:

@@ -222,6 +222,10 @@ class PeerSnapshots:
         self._plan: _Plan | None = None
         self._slots = [Snapshot(), Snapshot()]
         self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
+        self.restored_parts: tuple[BoxTransfer, ...] = ()
+        """Of the last `restore`: every part of every new shard, and the rank it came from."""
+        self._restored: _ByName | None = None
+        self._old_ranks: list[int | None] = []
         self.generation = 0
         """Number of mappings of which every rank had a snapshot."""
         self.layout: SnapshotLayout | None = None
@@ -262,6 +266,15 @@ class PeerSnapshots:
             if slot.step is not None and self.rank is not None
         }
 
+    def read_part(self, transfer: BoxTransfer) -> Tensor:
+        """Return the values of a restored part that came from this process."""
+        assert self._restored is not None
+        return self._restored.read(transfer.name, transfer.box)
+
+    def old_rank_of(self, rank: int) -> int | None:
+        """Return the rank in the old mapping of a rank that took part in the last `restore`."""
+        return self._old_ranks[rank]
+
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step that `held` lists."""
         return next(slot for slot in self._slots if slot.step == step)
@@ -278,7 +291,11 @@ class PeerSnapshots:
             train_state: progress of the run.
             groups: the process groups of the mapping.
         """
-        shards = _local_boxes(state)
+        if groups.layout.dp == 1:
+            # A job that has lost all other replicas cannot lose another one.
+            return
+        shards = local_boxes(state)
+        self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
             slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
             self._fill(slot, self._plan, shards, train_state)
@@ -388,7 +405,7 @@ class PeerSnapshots:
         assert slot.train_state is not None
         local, rounds, dtypes = plan_restore(slot, state, world, self._max_round_bytes)
         held = _ByName(slot)
-        targets = {name: (values, box) for (name, box), values in _local_boxes(state).items()}
+        targets = {name: (values, box) for (name, box), values in local_boxes(state).items()}
 
         def write(transfer: BoxTransfer, values: Tensor) -> None:
             target, box = targets[transfer.name]
@@ -399,6 +416,9 @@ class PeerSnapshots:
                 write(transfer, held.read(transfer.name, transfer.box))
         for transfers in rounds:
             exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
+        self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
+        self._restored = held
+        self._old_ranks = all_gather_objects(self.rank, world)
         return slot.train_state
 
 
@@ -430,7 +450,7 @@ def plan_restore(
         RunError: no rank has a part of a tensor; raised on every rank.
     """
     has = [(name, box, values.dtype) for (name, box), values in slot.boxes()]
-    gathered = all_gather_objects((has, list(_local_boxes(state))), world)
+    gathered = all_gather_objects((has, list(local_boxes(state))), world)
     holders: defaultdict[str, dict[Box, list[int]]] = defaultdict(dict)
     wanted: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
@@ -453,7 +473,7 @@ def plan_restore(
     return local, rounds, dtypes
 
 
-def _local_boxes(state: Mapping[str, Tensor]) -> dict[BoxKey, Tensor]:
+def local_boxes(state: Mapping[str, Tensor]) -> dict[BoxKey, Tensor]:
     """Return the non-empty local shards of a state with their boxes."""
     found = {}
     for name, tensor in state.items():

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moefold.cli.plan_documents import attention_of, describe_attention, describe_documents
 from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
+from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -113,13 +114,12 @@ def _write_recipe(planner: Planner, best: PlannedMapping, args: argparse.Namespa
     from moefold.planner.export_recipe import write_recipe
 
     cfg, comments = _trainable_config(planner, best, args)
-    write_recipe(cfg, args.recipe, _header_comments(planner.request, best, args, argv), comments)
+    write_recipe(cfg, args.recipe, _header_comments(planner, best, args, argv), comments)
     print_escaped(f"wrote {args.recipe}", file=sys.stderr)
 
 
-def _header_comments(
-    request: PlanRequest, best: PlannedMapping, args: argparse.Namespace, argv: list[str]
-) -> list[str]:
+def _header_comments(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> list[str]:
+    request = planner.request
     is_recipe = args.model.endswith(".toml")
     name = Path(args.model).stem if is_recipe else request.model_spec.name
     w = request.workload
@@ -132,6 +132,10 @@ def _header_comments(
         f"{format_mapping(best)}: predicted {best.time.total_s:.3g} s a step, {rate:,.0f} tokens/s per GPU, "
         f"MFU {best.time.mfu:.0%}, {best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
     ]
+    if planner.site_plan is not None:
+        cost = planner.site_plan.cost
+        link = f"{format_bytes(cost.link.bytes_per_s)}/s and {cost.link.latency_s:g} s between {cost.count} sites"
+        lines.append(f"{link}, {describe_chosen(planner.site_plan)}.")
     # TOML comments must not contain control characters.
     return [printable(line) for line in lines]
 
@@ -197,7 +201,7 @@ def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespac
     if not can_write_recipe(planner.request):
         return ""
     cfg, comments = _trainable_config(planner, best, args)
-    return render_recipe(cfg, _header_comments(planner.request, best, args, argv), comments)
+    return render_recipe(cfg, _header_comments(planner, best, args, argv), comments)
 
 
 def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:

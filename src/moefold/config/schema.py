@@ -426,6 +426,9 @@ class CheckpointConfig:
     """Before a resume, compare every file with the hash recorded when it was written. false: compare only its size."""
     async_save: bool = False
     """Write during training from a copy in host memory, which is as large as a rank's weights and moments."""
+    peer_every: int = 0
+    """Copy each rank's state to its host memory, and its shards to that of a rank of another replica, every this many
+    steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""

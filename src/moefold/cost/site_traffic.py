@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
+from moefold.cost.optimizers import optimizer_of
 from moefold.cost.param_spec import DataParallelShards, ParamSpec
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.unit_memory import trained_names
@@ -18,6 +19,10 @@ from moefold.topology.fragments import fragment_of, recipe_fragments
 
 BLOCK = 256
 """Elements with a common scale."""
+CHUNK = 4096
+"""Elements of which the largest are sent; an index has 12 bits."""
+NUM_BINS = 4
+"""Bins of values of 2 bits, whose means are sent for each chunk."""
 SCALE_BYTES = 4
 PART_ELEMENTS = 2**22
 """Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
@@ -25,12 +30,13 @@ PART_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """Sizes of a code: bits of an element, and a scale for each block."""
+    """Sizes of a code: bits of an element, and bytes for each block."""
 
     bits: int
     block: int = 1
     """Elements that are coded together; a parameter takes whole blocks."""
     scale_bytes: int = 0
+    """Of the scale of a block; with top-k, of all that is sent of a block."""
 
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of a coded vector."""
@@ -41,13 +47,29 @@ class WireFormat:
         return -(-numel // self.block) * self.block
 
 
-def wire_format(precision: str, itemsize: int) -> WireFormat:
-    """Return the format of `sites.precision`.
+PLAIN = WireFormat(32)
+"""Format without blocks."""
+
+
+def num_kept(density: float) -> int:
+    """Return the elements of a chunk of 4096 that are sent under `sites.density`."""
+    return max(1, round(density * CHUNK))
+
+
+def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: int = 32) -> WireFormat:
+    """Return the format of `sites.precision`, `sites.density` and `sites.values`.
 
     Args:
         precision: float32 (the vector itself), bfloat16, int8 or fp4.
         itemsize: bytes of an element of the vector.
+        density: share of each 4096 elements that is sent, with `values` bits each; 1: all, in `precision`.
+        values: 32 (the elements themselves), 8 or 2.
     """
+    if density < 1:
+        kept = num_kept(density)
+        index_bytes = 3 * -(-kept // 2)
+        value_bytes = {32: itemsize * kept, 8: kept + SCALE_BYTES, 2: -(-kept // 4) + SCALE_BYTES * NUM_BINS}[values]
+        return WireFormat(0, CHUNK, index_bytes + value_bytes)
     match precision:
         case "bfloat16":
             return WireFormat(16)
@@ -63,6 +85,20 @@ def difference_itemsize(cfg: Config) -> int:
     return 8 if cfg.run.dtype == "float64" else 4
 
 
+def recipe_format(cfg: Config, precision: str | None = None) -> WireFormat:
+    """Return the format of the differences of a recipe.
+
+    Args:
+        cfg: a recipe with sites.
+        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
+    """
+    sites = cfg.sites
+    itemsize = difference_itemsize(cfg)
+    if precision is not None:
+        return wire_format(precision, itemsize)
+    return wire_format(sites.precision, itemsize, density=sites.density, values=sites.values)
+
+
 @dataclass(frozen=True, slots=True)
 class FragmentTraffic:
     """Content of a round of one fragment: what all ranks of a site send to one other site."""
@@ -70,7 +106,8 @@ class FragmentTraffic:
     num_coded: int
     """Elements that are sent as a code, whole blocks of each parameter on each rank."""
     plain_bytes: int
-    """Bytes of the buffers, and in pairs of the outer weights, which are sent as they are."""
+    """Bytes of the buffers, of moments that are averaged, and in pairs of the outer weights, which are sent as they
+    are."""
     messages: int
     """Messages of the rank with the most elements, one after the other."""
 
@@ -84,15 +121,18 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
-        precision: another `sites.precision` than the recipe's; None: the recipe's.
+        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
-    code = wire_format(precision or cfg.sites.precision, difference_itemsize(cfg))
+    code = recipe_format(cfg, precision)
     count = recipe_fragments(cfg)
     coded = [0] * count
     plain = [0] * count
     # By fragment and pipeline rank, of the first of its ranks, which has the most.
     largest = Counter[tuple[int, int]]()
-    has_plain = set[tuple[int, int]]()
+    largest_plain = Counter[tuple[int, int]]()
+    item = difference_itemsize(cfg)
+    optimizer = optimizer_of(cfg)
+    muon_groups = optimizer.matrix_groups(cfg.train)
     sharding = WeightSharding.from_config(cfg, for_training=True)
     stage_ranks = cfg.parallel.world_size // cfg.parallel.pp
     for weight in _trained_weights(cfg):
@@ -103,19 +143,23 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         coded[fragment] += copies * _padded_numel(shards, code)
         for pp_rank in holders:
             largest[fragment, pp_rank] += code.padded(shards.numel(0))
-    item = difference_itemsize(cfg)
+        if cfg.sites.moments == "average":
+            is_matrix = weight.in_muon_groups(muon_groups)
+            num_moments = optimizer.num_matrix_moments if is_matrix else optimizer.num_moments
+            plain[fragment] += copies * num_moments * _padded_numel(shards, PLAIN) * item
+            for pp_rank in holders:
+                largest_plain[fragment, pp_rank] += num_moments * shards.numel(0)
     for name in sharding.bias_names:
         fragment = fragment_of(name, count)
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
-            has_plain.add((fragment, pp_rank))
-    in_pairs = cfg.sites.topology == "pairs"
-    if in_pairs:
+            largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
+    if cfg.sites.topology == "pairs":
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
-    vectors = 1 + in_pairs
+        largest_plain += largest
     messages = [
         max(
-            vectors * -(-largest[p, rank] // PART_ELEMENTS) + ((p, rank) in has_plain)
+            -(-largest[p, rank] // PART_ELEMENTS) + -(-largest_plain[p, rank] // PART_ELEMENTS)
             for rank in range(cfg.parallel.pp)
         )
         for p in range(count)

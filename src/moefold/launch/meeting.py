@@ -318,6 +318,7 @@ class Meeting:
             digest=_int(message, "digest"),
             timeout_s=_seconds(message),
             is_last=bool(message.get("last")),
+            merges=bool(message.get("merges")),
         )
         site.round = index
         site.version = asked.version
@@ -372,7 +373,8 @@ class Meeting:
         if not members:
             return
         is_last = any(asked[number].is_last for number in members)
-        is_refused = self._answer_members(index, round_, members, asked, in_pairs=is_paired and not is_last)
+        merges = any(asked[number].merges for number in members)
+        is_refused = self._answer_members(index, round_, members, asked, in_pairs=is_paired and not merges)
         if not is_refused and not is_last:
             giver = next((number for ballot in round_.ballots for number in ballot.members), members[0])
             round_.answers[giver] = round_.answers[giver] | self._assign_joining_site(index, [giver])

@@ -24,7 +24,9 @@ class Asked:
     digest: int
     timeout_s: float
     is_last: bool
-    """It is the last round of the run, after which no state is given."""
+    """No state is given after the round, as the run ends with it, or has no step after it."""
+    merges: bool
+    """All sites take the mean of their weights, whatever the topology."""
 
 
 @dataclass

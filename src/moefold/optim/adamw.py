@@ -215,6 +215,12 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
                 state_store.zero(value)
 
 
+def step_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """Return the step count of the moments of each parameter that has one, by name."""
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
+    return {name: float(state["step"]) for name, state in states.items() if "step" in state}
+
+
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Set the step count of the moments, for the bias correction after a resume."""
     for state in optimizer.state.values():

@@ -50,7 +50,7 @@ class SPSA(torch.optim.Optimizer):
     """Optimizer without state and gradients; all methods are local.
 
     A step calls `perturb` before each of the two forward passes, and then `step`, which updates the weights, or
-    `restore`. Each draws z anew. A weight is back at its value up to the rounding of its type.
+    `restore`. Each draws the same z again. A weight is back at its value up to the rounding of its type.
 
     Args:
         parameters: parameters of this rank, by their names in the full model.

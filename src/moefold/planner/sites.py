@@ -6,8 +6,8 @@ A site is an ordinary job of step time t. With one fragment after the other, eac
     exposed  = 4 * latency + max(0, exchange - overlap * t)
     utilisation = H * t / (H * t + sum of exposed over the fragments)
 
-where R sites exchange with each other (2 in pairs), bytes are those of all ranks of a site, and a round asks the meeting
-point twice, for its members and for the vote. Not counted: copies to the host, coding and the outer step.
+where R sites exchange with each other (2 in pairs), bytes are those of all ranks of a site, and a round asks the
+meeting point twice, for its members and for the vote. Not counted: copies to the host, coding and the outer step.
 
 Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
 with the whole step, max(t, exchange), which no implementation reaches.
@@ -22,7 +22,7 @@ from typing import Any, cast
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
-from moefold.cost.site_traffic import difference_itemsize, num_trained, site_traffic, wire_format
+from moefold.cost.site_traffic import difference_itemsize, num_trained, recipe_format, site_traffic
 from moefold.errors import ConfigError
 
 TARGET = 0.95
@@ -132,13 +132,14 @@ class SiteCost:
     ) -> None:
         self.link = link
         self.count = count
+        self.peers = 1 if in_pairs else count - 1
+        """Sites that a site sends to in a round."""
         self.step_s = step_s
         self.volumes = volumes
-        self._num_peers = 1 if in_pairs else count - 1
 
     def exchange_s(self, volume: RoundVolume) -> float:
         """Return the seconds of the exchange of a fragment: each site sends its vectors to the others."""
-        return self._num_peers * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
+        return self.peers * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
 
     def exposed_s(self, precision: str, overlap: int) -> float:
         """Return the seconds in which a site does not train, of one round of every fragment."""
@@ -153,7 +154,7 @@ class SiteCost:
         volumes = self.volumes[settings.precision]
         exposed_s = self.exposed_s(settings.precision, settings.overlap)
         training_s = settings.every * self.step_s
-        sent = self._num_peers * sum(volume.num_bytes for volume in volumes)
+        sent = self.peers * sum(volume.num_bytes for volume in volumes)
         return SiteRate(
             settings,
             tuple(self.exchange_s(volume) for volume in volumes),
@@ -216,9 +217,9 @@ class SitePlan:
         }
 
 
-def site_volumes(cfg: Config, precision: str) -> tuple[RoundVolume, ...]:
-    """Return the content of the rounds of a recipe's fragments under another precision."""
-    code = wire_format(precision, difference_itemsize(cfg))
+def site_volumes(cfg: Config, precision: str | None) -> tuple[RoundVolume, ...]:
+    """Return the content of the rounds of a recipe's fragments under another precision; None: its own settings."""
+    code = recipe_format(cfg, precision)
     return tuple(RoundVolume(part.num_bytes(code), part.messages) for part in site_traffic(cfg, precision))
 
 
@@ -237,8 +238,10 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     sites = cfg.sites
     # A residual is the rounding error of a code, and float32 has none. A share of local weights stays in an overlap.
     precisions = [name for name in PRECISIONS if name != "float32" or not sites.residual]
+    if sites.density < 1:
+        precisions = [sites.precision]
     overlaps = range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
-    volumes = {name: site_volumes(cfg, name) for name in precisions}
+    volumes = {name: site_volumes(cfg, name if sites.density == 1 else None) for name in precisions}
     cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.topology == "pairs")
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
     choices = {

@@ -47,6 +47,12 @@ class BatchSharder:
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
 
+    @property
+    def own_samples(self) -> range:
+        """Indices in a global batch of the samples of this data-parallel rank, without padding."""
+        end = self._first_in_batch + self._samples_per_rank
+        return range(min(self._first_in_batch, self._global_batch_size), min(end, self._global_batch_size))
+
     def batch(self, first_sample: int) -> Batch:
         """Return `to_batch` of the global batch that starts at sample `first_sample` of the run."""
         return self.to_batch(self.read(range(first_sample, first_sample + self._global_batch_size)))

@@ -38,6 +38,7 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
+        | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
         | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
         | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}

@@ -15,6 +15,7 @@ from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gi
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
+from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
@@ -156,7 +157,7 @@ class TrainingStep:
         self.buffers = model.named_buffers
         state_store = open_state_store(cfg.train, model.groups.device)
         self.optimizer = _make_optimizer(model, cfg, state_store)
-        self.outer = _make_outer_optimizer(model, cfg, state_store or StateStore()) if cfg.sites.is_active else None
+        self.outer = _make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
         self._delay = (
             GradientDelay(self.optimizer, _trained_parameters(model), cfg.train.delay_correction)
             if cfg.train.gradient_delay
@@ -496,7 +497,7 @@ class TrainingStep:
             mtp_loss=totals.mtp_loss or 0.0,
             indexer_loss=totals.indexer_loss,
             grad_norm=totals.grad_norm,
-            projected_gradient=totals.projected and totals.projected.rounded,
+            projected_gradient=None if totals.projected is None else totals.projected.rounded,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
             expert_counts=totals.expert_counts.long().numpy(),
@@ -568,17 +569,22 @@ def _make_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore |
     return make_optimizer(_trained_parameters(model), cfg, model.groups.attn.stage, state_store)
 
 
-def _make_outer_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore) -> OuterOptimizer:
+def _make_outer_optimizer(
+    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
+) -> OuterOptimizer:
     parameters = _trained_parameters(model)
+    averaged = dict(model.named_buffers)
+    if cfg.sites.moments == "average":
+        averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
     replicas = {
         name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
         for name, parameter in parameters.items()
     }
     return OuterOptimizer(
         parameters,
-        model.named_buffers,
+        averaged,
         cfg.sites,
-        state_store,
+        state_store or StateStore(),
         num_fragments=recipe_fragments(cfg),
         replicas=replicas,
     )

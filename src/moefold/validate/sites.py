@@ -47,6 +47,11 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.topology='pairs' (sites.method={sites.method!r}) exchanges between two sites, and sites.count=1; "
             "set sites.count, or choose sites.method='diloco'"
         )
+    if sites.topology == "pairs" and sites.overlaps_whole_round:
+        yield (
+            f"sites.topology='pairs' needs a sites.overlap below sites.every={sites.every}, as the pull between the "
+            "outer weights of a pair is that of one round; choose a lower overlap, or topology='all'"
+        )
     if sites.quorum > sites.count:
         yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
     if sites.first > cfg.run.steps:
@@ -65,11 +70,12 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
             f"{sites.fragment_layers}, each of which has a round of its own; choose every={count}, or larger fragments"
         )
-    elif sites.overlap >= shortest_gap(count, sites.every):
+    elif sites.overlap >= shortest_gap(count, sites.every) and not (count == 1 and sites.overlaps_whole_round):
         gap = shortest_gap(count, sites.every)
+        whole = f", or {sites.every} to exchange a round during the whole next one" if count == 1 else ""
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
-            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}"
+            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
         )
     if sites.fragment_layers > cfg.model.num_layers:
         yield (
@@ -87,6 +93,31 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         yield (
             f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={cfg.faults.timeout_s:g}, "
             "or a wait for another site would count as a hang; lower it, or raise faults.timeout_s"
+        )
+
+
+def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
+    """Check that the settings of what is sent, and of the inner moments, fit together."""
+    sites = cfg.sites
+    if sites.density < 1 and sites.precision != "float32":
+        yield (
+            f"sites.density={sites.density:g} sends values of sites.values bits, and not in sites.precision="
+            f"{sites.precision!r}; leave precision out, and choose values=8 or 2"
+        )
+    if sites.density < 1 and sites.residual and sites.momentum:
+        yield (
+            f"sites.momentum={sites.momentum:g} and sites.residual={sites.residual:g} with sites.density="
+            f"{sites.density:g} would count a difference twice, as the residual is sent later; choose momentum=0"
+        )
+    if sites.moments == "average" and sites.overlap:
+        yield (
+            f"sites.moments='average' would replace moments by those of sites.overlap={sites.overlap} steps ago; "
+            "choose overlap=0, or moments='keep'"
+        )
+    if sites.moments == "reset" and recipe_fragments(cfg) > 1:
+        yield (
+            f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
+            " has a round for a part of them; choose fragment_layers=0, or moments='keep'"
         )
 
 
@@ -132,20 +163,50 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         )
 
 
-SITES_RULES = (validate_site_number, validate_rounds, validate_site_shards, validate_site_training)
+SITES_RULES = (
+    validate_site_number,
+    validate_rounds,
+    validate_codes_and_moments,
+    validate_site_shards,
+    validate_site_training,
+)
 
 UNUSED_SITES_KEYS = (
     UnusedKeyRule(
-        "sites.precision sites.residual",
+        "sites.precision sites.residual sites.density sites.weigh",
         lambda cfg: cfg.sites.count == 1,
         "sites.count=1 sends nothing",
         "set sites.count",
     ),
     UnusedKeyRule(
         "sites.residual",
-        lambda cfg: cfg.sites.precision == "float32",
-        "sites.precision='float32' loses nothing",
-        "choose sites.precision='bfloat16', 'int8' or 'fp4'",
+        lambda cfg: cfg.sites.precision == "float32" and cfg.sites.density == 1,
+        "sites.precision='float32' and sites.density=1 lose nothing",
+        "choose sites.precision='bfloat16', 'int8' or 'fp4', or a lower sites.density",
+    ),
+    UnusedKeyRule(
+        "sites.values",
+        lambda cfg: cfg.sites.density == 1,
+        "sites.density=1 sends all differences in sites.precision",
+        "set sites.density, such as 0.015625",
+    ),
+    UnusedKeyRule(
+        "sites.moments",
+        lambda cfg: not cfg.sites.is_active or (cfg.sites.count == 1 and cfg.sites.moments == "average"),
+        "sites.count=1 exchanges no moments",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.penalty",
+        lambda cfg: not cfg.sites.overlaps_whole_round,
+        "the outer weights stay the same during sites.overlap steps, unless it is equal to sites.every",
+        "set sites.overlap to the value of sites.every",
+    ),
+    UnusedKeyRule(
+        "sites.clip",
+        lambda cfg: cfg.sites.momentum == 0,
+        "sites.momentum=0 is no momentum",
+        "set sites.momentum, or sites.method='co2'",
     ),
     UnusedKeyRule(
         "sites.fragment_layers sites.overlap",
@@ -158,6 +219,12 @@ UNUSED_SITES_KEYS = (
         lambda cfg: cfg.sites.overlap == 0,
         "sites.overlap=0 applies a round before the next step",
         "set sites.overlap",
+    ),
+    UnusedKeyRule(
+        "sites.keep_local",
+        lambda cfg: cfg.sites.overlaps_whole_round,
+        "with sites.overlap equal to sites.every, a site begins each round at the outer weights",
+        "choose a lower sites.overlap",
     ),
     UnusedKeyRule(
         "sites.number sites.meet sites.secret sites.quorum sites.grace_s sites.timeout_s sites.topology",

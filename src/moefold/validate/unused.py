@@ -480,6 +480,12 @@ UNUSED_KEY_RULES = (
         "set checkpoint.every or at_end=true",
     ),
     UnusedKeyRule(
+        "checkpoint.peer_every",
+        lambda cfg: cfg.parallel.dp == 1,
+        "one data-parallel replica has no other rank to keep a copy of its shards",
+        "set parallel.world_size to more than tp*cp*pp",
+    ),
+    UnusedKeyRule(
         "checkpoint.keep_every",
         lambda cfg: cfg.checkpoint.keep == 0,
         "checkpoint.keep=0 keeps all",

@@ -1,5 +1,6 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +14,6 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.comm.wire_codes import make_wire_code
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
@@ -23,7 +23,7 @@ from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
-from moefold.optim.outer import OuterOptimizer, PendingRound, add_pull
+from moefold.optim.outer import OuterNorms, OuterOptimizer, PendingRound, add_pull, bits_to_float, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, rounds_until, step_of_round
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -40,10 +40,11 @@ class _Flight:
 
     step: int
     due: int
-    tokens: int
-    """Tokens of this site up to the step."""
     fragments: tuple[int, ...]
     own: Tensor
+    is_finite: bool
+    tokens: int
+    """Tokens of this site when the differences were taken."""
     members: tuple[int, ...]
     exchange: "Future[Exchanged] | Exchanged"
     """The result, in a round of one site."""
@@ -90,18 +91,21 @@ class SiteRounds(Callback):
         self._meeting.connect(lambda: self._position(run.position.step - 1, outer))
         if found == "missed":
             self._join(run)
+            self._begin_joined(run)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._cfg.run.steps
         outer = _outer_of(run)
+        fragments = fragments_due(self._cfg, step.number)
         due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
         if due and (step.number >= due or is_last):
             run.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(run)
-            step.sites = self._apply(run, self._sites.keep_local)
+            step.sites = self._apply(run, is_overlapped=True)
             self._give(run)
-        fragments = fragments_due(self._cfg, step.number)
+        elif fragments:
+            outer.last_update = 0.0
         if not fragments:
             return
         run.groups.recorder.set_phase("exchanging weights with the other sites")
@@ -109,9 +113,10 @@ class SiteRounds(Callback):
         if not self._begin(run, step.number, fragments, overlap):
             self._join(run)
             step.is_last = run.position.step == self._cfg.run.steps
+            self._begin_joined(run)
         elif not overlap or self._flight is None:
             self._decide(run)
-            step.sites = self._apply(run, 0.0)
+            step.sites = self._apply(run, is_overlapped=False)
             self._give(run)
 
     def on_rollback(self, run: TrainingContext) -> None:
@@ -158,7 +163,7 @@ class SiteRounds(Callback):
         if answer is None:
             return
         run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
-        header = torch.zeros(4, dtype=torch.int64)
+        header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
             self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
@@ -174,6 +179,16 @@ class SiteRounds(Callback):
         if run.log is not None:
             taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
             run.log.message(f"after step {before}: {taken} {run.position.step}")
+
+    def _begin_joined(self, run: TrainingContext) -> None:
+        """Begin the round that the giver begins after it has given its state, if there is one; collective.
+
+        Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
+        """
+        step = run.position.step
+        fragments = fragments_due(self._cfg, step)
+        if self._sites.overlaps_whole_round and fragments and step < self._cfg.run.steps and run.status == 0:
+            self._begin(run, step, fragments, self._sites.overlap)
 
     def _give(self, run: TrainingContext) -> None:
         """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
@@ -205,19 +220,23 @@ class SiteRounds(Callback):
         if self._meeting is None:
             if is_finite:
                 alone = Exchanged(own, own, 0, 0.0)
-                self._flight = _Flight(step, step + overlap, run.position.tokens, fragments, own, (0,), alone, began_s)
+                tokens = run.position.tokens
+                self._flight = _Flight(step, step + overlap, fragments, own, True, tokens, (0,), alone, began_s)
+                self._begin_next(outer)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
         in_pairs = self._sites.topology == "pairs"
         question = self._position(step, outer) | {
             "do": "round",
-            "tokens": run.position.tokens - min(outer.tokens[fragment] for fragment in fragments),
+            "tokens": self._weight(run, fragments),
             "finite": is_finite,
             # The outer weights of pairs differ.
             "digest": 0 if in_pairs else self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
-            "last": step == self._cfg.run.steps,
+            # A site that joins after the last step would have nothing to train.
+            "last": step + overlap >= self._cfg.run.steps,
+            "merges": self._is_merge(step),
         }
         answer = self._meeting.ask(question)
         if "missed" in answer:
@@ -247,13 +266,24 @@ class SiteRounds(Callback):
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            exchange = self._meeting.links.begin(
-                round_, sent, num_coded, make_wire_code(self._sites.precision, own.dtype)
-            )
-        self._flight = _Flight(
-            step, step + overlap, run.position.tokens, fragments, own, members, exchange, began_s, phi
-        )
+            exchange = self._meeting.links.begin(round_, sent, num_coded, outer.code)
+        tokens = run.position.tokens
+        due = step + overlap
+        self._flight = _Flight(step, due, fragments, own, is_finite, tokens, members, exchange, began_s, phi)
+        self._begin_next(outer)
         return True
+
+    def _weight(self, run: TrainingContext, fragments: tuple[int, ...]) -> int:
+        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last one."""
+        outer = _outer_of(run)
+        tokens = run.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
+        return min(tokens, 1) if self._sites.weigh == "even" else tokens
+
+    def _begin_next(self, outer: OuterOptimizer) -> None:
+        """Begin the next round of training, where it does not wait for the exchange under way."""
+        flight = self._flight
+        if flight is not None and flight.due > flight.step and self._sites.overlaps_whole_round:
+            outer.begin_next_round(flight.fragments)
 
     def _decide(self, run: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
@@ -271,6 +301,9 @@ class SiteRounds(Callback):
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
+                if flight.is_finite and flight.due > flight.step and self._sites.overlaps_whole_round:
+                    reshard_parameters(run.training.model.stages)
+                    outer.put_back(flight.fragments, flight.own)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
                 self._skip(run, flight.step, str(why))
                 return
@@ -279,9 +312,11 @@ class SiteRounds(Callback):
         for fragment in flight.fragments:
             outer.tokens[fragment] = flight.tokens
         if outer.residual and not self._is_merge(flight.step):
-            outer.keep_residual(flight.fragments, flight.own, exchanged.decoded[: len(flight.own)])
+            # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
+            decoded = exchanged.decoded[: len(flight.own)] if flight.is_finite else flight.own
+            outer.keep_residual(flight.fragments, flight.own, decoded)
         mean = exchanged.mean if flight.outer is None else add_pull(exchanged.mean, flight.outer)
-        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean)
+        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean))
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -290,22 +325,52 @@ class SiteRounds(Callback):
             "round_s": time.perf_counter() - flight.began_s,
         }
 
-    def _apply(self, run: TrainingContext, keep_local: float) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
+    def _apply(self, run: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
+        """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
+
+        Args:
+            run: the run.
+            is_overlapped: the site has trained since the differences were taken.
+        """
         outer = _outer_of(run)
         pending, outer.pending = outer.pending, None
-        if pending is not None:
+        if pending is None:
+            outer.last_update = 0.0
+        else:
             reshard_parameters(run.training.model.stages)
-            if self._is_merge(pending.step):
-                norms = outer.merge(pending.own, pending.mean, pending.fragments)
-            else:
-                norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
+            norms = self._step(run, pending, is_overlapped=is_overlapped)
             difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
             self._record |= {
                 "difference": (difference / weights) ** 0.5 if weights else 0.0,
                 "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
             }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _step(self, run: TrainingContext, pending: PendingRound, *, is_overlapped: bool) -> OuterNorms:
+        """Take the outer step of a round, or the mean of all sites after the last step of pairs; collective."""
+        outer = _outer_of(run)
+        sites = self._sites
+        if self._is_merge(pending.step):
+            norms = outer.merge(pending.own, pending.mean, pending.fragments)
+        else:
+            penalty = 1.0
+            if sites.penalty:
+                square = _same_sum_of_ranks(outer.mean_square(pending.mean, pending.fragments))
+                penalty = 1 + outer.last_update / math.sqrt(square) if square else 1.0
+                self._record["gap"] = penalty - 1
+            norms = outer.step(
+                pending.own,
+                pending.mean,
+                pending.fragments,
+                keep_local=sites.keep_local if is_overlapped else 0.0,
+                moves_both=is_overlapped and sites.overlaps_whole_round,
+                penalty=penalty,
+            )
+            if sites.penalty:
+                outer.last_update = math.sqrt(_same_sum_of_ranks(norms.update))
+        if sites.moments == "reset":
+            run.training.reset_moments()
+        return norms
 
     def _is_merge(self, step: int) -> bool:
         """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
@@ -355,9 +420,13 @@ def describe_wait(answer: Message, address: str) -> str:
 
 
 def _header(run: TrainingContext, index: int) -> list[int]:
-    """Return the numbers of the state that a site gives: round, steps since, rounds applied, updates of the moments."""
+    """Return the numbers of the state that a site gives.
+
+    They are round, steps since, rounds applied, updates of the moments, and the norm of the last outer step.
+    """
+    outer = _outer_of(run)
     since = run.position.step - step_of_round(run.cfg, index)
-    return [index, since, _outer_of(run).num_rounds, run.training.moment_updates]
+    return [index, since, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
@@ -374,13 +443,12 @@ def _adopt(run: TrainingContext, header: Tensor) -> None:
 
     The step is that of this site, which may take more or fewer of them between two rounds.
     """
-    index, since, num_rounds, moment_updates = header.tolist()
+    index, since, num_rounds, moment_updates, last_update = header.tolist()
     reshard_parameters(run.training.model.stages)
+    _outer_of(run).last_update = bits_to_float(last_update)
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
-    step = step_of_round(run.cfg, index) + min(since, run.cfg.sites.overlap)
-    # The last step ends with a round, in which this site takes part.
-    run.position.step = min(step, run.cfg.run.steps - 1)
+    run.position.step = step_of_round(run.cfg, index) + min(since, run.cfg.sites.overlap)
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
@@ -388,6 +456,11 @@ def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
     local = torch.tensor(numbers, dtype=torch.float64, device=run.groups.device)
     sums: list[float] = all_reduce_sum(local, run.groups.world).tolist()
     return sums
+
+
+def _same_sum_of_ranks(number: float) -> float:
+    """Return the sum of a number over the ranks of the site, with the same bits on all sites; collective."""
+    return math.fsum(current_world().all_gather_object(number))
 
 
 def _outer_of(run: TrainingContext) -> OuterOptimizer:
