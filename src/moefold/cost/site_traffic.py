@@ -108,8 +108,15 @@ class FragmentTraffic:
     plain_bytes: int
     """Bytes of the buffers, of moments that are averaged, and in pairs of the outer weights, which are sent as they
     are."""
-    messages: int
-    """Messages of the rank with the most elements, one after the other."""
+    rank_coded: int
+    """Elements that the rank with the most of all sends as a code."""
+    rank_plain: int
+    """Elements that it sends as they are."""
+
+    @property
+    def messages(self) -> int:
+        """Messages of the rank with the most elements, one after the other."""
+        return -(-self.rank_coded // PART_ELEMENTS) + -(-self.rank_plain // PART_ELEMENTS)
 
     def num_bytes(self, code: WireFormat) -> int:
         """Return the bytes in a format; the blocks must be those of the counted one."""
@@ -157,14 +164,11 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     if cfg.sites.topology == "pairs":
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
         largest_plain += largest
-    messages = [
-        max(
-            -(-largest[p, rank] // PART_ELEMENTS) + -(-largest_plain[p, rank] // PART_ELEMENTS)
-            for rank in range(cfg.parallel.pp)
-        )
+    of_rank = [
+        max(((largest[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)), key=sum)
         for p in range(count)
     ]
-    return tuple(FragmentTraffic(*numbers) for numbers in zip(coded, plain, messages, strict=True))
+    return tuple(FragmentTraffic(coded[p], plain[p], *of_rank[p]) for p in range(count))
 
 
 def num_trained(cfg: Config) -> int:

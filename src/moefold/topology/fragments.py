@@ -3,8 +3,10 @@
 import re
 from bisect import bisect_left
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 
+PROBED_ROUNDS = 10
+"""Rounds from one comparison of the routing to the next."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -77,6 +79,32 @@ def round_order(cfg: Config) -> list[int]:
     """Return what sites must share for the same rounds: their number, and the fragment of the first one."""
     first = fragments_due(cfg, step_of_round(cfg, 1))
     return [rounds_until(cfg, cfg.run.steps), *first]
+
+
+def is_probed(cfg: Config, step: int) -> bool:
+    """Return whether the sites compare their routing in the round after a step.
+
+    They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
+    """
+    if 0 not in fragments_due(cfg, step) or not has_moe_layers(cfg.model) or cfg.sites.count == 1:
+        return False
+    # Rounds are counted, as sites may take other numbers of steps between them.
+    return step == cfg.run.steps or (rounds_until(cfg, step) - 1) // recipe_fragments(cfg) % PROBED_ROUNDS == 0
+
+
+def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:
+    """Return the fragments whose experts are merged after their round of a step; empty if the share is 0."""
+    sites = cfg.sites
+    if merge_share(cfg, step) == 0:
+        return ()
+    count = recipe_fragments(cfg)
+    return tuple(p for p in fragments_due(cfg, step) if (step - p * sites.every // count) % sites.merge_every == 0)
+
+
+def merge_share(cfg: Config, step: int) -> float:
+    """Return the share of the merging of experts after a step, which falls linearly to 0 at sites.merge_until."""
+    sites = cfg.sites
+    return sites.merge_experts * max(0.0, 1 - step / sites.merge_until) * sites.owns_experts
 
 
 def shortest_gap(count: int, every: int) -> int:

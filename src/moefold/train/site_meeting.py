@@ -34,7 +34,9 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that all sites must share, by name."""
     model = {f"model.{key}": value for key, value in model_sizes(cfg.model).items() if key not in _FREE_MODEL_KEYS}
     parallel = asdict(cfg.parallel)
-    sites = {f"sites.{key}": value for key, value in asdict(cfg.sites).items() if key not in _OWN_SITES_KEYS}
+    # Experts are merged at a share that falls with the steps.
+    own_keys = _OWN_SITES_KEYS - ({"every", "first"} if cfg.sites.merge_experts else set())
+    sites = {f"sites.{key}": value for key, value in asdict(cfg.sites).items() if key not in own_keys}
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}

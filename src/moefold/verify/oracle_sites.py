@@ -1,11 +1,11 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
 Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512, arXiv:2506.10911
-(pairs) and arXiv:2401.16265, for sites of equal batches that send float32.
+(pairs), arXiv:2401.16265 and arXiv:2602.11543, for sites of equal batches that send float32.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,13 @@ class OracleSites:
         init_weights(model, cfg.model, cfg.run.seed)
         initial = {name: p.detach().double() for name, p in model.named_parameters()}
         self.sites = [
-            Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
-            for _ in range(cfg.sites.count)
+            Oracle(
+                cfg,
+                {name: p.clone() for name, p in initial.items()},
+                token_chunks(cfg),
+                is_frozen_expert=self._is_frozen_on(number),
+            )
+            for number in range(cfg.sites.count)
         ]
         self.outer = [{name: p.clone() for name, p in initial.items()} for _ in self.sites]
         self.momentum = [{name: torch.zeros_like(p) for name, p in initial.items()} for _ in self.sites]
@@ -90,6 +95,8 @@ class OracleSites:
                 self._pending = (step + sites.overlap, means)
             else:
                 self._apply(means, 0.0)
+        if sites.merge_experts and step % sites.merge_every == 0:
+            self._merge_experts(sites.merge_experts * max(0.0, 1 - step / sites.merge_until))
         weights = tuple(
             {name: w.detach().clone() for name, w in site.weights.items()}
             | {name: buffer.clone() for name, buffer in site.router.buffers().items()}
@@ -106,6 +113,28 @@ class OracleSites:
         if step <= self.cfg.sites.first:
             return []
         return [p for p in range(self._num_fragments) if (step - p * every // self._num_fragments) % every == 0]
+
+    def _is_frozen_on(self, number: int) -> Callable[[int], bool] | None:
+        sites = self.cfg.sites
+        return (lambda expert: expert % sites.count != number) if sites.experts == "own" else None
+
+    @torch.no_grad()
+    def _merge_experts(self, share: float) -> None:
+        """Move each expert towards the four that are most similar in w_gate, by the weights before."""
+        for gate in [name for name in self.outer[0] if name.endswith(".experts.w_gate")]:
+            rows = self.outer[0][gate].flatten(1).clone()
+            before = {
+                name: w.clone() for name, w in self.outer[0].items() if name.startswith(gate.removesuffix("w_gate"))
+            }
+            for expert, row in enumerate(rows):
+                others = [other for other in range(len(rows)) if other != expert]
+                cosines = {i: float(row @ rows[i] / (row.norm() * rows[i].norm())) for i in others}
+                nearest = sorted(others, key=lambda i: -cosines[i])[:4]
+                for name, weights in before.items():
+                    change = sum((weights[i] - weights[expert]) / 4 for i in nearest) + 0 * weights[expert]
+                    for outer, site in zip(self.outer, self.sites, strict=True):
+                        outer[name][expert] = weights[expert] + share * change
+                        site.weights[name][expert] = outer[name][expert]
 
     def _shares(self, members: Sequence[int], fragments: Sequence[int], step: int) -> dict[int, float]:
         """Return the share of each member: its steps since its last round."""
@@ -144,6 +173,9 @@ class OracleSites:
                         g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
                         if in_pairs:
                             g = g + share * (self.outer[site][name] - self.outer[j][name])
+                    for expert in range(len(g) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                        owner = expert % len(self.sites)
+                        g[expert] = self.outer[site][name][expert] - self.sites[owner].weights[name][expert]
                     mean[name] = g
                 means[site] = mean
         return means
@@ -212,7 +244,11 @@ class OracleSites:
                     update = g + sites.momentum * momentum[name] if sites.nesterov else momentum[name]
                     outer[name] = outer[name] - sites.lr * update
                 tensor = site.weights[name] if name in outer else self._buffer(number, name)
-                tensor.copy_(keep * tensor + (1 - keep) * outer.get(name, g))
+                mixed = keep * tensor + (1 - keep) * outer.get(name, g)
+                if ".experts." in name and (is_frozen := self._is_frozen_on(number)):
+                    for expert in filter(is_frozen, range(len(mixed))):
+                        mixed[expert] = outer[name][expert]
+                tensor.copy_(mixed)
 
     @torch.no_grad()
     def _merge(self, step: int) -> None:
