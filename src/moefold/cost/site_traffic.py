@@ -106,7 +106,8 @@ class FragmentTraffic:
     num_coded: int
     """Elements that are sent as a code, whole blocks of each parameter on each rank."""
     plain_bytes: int
-    """Bytes of the buffers, and of moments that are averaged, which are sent as they are."""
+    """Bytes of the buffers, of moments that are averaged, and in pairs of the outer weights, which are sent as they
+    are."""
     rank_coded: int
     """Elements that the rank with the most of all sends as a code."""
     rank_plain: int
@@ -160,6 +161,9 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
+    if cfg.sites.topology == "pairs":
+        plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
+        largest_plain += largest
     of_rank = [
         max(((largest[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)), key=sum)
         for p in range(count)
