@@ -10,6 +10,7 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.adapter_spec import is_adapter
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.testing.pool import WorkerError
@@ -19,6 +20,7 @@ from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.test_sites import (
     TOLERANCE,
+    adapted,
     checkpoint,
     largest_error,
     planned_bytes,
@@ -102,6 +104,24 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
         last = records(run_dir)[-1]["sites"]
         assert (last["members"], last["sent_bytes"]) == (count, planned_bytes(cfg, -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}])
+def test_sites_own_the_adapters_of_their_experts(pool, tmp_path, mapping):
+    cfg = adapted(tmp_path, **mapping)
+    cfg = replace(cfg, sites=replace(cfg.sites, experts="own"))
+    train_sites(pool, cfg)
+    expected = OracleSites(without_mapping(cfg)).run(4)
+    for number, step in ((0, 2), (1, 3), (1, 4)):
+        path = checkpoint(tmp_path / f"site-{number}", step)
+        for prefix, weights in (
+            ("model.", expected[step - 1].weights[number]),
+            ("outer.weights.", expected[step - 1].outer),
+        ):
+            adapters = {name: value for name, value in weights.items() if is_adapter(name)}
+            assert any(".experts." in name for name in adapters)
+            assert largest_error(tensors(path, prefix), adapters) <= TOLERANCE
 
 
 def train_broken(cfg: Config, broken: str) -> int:
