@@ -199,6 +199,7 @@ class _Plan:
     """Boxes that this rank sends."""
     copied: tuple[tuple[int, BoxKey], ...]
     """Boxes that this rank gets, by the rank that sends them."""
+    hasher: TensorHasher
 
 
 class PeerSnapshots:
@@ -351,8 +352,7 @@ class PeerSnapshots:
     def _exchange_digests(self, plan: _Plan, shards: Mapping[BoxKey, Tensor]) -> dict[tuple[int, BoxKey], Digest]:
         """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
         groups = plan.groups
-        hasher = TensorHasher(groups.device)
-        rows = torch.stack([hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
+        rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
         own = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
         rank = groups.rank
         counts = [0] * groups.world.size
@@ -383,7 +383,8 @@ class PeerSnapshots:
         sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
         # The order of the sender: by its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
-        return _Plan(groups, layout, rounds, dtypes, sent, tuple((t.source, (t.name, t.box)) for t in copied))
+        received = tuple((t.source, (t.name, t.box)) for t in copied)
+        return _Plan(groups, layout, rounds, dtypes, sent, received, TensorHasher(groups.device))
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
