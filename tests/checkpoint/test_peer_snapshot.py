@@ -62,7 +62,7 @@ def _restore_after_loss(
     """Take three snapshots under one mapping, and restore the last under another mapping of the ranks that are left."""
     rank = dist.get_rank()
     groups = ParallelGroups.create(check_config(old), torch.device("cpu"))
-    snapshots = PeerSnapshots(max_scratch_bytes=2000)
+    snapshots = PeerSnapshots(max_scratch_bytes=20_000)
     training = _build(old, groups)
     for step in (1, 2, 3):
         snapshots.take(
