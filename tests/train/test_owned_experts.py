@@ -18,6 +18,7 @@ from tests.train.test_sites import (
     TOLERANCE,
     checkpoint,
     largest_error,
+    planned_bytes,
     recipe,
     records,
     tensors,
@@ -92,6 +93,7 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
         assert records(run_dir)[-1]["sites"]["members"] == count
+        assert records(run_dir)[-1]["sites"]["sent_bytes"] == planned_bytes(cfg, -1)
 
 
 IN_FLIGHT = STREAMED | {"precision": "int8", "residual": 0.9}
