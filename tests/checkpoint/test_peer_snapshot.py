@@ -21,8 +21,9 @@ from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.torch_compat import set_aside_process_groups
-from moefold.config.schema import Config
+from moefold.config.schema import CheckpointConfig, Config
 from moefold.cost.shard_boxes import Box
+from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import RunError
 from moefold.model.init import local_slice
 from moefold.parallel.parallelize import parallelize
@@ -195,6 +196,9 @@ def test_the_others_restore_every_byte_of_lost_ranks_under_another_mapping(pool,
     found = pool.run(8, _restore_after_loss, _recipe(**old), _recipe(**new), lost, damages, tmp_path)
     assert {one["step"] for one in found} == {3}
     assert sorted(found[0]["held"]) == [2, 3]
+    with_snapshots = replace(_recipe(**old), checkpoint=CheckpointConfig(peer_every=1))
+    # The bound counts the padding of uneven shards.
+    assert found[0]["bytes"] <= snapshot_bytes(with_snapshots)[0] <= 1.1 * found[0]["bytes"]
     members = found[0]["members"]
     assert len(members) == new["world_size"]
     assert not set(members) & set(lost)

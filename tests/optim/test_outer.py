@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
-from moefold.optim.outer import OuterOptimizer, PendingRound, bits_to_float, float_to_bits
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_round import PendingRound, bits_to_float, float_to_bits
 from moefold.optim.state_offload import StateStore
 
 SHAPES = {"a": (3, 4), "b": (5,), "empty": (0, 2), "c": ()}

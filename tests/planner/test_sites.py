@@ -151,6 +151,32 @@ def test_the_exchange_is_overlapped_with_steps_and_the_meeting_is_not():
     assert sent == pytest.approx(86400 * 2.5e6 / 10.4)
 
 
+def test_least_round_that_is_exchanged_during_the_next_one():
+    for bytes_per_s, latency_s in ((1e5, 0.0), (1e6, 0.05), (1e9, 2.0)):
+        cost = SiteCost(SiteLink(bytes_per_s=bytes_per_s, latency_s=latency_s), 3, 0.3, {"int8": [RoundVolume(2e6)]})
+        every = cost.least_every_of_whole_rounds("int8")
+        reached = [
+            cost.rate(RoundSettings(precision="int8", every=n, overlap=n)).utilisation for n in (every, every - 1)
+        ]
+        assert reached[0] >= TARGET * (1 - 1e-9) > reached[1]
+
+
+def test_rounds_of_co2_stay_whole_and_top_k_stays_top_k(tmp_path):
+    num_bytes = 2 * sum(part.num_coded for part in site_traffic(planned(tmp_path, bytes_per_s=1e9)[0])) * 4
+    co2 = METHODS["co2"] | {"every": 5, "overlap": 5}
+    cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **co2)
+    settings = with_site_settings(cfg, plan).sites
+    assert settings.overlap == settings.every > 5
+    assert plan.chosen.reaches_target
+    sparse = METHODS["sparseloco"] | {"every": 1}
+    cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **sparse)
+    assert [first.settings.precision for first, _ in plan.options] == ["float32"]
+    settings = with_site_settings(cfg, plan).sites
+    assert (settings.density, settings.precision) == (1 / 64, "float32")
+    # 500 s of 4 bytes; 1/128 of them with top-k in 2 bits, but for the last chunk of each weight.
+    assert 500 / 128 < sum(plan.recipe.exchanges_s) < 500 / 30
+
+
 def planned(tmp_path: Path, words: tuple[str, ...] = (), *, step_s: float = 1.0, bytes_per_s: float, **sites: object):
     (tmp_path / "sites.toml").write_text(RECIPE)
     cfg = load_config(tmp_path / "sites.toml", ["sites.count=3", *words])

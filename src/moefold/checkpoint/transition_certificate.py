@@ -25,7 +25,7 @@ from moefold.ops.tensor_hash import TensorHasher
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """What a rank of the new mapping goes on with, besides its tensors."""
+    """State of a rank of the new mapping besides its tensors."""
 
     progress: TrainState
     """As the next checkpoint would store it."""

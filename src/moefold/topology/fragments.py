@@ -2,8 +2,10 @@
 
 import re
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 
+PROBED_ROUNDS = 10
+"""Rounds from one comparison of the routing to the next."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -51,6 +53,31 @@ def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
     if step <= sites.first:
         return ()
     return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
+
+
+def is_probed(cfg: Config, step: int) -> bool:
+    """Return whether the sites compare their routing in the round after a step.
+
+    They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
+    """
+    if 0 not in fragments_due(cfg, step) or not has_moe_layers(cfg.model) or cfg.sites.count == 1:
+        return False
+    return step == cfg.run.steps or (step - cfg.sites.first - 1) // cfg.sites.every % PROBED_ROUNDS == 0
+
+
+def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:
+    """Return the fragments whose experts are merged after their round of a step; empty if the share is 0."""
+    sites = cfg.sites
+    if merge_share(cfg, step) == 0:
+        return ()
+    count = recipe_fragments(cfg)
+    return tuple(p for p in fragments_due(cfg, step) if (step - p * sites.every // count) % sites.merge_every == 0)
+
+
+def merge_share(cfg: Config, step: int) -> float:
+    """Return the share of the merging of experts after a step, which falls linearly to 0 at sites.merge_until."""
+    sites = cfg.sites
+    return sites.merge_experts * max(0.0, 1 - step / sites.merge_until) * sites.owns_experts
 
 
 def shortest_gap(count: int, every: int) -> int:

@@ -85,7 +85,11 @@ def _describe_batch(cfg: Config) -> str:
             f"{size} rollouts a step, {rl.group_size} for each of {size // rl.group_size} prompts, of at most "
             f"{cfg.rollout.max_tokens:,} tokens"
         )
-    return f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
+    text = f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
+    if padding := cfg.num_padding_micro_batches:
+        count = cfg.num_micro_batches * cfg.parallel.dp
+        text += f"; {padding} of the {count} micro-batches of all ranks are padding, as dp does not divide the batch"
+    return text
 
 
 def _describe_model(cfg: Config) -> str:

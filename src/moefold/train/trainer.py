@@ -23,6 +23,7 @@ from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
 from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 from moefold.train.callbacks.run_log import RunLog
+from moefold.train.callbacks.site_evaluation import SiteEvaluation
 from moefold.train.callbacks.sites import SiteRounds
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
@@ -78,6 +79,7 @@ class Trainer:
             *((SiteRounds(cfg),) if cfg.sites.is_active else ()),
             ReferencePass(),
             RewardEvaluation() if cfg.is_rl else PeriodicEvaluation(),
+            *((SiteEvaluation(cfg),) if cfg.sites.is_active else ()),
             RoutingTraceSaving(),
             MetricsLogging(cfg, groups),
             *((RolloutLogging(),) if cfg.is_rl else ()),

@@ -1,7 +1,7 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512 and arXiv:2401.16265,
-for sites of equal batches that send float32.
+Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512, arXiv:2401.16265
+and arXiv:2602.11543, for sites of equal batches that send float32.
 """
 
 import math
@@ -44,8 +44,13 @@ class OracleSites:
         init_weights(model, cfg.model, cfg.run.seed)
         initial = {name: p.detach().double() for name, p in model.named_parameters()}
         self.sites = [
-            Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg))
-            for _ in range(cfg.sites.count)
+            Oracle(
+                cfg,
+                {name: p.clone() for name, p in initial.items()},
+                token_chunks(cfg),
+                is_frozen_expert=self._is_frozen_on(number),
+            )
+            for number in range(cfg.sites.count)
         ]
         self.outer = {name: p.clone() for name, p in initial.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in initial.items()}
@@ -84,6 +89,8 @@ class OracleSites:
                 self._pending = (step + sites.overlap, mean)
             else:
                 self._apply(mean, 0.0)
+        if sites.merge_experts and step % sites.merge_every == 0:
+            self._merge_experts(sites.merge_experts * max(0.0, 1 - step / sites.merge_until))
         weights = tuple(
             {name: w.detach().clone() for name, w in site.weights.items()}
             | {name: buffer.clone() for name, buffer in site.router.buffers().items()}
@@ -101,6 +108,26 @@ class OracleSites:
             return []
         return [p for p in range(self._num_fragments) if (step - p * every // self._num_fragments) % every == 0]
 
+    def _is_frozen_on(self, number: int) -> Callable[[int], bool] | None:
+        sites = self.cfg.sites
+        return (lambda expert: expert % sites.count != number) if sites.experts == "own" else None
+
+    @torch.no_grad()
+    def _merge_experts(self, share: float) -> None:
+        """Move each expert towards the four that are most similar in w_gate, by the weights before."""
+        for gate in [name for name in self.outer if name.endswith(".experts.w_gate")]:
+            rows = self.outer[gate].flatten(1).clone()
+            before = {name: w.clone() for name, w in self.outer.items() if name.startswith(gate.removesuffix("w_gate"))}
+            for expert, row in enumerate(rows):
+                others = [other for other in range(len(rows)) if other != expert]
+                cosines = {i: float(row @ rows[i] / (row.norm() * rows[i].norm())) for i in others}
+                nearest = sorted(others, key=lambda i: -cosines[i])[:4]
+                for name, weights in before.items():
+                    change = sum((weights[i] - weights[expert]) / 4 for i in nearest) + 0 * weights[expert]
+                    self.outer[name][expert] = weights[expert] + share * change
+                    for site in self.sites:
+                        site.weights[name][expert] = self.outer[name][expert]
+
     @torch.no_grad()
     def _send(self, is_sent: Callable[[str], bool]) -> Weights:
         """Return the mean difference of each weight, and the mean of each buffer, that is sent."""
@@ -108,6 +135,8 @@ class OracleSites:
         for name, phi in self.outer.items():
             if is_sent(name):
                 mean[name] = sum((phi - site.weights[name]) / len(self.sites) for site in self.sites) + 0 * phi
+                for expert in range(len(phi) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                    mean[name][expert] = (phi - self.sites[expert % len(self.sites)].weights[name])[expert]
         for name in self.sites[0].router.biases:
             if is_sent(name):
                 mean[name] = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
@@ -167,9 +196,13 @@ class OracleSites:
                 self.momentum[name] = sites.momentum * self.momentum[name] + g
                 update = g + sites.momentum * self.momentum[name] if sites.nesterov else self.momentum[name]
                 self.outer[name] = self.outer[name] - sites.lr * update
-            for site in self.sites:
+            for number, site in enumerate(self.sites):
                 tensor = site.weights[name] if name in self.outer else site.router.biases[name]
-                tensor.copy_(keep * tensor + (1 - keep) * self.outer.get(name, g))
+                mixed = keep * tensor + (1 - keep) * self.outer.get(name, g)
+                if ".experts." in name and (is_frozen := self._is_frozen_on(number)):
+                    for expert in filter(is_frozen, range(len(mixed))):
+                        mixed[expert] = self.outer[name][expert]
+                tensor.copy_(mixed)
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:

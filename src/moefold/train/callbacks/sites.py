@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
@@ -23,10 +23,13 @@ from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
-from moefold.optim.outer import OuterOptimizer, PendingRound, bits_to_float, float_to_bits
+from moefold.optim.expert_merging import ExpertMerging
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_round import PendingRound, bits_to_float, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import fragments_due
+from moefold.topology.fragments import fragments_due, is_probed, merge_share, merged_fragments
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
 
@@ -46,6 +49,8 @@ class _Flight:
     tokens: int
     """Tokens of this site when the differences were taken."""
     members: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Weight of each member."""
     exchange: "Future[Exchanged] | None"
     """None in a round of one site."""
     began_s: float
@@ -61,6 +66,7 @@ class SiteRounds(Callback):
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
+        self._probe = RoutingProbe()
         self._logged_wait = ""
         self._gift: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
@@ -208,12 +214,14 @@ class SiteRounds(Callback):
         if self._meeting is None:
             if is_finite:
                 self._flight = _Flight(
-                    step, step + overlap, fragments, own, True, run.position.tokens, (0,), None, began_s
+                    step, step + overlap, fragments, own, True, run.position.tokens, (0,), (1.0,), None, began_s
                 )
                 self._begin_next(outer)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
+        # Before the other sites wait for this one.
+        probe = self._probe.read(run) if is_probed(self._cfg, step) else None
         question = {
             "do": "round",
             "step": step,
@@ -240,9 +248,13 @@ class SiteRounds(Callback):
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), outer.code)
+            counts = outer.num_coded(fragments), outer.num_gathered(fragments)
+            exchange = self._meeting.links.begin(round_, own, counts[0], outer.code, counts[1], probe)
         tokens = run.position.tokens
-        self._flight = _Flight(step, step + overlap, fragments, own, is_finite, tokens, members, exchange, began_s)
+        weights = tuple(answer["weights"])
+        self._flight = _Flight(
+            step, step + overlap, fragments, own, is_finite, tokens, members, weights, exchange, began_s
+        )
         self._begin_next(outer)
         return True
 
@@ -264,9 +276,9 @@ class SiteRounds(Callback):
         if flight is None:
             return
         waiting_since_s = time.perf_counter()
+        outer = _outer_of(run)
         exchanged, failure = _result(flight, run)
         waited_s = time.perf_counter() - waiting_since_s
-        outer = _outer_of(run)
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
             vote = self._meeting.ask({"do": "vote", "step": flight.step, "ok": not failures})
@@ -287,7 +299,8 @@ class SiteRounds(Callback):
             # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
             decoded = exchanged.decoded if flight.is_finite else flight.own
             outer.keep_residual(flight.fragments, flight.own, decoded)
-        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean))
+        mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
+        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean))
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -295,6 +308,11 @@ class SiteRounds(Callback):
             "wait_s": waited_s,
             "round_s": time.perf_counter() - flight.began_s,
         }
+        if is_probed(self._cfg, flight.step):
+            own = flight.members.index(self._sites.number)
+            counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
+            equal, compared = _sum_of_ranks(run, [float(count) for count in counts])
+            self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, run: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
         """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
@@ -310,6 +328,9 @@ class SiteRounds(Callback):
             outer.last_update = 0.0
         else:
             reshard_parameters(run.training.model.stages)
+            if has_moe_layers(self._cfg.model):
+                squares = _sum_of_ranks(run, router_squares(outer, pending))
+                self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
             penalty = 1.0
             if sites.penalty:
                 square = _same_sum_of_ranks(outer.mean_square(pending.mean, pending.fragments))
@@ -327,12 +348,21 @@ class SiteRounds(Callback):
                 outer.last_update = math.sqrt(_same_sum_of_ranks(norms.update))
             if sites.moments == "reset":
                 run.training.reset_moments()
-            difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
+            self._merge_experts(run, pending.step)
+            difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
             self._record |= {
                 "difference": (difference / weights) ** 0.5 if weights else 0.0,
-                "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
+                "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
             }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _merge_experts(self, run: TrainingContext, step: int) -> None:
+        """Merge similar experts after the round of a step, if it is due; collective."""
+        if fragments := merged_fragments(self._cfg, step):
+            groups = run.groups
+            share = merge_share(self._cfg, step)
+            ExpertMerging(groups.moe.ep, groups.moe.edp, groups.attn.stage).run(_outer_of(run), fragments, share)
+            self._record["merged"] = share
 
     def _skip(self, run: TrainingContext, step: int, why: str) -> None:
         self._num_skipped += 1
@@ -350,7 +380,10 @@ class SiteRounds(Callback):
 def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
     if flight.exchange is None:
-        return Exchanged(flight.own, flight.own, 0, 0.0), ""
+        outer = _outer_of(run)
+        last = outer.num_coded(flight.fragments)
+        experts = flight.own[last - outer.num_gathered(flight.fragments) : last].unsqueeze(0)
+        return Exchanged(flight.own, flight.own, 0, 0.0, experts), ""
     try:
         while True:
             try:
@@ -368,6 +401,19 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
+def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
+    """Return two sums of squares over the routers of this rank, each logical element counted once.
+
+    They are those of the distance of this site's weights to the mean weights of the sites, and of the outer weights.
+    """
+    distance = weights_square = 0.0
+    for name, own_d, mean_g, weights, replicas in outer.visit_round(pending):
+        if ".router." in name and replicas:
+            distance += float((own_d - mean_g).double().square().sum()) / replicas
+            weights_square += float(weights.double().square().sum()) / replicas
+    return [distance, weights_square]
+
+
 def describe_wait(answer: Message, address: str) -> str:
     """Return the line of the log that says for what a site waits, by the answer of the meeting point."""
     if "unreachable" in answer:
@@ -383,9 +429,14 @@ def _header(run: TrainingContext) -> list[int]:
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
-    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers."""
+    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
+
+    Each site has the moments of its own experts, where sites own them; those stay.
+    """
     training = run.training
-    moments = named_moments(training.optimizer, training.parameters)
+    owned = _outer_of(run).owned
+    shared = {name: p for name, p in training.optimized.items() if name not in owned}
+    moments = named_moments(training.optimizer, shared)
     outer = _outer_of(run).entries(("weights", "momentum"))
     tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
     return [local_tensor(tensors[name]) for name in sorted(tensors)]
