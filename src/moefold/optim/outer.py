@@ -27,7 +27,6 @@ they hold.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -255,14 +254,8 @@ class OuterOptimizer:
         return torch.cat([*found, mean[num_coded:]])
 
     @torch.no_grad()
-    def begin_next_round(self, fragments: Sequence[int] = (0,)) -> None:
-        """Set the weights to the outer weights, once `difference` is sent and the next round begins; local."""
-        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
-            local_tensor(self._parameters[name].data).copy_(weights)
-
-    @torch.no_grad()
     def put_back(self, fragments: Sequence[int], sent: Tensor) -> None:
-        """Undo `begin_next_round`, as the round is not applied: the weights move by the difference again; local.
+        """Move the weights by their difference again, as the round is not applied whose end set them to phi; local.
 
         Args:
             fragments: the fragments of the round.
@@ -272,27 +265,6 @@ class OuterOptimizer:
         for (name, residual), part in zip(self._visit(names, ["residual"]), self._parts(names, sent), strict=True):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
-
-    @torch.no_grad()
-    def keep_round(self, pending: PendingRound) -> None:
-        """Keep a round that is certain until it is applied; local.
-
-        Buffers have no outer weights: where a site goes on from its own during a whole round, their mean becomes what
-        it differs from those that were sent.
-        """
-        if self._settings.overlaps_whole_round and pending.due > pending.step:
-            first = self.num_coded(pending.fragments)
-            corrected = pending.mean.clone()
-            corrected[first:] -= pending.own[first:]
-            pending = replace(pending, mean=corrected)
-        self.pending = pending
-
-    @torch.no_grad()
-    def mean_square(self, mean: Tensor, fragments: Sequence[int] = (0,)) -> float:
-        """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
-        names = self._names(fragments)
-        parts = zip(names, self._parts(names, mean), strict=True)
-        return sum(exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
 
     @torch.no_grad()
     def step(
