@@ -205,7 +205,7 @@ def test_a_wrong_outer_step_is_noticed(broken):
         for site, values in zip(wrong, own, strict=True):
             before = site.flat().clone()
             if broken == "momentum not saved":
-                for tensor in site.outer.momentum.values():
+                for tensor in site.outer.entries(("momentum",)).values():
                     tensor.zero_()
             site.outer.step(values, mean)
             if broken == "weights stay":
@@ -441,7 +441,7 @@ class WholeRounds:
                 gap = {"no gap": 0.0, "gap of two rounds": 2 * self.last_update}.get(broken, self.last_update)
                 mean = -self.mean if broken == "sign" else self.mean
                 if broken == "momentum not saved":
-                    for tensor in site.outer.momentum.values():
+                    for tensor in site.outer.entries(("momentum",)).values():
                         tensor.zero_()
                 norms = site.outer.step(
                     self.own[number], mean, moves_both=broken != "difference lost", penalty=1 + gap / norm

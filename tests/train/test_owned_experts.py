@@ -96,9 +96,9 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
             path = checkpoint(run_dir, step)
             state = expected[step - 1]
             assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
-            assert largest_error(tensors(path, "outer.weights."), state.outer) <= TOLERANCE
+            assert largest_error(tensors(path, "outer.weights."), state.outer[number]) <= TOLERANCE
             if cfg.sites.momentum:
-                assert largest_error(tensors(path, "outer.momentum."), state.momentum) <= TOLERANCE
+                assert largest_error(tensors(path, "outer.momentum."), state.momentum[number]) <= TOLERANCE
         losses = [record["loss"] for record in records(run_dir)]
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
@@ -117,7 +117,7 @@ def test_sites_own_the_adapters_of_their_experts(pool, tmp_path, mapping):
         path = checkpoint(tmp_path / f"site-{number}", step)
         for prefix, weights in (
             ("model.", expected[step - 1].weights[number]),
-            ("outer.weights.", expected[step - 1].outer),
+            ("outer.weights.", expected[step - 1].outer[number]),
         ):
             adapters = {name: value for name, value in weights.items() if is_adapter(name)}
             assert any(".experts." in name for name in adapters)

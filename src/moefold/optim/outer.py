@@ -118,11 +118,6 @@ class OuterOptimizer:
         return self._states["weights"]
 
     @property
-    def momentum(self) -> dict[str, Tensor]:
-        """Momentum m by parameter; empty without momentum."""
-        return self._states["momentum"]
-
-    @property
     def residual(self) -> dict[str, Tensor]:
         """Residual e by parameter, of the site's own experts only; empty without one."""
         return self._states["residual"]
@@ -354,28 +349,21 @@ class OuterOptimizer:
             yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
 
     @torch.no_grad()
-    def swap_weights(self) -> None:
-        """Exchange the weights with the outer weights, to evaluate these; local."""
+    def swap_weights(self) -> bool:
+        """Exchange weights and outer weights, to evaluate these; return whether one of them differed; local."""
+        differs = False
         for name, weights in self.visit_weights(list(self._parameters)):
             theta = local_tensor(self._parameters[name].data)
+            differs |= not torch.equal(theta, weights)
             present = theta.clone()
             theta.copy_(weights)
             weights.copy_(present)
-
-    @torch.no_grad()
-    def has_own_weights(self) -> bool:
-        """Return whether a weight of this rank differs from the outer weight; local."""
-        names = list(self._parameters)
-        # To the end, as the visit writes offloaded weights back.
-        differs = [
-            not torch.equal(local_tensor(self._parameters[name].data), w) for name, w in self.visit_weights(names)
-        ]
-        return any(differs)
+        return differs
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
         pending = self.pending
-        return self.entries() | ({} if pending is None else self.pending_entries(pending.fragments, pending.mean))
+        return self.entries() | ({} if pending is None else self._pending_entries(pending.fragments, pending.mean))
 
     def state(self) -> dict[str, int]:
         """Return the part of the state that is no tensor."""
@@ -406,7 +394,7 @@ class OuterOptimizer:
         self.pending = None
         if "pending.due" in state:
             fragments = tuple(due(state["pending.step"]))
-            entries = self.pending_entries(fragments)
+            entries = self._pending_entries(fragments)
             load(entries)
             mean = self.pending_mean(entries)
             own = self._own_part(fragments, mean)
@@ -429,7 +417,7 @@ class OuterOptimizer:
         self.tokens = [tokens] * self._num_fragments
         self.pending = None
 
-    def pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
+    def _pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
         """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
 
         Args:
