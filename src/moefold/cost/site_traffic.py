@@ -7,7 +7,7 @@ ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
@@ -106,7 +106,8 @@ class FragmentTraffic:
     num_coded: int
     """Elements that are sent as a code, whole blocks of each parameter on each rank."""
     plain_bytes: int
-    """Bytes of the buffers, and of moments that are averaged, which are sent as they are."""
+    """Bytes of the buffers, of moments that are averaged, and in pairs of the outer weights, which are sent as they
+    are."""
     rank_coded: int
     """Elements that the rank with the most of all sends as a code."""
     rank_owned: int
@@ -168,6 +169,9 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
+    if cfg.sites.topology == "pairs":
+        plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
+        largest_plain += largest
     of_rank = [
         max(
             ((largest[p, rank], largest_owned[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)),
@@ -189,9 +193,14 @@ def _trained_weights(cfg: Config) -> Iterator[ParamSpec]:
 
 
 def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
+    """Return the shards of a weight that a site sends: of experts that sites own, those of its own."""
     p = cfg.parallel
     degree = (p.edp if weight.is_expert else p.dp * p.cp) if p.zero else 1
-    return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+    shards = weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+    owners = cfg.sites.num_expert_owners if weight.is_expert else 1
+    if shards.row_numel % owners:
+        return replace(shards, total_rows=shards.total_rows // owners, rows=shards.rows // owners)
+    return replace(shards, row_numel=shards.row_numel // owners)
 
 
 def _padded_numel(shards: DataParallelShards, code: WireFormat, owners: int = 1) -> int:
