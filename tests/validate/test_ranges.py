@@ -23,6 +23,7 @@ CASES = [
     ("sites.clip=-1", "must be at least 0 (0: no limit)"),
     ("sites.fragment_layers=-1", "must be at least 0 (0: all layers)"),
     ("sites.overlap=-1", "must be at least 0 (0: wait for each round)"),
+    ("sites.grace_s=-1", "must be at least 0 (0: from past rounds)"),
     ("sites.quorum=-1", "must be at least 0 (0: more than half of sites.count)"),
     ("sites.lr=0", "must be greater than 0"),
     ("sites.timeout_s=0", "must be greater than 0"),

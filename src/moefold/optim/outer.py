@@ -10,6 +10,10 @@ With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual
 lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
 has rounds of its own (Streaming DiLoCo, arXiv:2501.18512).
 
+In rounds of pairs (NoLoCo, arXiv:2506.10911, eq. 2 with the signs of its code), g is the mean of two sites, and the
+outer weights differ between sites: g + phi - mean(phi) takes the place of g. The last round takes the mean of theta of
+all sites.
+
 Where a round is exchanged during the whole next one (CO2, arXiv:2401.16265), a site sets theta to phi when it sends D.
 The outer step is then taken on phi and theta alike, so that phi - theta stays what the site has moved since. As phi
 has taken an outer step since D was measured, g can be divided by 1 + |that step| / |g|.
@@ -162,6 +166,47 @@ class OuterOptimizer:
         return flat
 
     @torch.no_grad()
+    def outer_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the outer weights, placed as the differences of `difference`, on the host [num_coded]."""
+        flat = torch.zeros(self.num_coded(fragments), dtype=self.dtype)
+        first = 0
+        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
+            flat[first : first + weights.numel()].copy_(weights.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def local_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the weights theta and the buffers, placed as in `difference`, on the host."""
+        flat = self.difference(fragments)
+        first = 0
+        for name in self._names(fragments):
+            theta = local_tensor(self._parameters[name].data)
+            flat[first : first + theta.numel()].copy_(theta.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
+        """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
+
+        Args:
+            own: what `difference` returned for the round.
+            mean: the weighted mean of what `local_vector` returned on the sites.
+            fragments: the fragments of the round.
+        """
+        sums = [0.0] * 5
+        names = self._names(fragments)
+        parts = zip(self._parts(names, own), self._parts(names, mean), strict=True)
+        for (name, (weights,)), (own_d, merged) in zip(self._visit(names, ["weights"]), parts, strict=True):
+            self._add_norms(sums, name, weights, own_d, weights - merged)
+            weights.copy_(merged)
+            local_tensor(self._parameters[name].data).copy_(merged)
+        self._set_buffers(mean, fragments)
+        difference, mean_square, product, outer, averaged = sums
+        return OuterNorms(difference, mean_square, product, outer, averaged, 0.0)
+
+    @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
         """Set the residual to what the code of a round has lost, once the round is certain; local.
 
@@ -280,11 +325,7 @@ class OuterOptimizer:
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
             share = self._replicas.get(name, 1)
-            if share:
-                zero = own_d.new_zeros(1)
-                d, g = (zero, zero) if name in self.owned else (own_d, mean_g)
-                pairs = ((own_d, own_d), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))
-                sums = [total + dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
+            self._add_norms(sums, name, weights, own_d, mean_g)
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -298,14 +339,7 @@ class OuterOptimizer:
                 theta.copy_(weights - drift)
             else:
                 self._take_outer(name, theta, weights, keep_local)
-        first = self._num_in_mean(fragments)
-        for _, buffer in self._buffers_of(fragments):
-            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
-            first += buffer.numel()
-            if moves_both:
-                buffer.add_(part)
-            else:
-                mix(buffer, part, keep_local)
+        self._set_buffers(mean, fragments, keep_local, moves_both=moves_both)
         difference, mean_g_square, product, outer, averaged = sums
         return OuterNorms(difference, mean_g_square, product, outer, averaged, update_square)
 
@@ -468,6 +502,26 @@ class OuterOptimizer:
     def states_on_device(self) -> list[Tensor]:
         """Return the states that are on the device between rounds."""
         return [tensor for tensor in self.entries().values() if not self._store.is_offloaded(tensor)]
+
+    def _add_norms(self, sums: list[float], name: str, weights: Tensor, own: Tensor, mean: Tensor) -> None:
+        """Add the part of a parameter to the sums of `OuterNorms`, but for the update."""
+        if share := self._replicas.get(name, 1):
+            zero = own.new_zeros(1)
+            d, g = (zero, zero) if name in self.owned else (own, mean)
+            for index, (x, y) in enumerate(((own, own), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))):
+                sums[index] += dot(x, y) / share
+
+    def _set_buffers(
+        self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0, *, moves_both: bool = False
+    ) -> None:
+        first = self._num_in_mean(fragments)
+        for _, buffer in self._buffers_of(fragments):
+            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
+            first += buffer.numel()
+            if moves_both:
+                buffer.add_(part)
+            else:
+                mix(buffer, part, keep_local)
 
     def _owner_state(self) -> dict[str, int]:
         settings = self._settings

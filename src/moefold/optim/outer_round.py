@@ -45,6 +45,19 @@ class PendingRound:
     """What `OuterOptimizer.assemble` returned."""
 
 
+def add_pull(mean: Tensor, outer: Tensor) -> Tensor:
+    """Return what takes the place of the mean difference in a round of a pair: g + phi - mean(phi), then the buffers.
+
+    Args:
+        mean: mean of the pair's vectors: differences and buffers of `difference`, then outer weights of `outer_vector`.
+        outer: the outer weights of this site, as they were sent.
+    """
+    size = len(mean) - len(outer)
+    pulled = mean[:size].clone()
+    pulled[: len(outer)] += outer - mean[size:]
+    return pulled
+
+
 def mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
     """Let `outer` replace a tensor but for a share that stays, in place; all of what is not finite."""
     if keep_local:

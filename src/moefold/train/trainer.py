@@ -200,6 +200,8 @@ class Trainer:
         if action == "stop":
             raise RunError(step_fault.stop_message())
         found = self._checkpointing.roll_back(context, step_fault)
+        for callback in self._each_callback():
+            callback.on_rollback(context)
         if context.log is not None:
             context.log.rewind(found, self._position.step)
         return False
