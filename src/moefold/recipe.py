@@ -144,6 +144,19 @@ def fitting_world_sizes(cfg: Config) -> list[int]:
     return [number for number in candidates if _is_valid(_replace_world_size(cfg, number))]
 
 
+def after_loss(cfg: Config, world_size: int) -> Config:
+    """Return the recipe of the ranks that are left after a loss; a single replica cannot lose a rank again."""
+    changed = _replace_world_size(cfg, world_size)
+    return changed if changed.parallel.dp > 1 else replace(changed, faults=replace(changed.faults, on_loss="stop"))
+
+
+def fitting_after_loss(cfg: Config) -> list[int]:
+    """Return the numbers of ranks with which a job can go on after a loss, ascending; see faults.on_loss."""
+    one_replica = replace(cfg, faults=replace(cfg.faults, on_loss="stop"))
+    least = cfg.faults.min_ranks
+    return [size for size in fitting_world_sizes(one_replica) if least <= size < cfg.parallel.world_size]
+
+
 def _replace_world_size(cfg: Config, world_size: int) -> Config:
     return replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))
 

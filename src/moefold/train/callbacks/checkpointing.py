@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,16 @@ SAVE_DRAIN_LOST_RANK_S = 5.0
 """The same limit after a collective failed because another rank is gone."""
 
 
+@dataclass
+class SaveHistory:
+    """Checkpoints of the run that this process has loaded and saved; outlives a trainer where the ranks regroup."""
+
+    resumed_from: Path | None = None
+    """The checkpoint that the run resumed from, if any."""
+    has_saved: bool = False
+    """This process has saved a checkpoint, so that the newest in the folder is of this run."""
+
+
 class Checkpointing(Callback):
     """Callback that saves when `checkpoint` says so; the trainer resumes and rolls back with it.
 
@@ -38,8 +48,15 @@ class Checkpointing(Callback):
     `total_save_s` how long saving has blocked training.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Open the saver; collective if it saves in the background."""
+    def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
+        """Open the saver; collective if it saves in the background.
+
+        Args:
+            cfg: the recipe.
+            groups: the process groups of this rank.
+            history: checkpoints of the run that this process knows; None for a new one.
+        """
+        self._history = history or SaveHistory()
         self.saver = CheckpointSaver(cfg)
         if cfg.checkpoint.async_save:
             group = groups.create_background_group().handle
@@ -47,15 +64,13 @@ class Checkpointing(Callback):
         self.total_save_s = 0.0
         self.init_message = ""
         self.checkpoint_dp: int | None = None
-        self._resumed_from: Path | None = None
-        self._has_saved = False
         self._adapters: AdapterWeights | None = None
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
         run.groups.recorder.set_phase("loading the checkpoint or the initial weights")
         resume = resolve_resume(run.cfg, run.data.fingerprints)
-        self._resumed_from = resume.path
+        self._history.resumed_from = resume.path
         run.data.open(None if resume.path is None else read_meta(resume.path))
         if run.cfg.trains_adapters_only:
             self._adapters = AdapterWeights.open(run.cfg, run.groups, resume.path)
@@ -84,8 +99,8 @@ class Checkpointing(Callback):
         Raises:
             RunError: there is no checkpoint yet.
         """
-        found = Resume(self._resumed_from)
-        if self._has_saved:
+        found = Resume(self._history.resumed_from)
+        if self._history.has_saved:
             own = replace(run.cfg.checkpoint, resume="auto")
             found = resolve_resume(replace(run.cfg, checkpoint=own), run.data.fingerprints)
         if found.path is None:
@@ -150,7 +165,7 @@ class Checkpointing(Callback):
         waited_s = self.saver.save(state, position)
         run.save_s += waited_s
         self.total_save_s += waited_s
-        self._has_saved = True
+        self._history.has_saved = True
 
     def _stored(self, run: TrainingContext) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Tensor]]:
         """Return the parameters and buffers that checkpoints contain: those of adapters alone if no other is trained.
