@@ -20,12 +20,13 @@ class Job:
     def __init__(self) -> None:
         self.store = loopback_store()
         self.gone: list[int] = []
+        self.killed: list[int] = []
         self.pool = ThreadPoolExecutor(ALL)
         self.ranks = [self._rank(rank, 60.0) for rank in range(ALL)]
 
     def _rank(self, rank: int, timeout_s: float) -> Regroup:
         env = RankEnv(rank, rank, ALL, HOST, self.store.port, local_world_size=ALL)
-        regroup = Regroup(env, "cpu", timeout_s, lambda: self.gone, lambda: None)
+        regroup = Regroup(env, "cpu", timeout_s, lambda: self.gone, self.killed.append, lambda: None)
         regroup.open_first_store()
         return regroup
 
@@ -108,6 +109,7 @@ def test_a_silent_rank_counts_as_lost(job: Job) -> None:
     job.be_impatient(0)
     found = job.arrive(0, 2)
     assert found == early.result() == Generation(1, (0, 2), (), (1, 3), (0, 2))
+    assert job.killed == [3]
     assert "went on without it" in str(job.arrive(3, 2))
 
 

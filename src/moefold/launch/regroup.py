@@ -103,6 +103,7 @@ class Regroup:
         device_type: "cpu" or "cuda".
         timeout_s: a rank that does not arrive within this time counts as lost.
         find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
+        kill: kills the process of a job rank, if it is on this machine.
         note_progress: called while this rank waits.
     """
 
@@ -112,6 +113,7 @@ class Regroup:
         device_type: str,
         timeout_s: float,
         find_gone: Callable[[], Sequence[int]],
+        kill: Callable[[int], None],
         note_progress: Callable[[], None],
     ) -> None:
         self._rank_env = rank_env
@@ -119,6 +121,7 @@ class Regroup:
         self._device_type = device_type
         self._timeout_s = timeout_s
         self._find_gone = find_gone
+        self._kill = kill
         self._note_progress = note_progress
         self._poll_s = max(POLL_S, rank_env.world_size / 5000)
         self._connection: dist.Store | None = None
@@ -266,7 +269,11 @@ class Regroup:
         if not is_loss and waited_s > min(LOSS_WAIT_S, self._timeout_s):
             raise NoLossError
         if is_loss and waited_s > self._timeout_s:
-            gone |= set(self.current.ranks) - set(self._arrived(number)) - lost
+            silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone
+            for rank in silent:
+                # It must not go on writing files of the run.
+                self._kill(rank)
+            gone |= silent
         for rank in gone:
             report_lost(self._base, rank)
 

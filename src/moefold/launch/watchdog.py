@@ -147,6 +147,11 @@ class Watchdog:
             return [] if self._store_reporter is None else self._store_reporter.lost_peers()
         return []
 
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank, if it is another one of this machine."""
+        if self._store_reporter is not None:
+            self._store_reporter.kill_peer(rank)
+
     def activity_of(self, rank: int) -> str:
         """Return host, step, phase and last collective of a lost rank, as far as this rank can read them."""
         host, snapshot = "", None
@@ -364,6 +369,13 @@ class _StoreReporter(threading.Thread):
         gone = [rank for rank, state in self.local_peer_states().items() if state == GONE]
         return [rank for rank in gone if not self._connected_store.check([f"left/{rank}"])]
 
+    def kill_peer(self, rank: int) -> None:
+        """Kill the process of another rank of this machine, unless it is gone."""
+        peer = self._local_peers.get(rank)
+        if peer is not None and peer.process.state() != GONE:
+            with suppress(ProcessLookupError):
+                os.kill(peer.process.number, signal.SIGKILL)
+
     def last_report(self, rank: int) -> tuple[str, FlightSnapshot | None]:
         """Return host and last flight-recorder snapshot of another rank."""
         store = self._connected_store
@@ -386,7 +398,7 @@ class _StoreReporter(threading.Thread):
             before = {rank: self._last_text(rank) for rank in range(self._rank_env.world_size)}
             for rank, peer in self._local_peers.items():
                 if peer.process.state() == STOPPED:
-                    os.kill(peer.process.number, signal.SIGKILL)
+                    self.kill_peer(rank)
                     report_lost(base, rank)
             time.sleep(MAX_MISSED_PERIODS * self.period_s)
             if not self.stack_shows_comm:

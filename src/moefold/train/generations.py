@@ -36,6 +36,10 @@ from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.signals import StopSignals
 
 
+MAX_COLLECTIONS = 8
+"""Limit of the collections that free a model; the last one finds nothing."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """Ranks that were lost, for the log."""
@@ -240,7 +244,10 @@ class GenerationLoop:
         """Free model and process groups of the generation, which closes the connections of gloo."""
         forget_process_groups()
         drain_backward_queue()
-        # Modules and their hooks refer to each other.
-        gc.collect()
+        # Modules and their hooks refer to each other, partly through nodes of the autograd graph: what one collection
+        # frees makes more of them unreachable.
+        for _ in range(MAX_COLLECTIONS):
+            if not gc.collect():
+                break
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -107,7 +107,8 @@ def train_on_rank(
     watchdog = Watchdog(rank_env, limit_s, device_type, regroups=regroups)
     failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
-    regroup = Regroup(rank_env, device_type, limit_s, watchdog.gone_ranks, watchdog.flight_recorder.note_progress)
+    note_progress = watchdog.flight_recorder.note_progress
+    regroup = Regroup(rank_env, device_type, limit_s, watchdog.gone_ranks, watchdog.kill, note_progress)
     open_store = regroup.open_first_store if regroups else None
     joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start, open_store)
     with failing, joined as (device, link), watchdog, ExitStack() as cleanup:
