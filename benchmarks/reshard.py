@@ -23,11 +23,12 @@ from rank_trainer import RECIPE
 
 from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.save_load import load_weights, write_checkpoint
+from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.reshard import MAX_SCRATCH_BYTES, TransferStats, WeightTransfer
+from moefold.parallel.reshard import TransferStats, WeightTransfer
 from moefold.recipe import load_config
 from moefold.testing.pool import WorkerPool
 from moefold.validate.config import check_config

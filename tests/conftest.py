@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.no_plots import leave_out_plots
+
 # Processes that tests start inherit ignored signals, as under nohup; they must get them as from a terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,3 +46,9 @@ def pool() -> object:
 def _same_random_numbers() -> None:
     """Each test draws the same numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_plots() -> None:
+    """No run in this process, or in one forked from it, draws its loss."""
+    leave_out_plots()

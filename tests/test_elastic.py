@@ -5,6 +5,7 @@ import pytest
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
 from moefold.recipe import fitting_world_sizes, with_world_size
+from moefold.validate.config import check_config
 
 
 def recipe(global_batch_size: int = 12, **parallel: int) -> Config:
@@ -23,12 +24,13 @@ def test_dp_and_edp_follow_and_the_rest_stays():
 @pytest.mark.parametrize(
     ("parallel", "fitting"),
     [
-        ({}, [1, 2, 3, 4, 6, 12]),
-        # Multiples of tp*cp*pp = 2 and of ep = 4 whose dp divides 12.
-        ({"tp": 2, "ep": 4}, [4, 8, 12, 24]),
-        ({"cp": 2, "etp": 2, "ep": 4}, [8, 24]),
+        # dp need not divide the 12 micro-batches: the last ranks have padding.
+        ({}, list(range(1, 13))),
+        # Multiples of tp*cp*pp = 2 and of ep*etp*pp.
+        ({"tp": 2, "ep": 4}, [4, 8, 12, 16, 20, 24]),
+        ({"cp": 2, "etp": 2, "ep": 4}, [8, 16, 24]),
         # 1f1b wants at least pp = 2 micro-batches on each rank.
-        ({"pp": 2}, [2, 4, 6, 8, 12]),
+        ({"pp": 2}, list(range(2, 24, 2))),
     ],
     ids=str,
 )
@@ -36,7 +38,25 @@ def test_the_numbers_that_fit(parallel, fitting):
     assert fitting_world_sizes(recipe(**parallel)) == fitting
 
 
-@pytest.mark.parametrize(("number", "reason"), [(6, "must divide"), (16, "must be divisible")])
+def test_without_padding_dp_divides_the_micro_batches():
+    cfg = recipe()
+    traced = replace(cfg, moe=replace(cfg.moe, trace_every=1))
+    assert fitting_world_sizes(traced) == [1, 2, 3, 4, 6, 12]
+    assert fitting_world_sizes(recipe(tp=2, ep=4), largest=16) == [4, 8, 12, 16]
+    with pytest.raises(ConfigError, match="fits 1, 2, 3, 4, 6 or 12: .*moe.trace_every does not go with the padding"):
+        with_world_size(traced, 5)
+
+
+def test_seven_of_eight_ranks_have_padding():
+    cfg = with_world_size(recipe(world_size=8), 7)
+    assert (cfg.parallel.dp, cfg.num_micro_batches, cfg.num_padding_micro_batches) == (7, 2, 2)
+    assert with_world_size(cfg, 6).num_padding_micro_batches == 0
+    fixed = replace(cfg, parallel=replace(cfg.parallel, elastic=False))
+    with pytest.raises(ConfigError, match="must be divisible by .* or set parallel.elastic=true"):
+        check_config(fixed)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(6, "must divide"), (28, "must be divisible")])
 def test_another_number_is_refused_with_those_that_fit(number, reason):
     with pytest.raises(ConfigError) as refused:
         with_world_size(recipe(world_size=8, tp=2, ep=4), number)
@@ -44,7 +64,7 @@ def test_another_number_is_refused_with_those_that_fit(number, reason):
     assert message.startswith(
         f"parallel.elastic=true: the launcher started {number} processes, and the recipe with tp=2"
     )
-    assert "fits 4, 8, 12 or 24: " in message
+    assert "fits 4, 8, 12, 16, 20 or 24: " in message
     assert reason in message
 
 

@@ -14,7 +14,6 @@ from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_fi
 from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
 from moefold.errors import ConfigError
-from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
 from moefold.validate.unused import check_unused_keys
 
@@ -112,6 +111,10 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     return replace(cfg, model=replace(model, vocab_size=size)), message
 
 
+NEAR_WORLD_SIZES = 8
+"""Messages name fitting world sizes up to this many times the number of ranks that there are."""
+
+
 def with_world_size(cfg: Config, world_size: int) -> Config:
     """Return the recipe for another number of ranks: dp and edp change, other degrees and global batch stay.
 
@@ -123,7 +126,7 @@ def with_world_size(cfg: Config, world_size: int) -> Config:
         check_config(changed)
     except ConfigError as error:
         p = cfg.parallel
-        fitting = fitting_world_sizes(cfg)
+        fitting = fitting_world_sizes(cfg, largest=NEAR_WORLD_SIZES * world_size)
         if not fitting:
             raise
         raise ConfigError(
@@ -134,27 +137,46 @@ def with_world_size(cfg: Config, world_size: int) -> Config:
     return changed
 
 
-def fitting_world_sizes(cfg: Config) -> list[int]:
-    """Return all world sizes that the recipe fits, ascending."""
+def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
+    """Return the world sizes that the recipe fits, ascending.
+
+    The degrees other than dp and edp stay, so that a world size is a multiple of tp*cp*pp and of ep*etp*pp. The number
+    of micro-batches of the global batch must be a multiple of dp, unless `Config.may_pad_batch`.
+
+    Args:
+        cfg: the recipe.
+        largest: largest world size to look at; None: no limit.
+    """
     p = cfg.parallel
-    train = cfg.train
+    count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
     dense = p.tp * p.cp * p.pp
-    replicas = divisors(max(1, train.global_batch_size // train.micro_batch_size))
-    candidates = [dense * dp for dp in replicas if dense * dp % lcm(dense, p.ep * p.etp * p.pp) == 0]
-    return [number for number in candidates if _is_valid(_replace_world_size(cfg, number))]
+    multiple = lcm(dense, p.ep * p.etp * p.pp)
+    most = count * dense if largest is None else min(largest, count * dense)
+    return [
+        number
+        for number in range(multiple, most + 1, multiple)
+        if (cfg.may_pad_batch or count % (number // dense) == 0) and _is_valid(_replace_world_size(cfg, number))
+    ]
 
 
 def after_loss(cfg: Config, world_size: int) -> Config:
-    """Return the recipe of the ranks that are left after a loss; a single replica cannot lose a rank again."""
-    changed = _replace_world_size(cfg, world_size)
-    return changed if changed.parallel.dp > 1 else replace(changed, faults=replace(changed.faults, on_loss="stop"))
+    """Return the recipe of the ranks that are left after a loss: the last of them may have padding, as in elastic jobs.
+
+    The rules on `faults.on_loss` are those of the start of a job, so its keys have their defaults.
+    """
+    parallel = replace(cfg.parallel, world_size=world_size, elastic=True)
+    changed = replace(cfg, parallel=parallel, faults=replace(cfg.faults, on_loss="stop", min_ranks=1))
+    if changed.parallel.dp > 1:
+        return changed
+    # A single replica has no peers.
+    return replace(changed, checkpoint=replace(changed.checkpoint, peer_every=0))
 
 
 def fitting_after_loss(cfg: Config) -> list[int]:
     """Return the numbers of ranks with which a job can go on after a loss, ascending; see faults.on_loss."""
-    one_replica = replace(cfg, faults=replace(cfg.faults, on_loss="stop"))
-    least = cfg.faults.min_ranks
-    return [size for size in fitting_world_sizes(one_replica) if least <= size < cfg.parallel.world_size]
+    most = cfg.parallel.world_size - 1
+    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=most)
+    return [size for size in sizes if size >= cfg.faults.min_ranks]
 
 
 def _replace_world_size(cfg: Config, world_size: int) -> Config:

@@ -115,7 +115,7 @@ def test_the_next_command_is_one_that_works(capsys, monkeypatch, tmp_path):
 
 def test_a_margin_of_memory_stays_free(capsys):
     words = ["plan", "mixtral-8x7b", "--gpu", "h100", "--num-gpus", "64", "--seq-len", "4096"]
-    words += ["--global-batch-size", "256", "--top", "1"]
+    words += ["--global-batch-size", "256", "--top", "1", "--fix", "pp=4,cp=1,etp=1"]
     usual, all_of_it, more = (
         answer(capsys, *reserve, words=words) for reserve in ((), ("--memory-reserve", "0"), ("--memory-reserve", "20"))
     )
@@ -426,7 +426,7 @@ def test_a_fold_of_which_only_some_sizes_overlap_is_ranked(capsys):
 
 def test_budget_that_nothing_fits_names_a_sufficient_one(capsys):
     words = ["plan", "mixtral-8x22b", "--gpu", "a100", "--num-gpus", "8", "--seq-len", "4096"]
-    message = refusal(capsys, *words, "--global-batch-size", "8")
+    message = refusal(capsys, *words, "--global-batch-size", "8", "--fix", "tp=8,zero=1")
     assert "the least is" in message
     assert "GPUs or more" in message
 

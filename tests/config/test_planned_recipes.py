@@ -9,6 +9,7 @@ import pytest
 from benchmarks.planned_recipes import PAGE, PlannedRecipe, page_with_table, plan_again, planned_recipes
 from moefold.cli.main import main
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import load_device
 from moefold.host.memory import AvailableMemory
 from moefold.recipe import load_config
@@ -78,7 +79,9 @@ def settings(cfg: Config) -> Config:
     )
     context = {key: getattr(cfg.parallel, key) for key in ("context", "attention_hosts", "placement")}
     parallel = replace(Config().parallel, **context)
-    return replace(cfg, train=train, parallel=parallel, run=replace(cfg.run, device="auto"))
+    rounds = {key: getattr(SitesConfig(), key) for key in ("every", "overlap", "keep_local", "precision")}
+    sites = replace(cfg.sites, **rounds)
+    return replace(cfg, train=train, parallel=parallel, sites=sites, run=replace(cfg.run, device="auto"))
 
 
 def test_the_table_of_the_page_is_that_of_the_recipes():

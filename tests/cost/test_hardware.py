@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.cost.hardware import device_names, load_device
+from moefold.cost.hardware import SiteLink, device_names, load_device
 from moefold.errors import ConfigError
 
 
@@ -41,6 +41,16 @@ def test_a_file_says_what_differs_from_a_known_device(tmp_path):
 SPINE = 'base = "h100"\n[spine]\npod_gpus = {}\noversubscription = {}\nlatency_s = 1e-5\n'
 
 
+SITE_LINK = 'base = "h100"\n[site_link]\nbytes_per_s = {}\nlatency_s = {}\n'
+
+
+def test_a_file_may_give_the_link_to_other_sites(tmp_path):
+    path = tmp_path / "home.toml"
+    path.write_text(SITE_LINK.format(2.5e7, 0))
+    assert load_device(str(path)).site_link == SiteLink(bytes_per_s=2.5e7, latency_s=0.0)
+    assert load_device("h100").site_link is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -70,6 +80,15 @@ SPINE = 'base = "h100"\n[spine]\npod_gpus = {}\noversubscription = {}\nlatency_s
         (SPINE.format(20, 2), "spine.pod_gpus=20 must be a multiple of 8"),
         (SPINE.format(64, 0.5), "spine.oversubscription=0.5 must be at least 1: the cards of a pod over its uplinks"),
         ('base = "h100"\nspin = 3', "unknown key 'spin'; did you mean 'spine'"),
+        ('base = "h100"\nsite_link = 1e8', r"\[site_link\] must be a table of bytes_per_s and latency_s"),
+        (
+            'base = "h100"\n[site_link]\nbytes_per_s = 1e8',
+            r"\[site_link\] must be a table of bytes_per_s and latency_s",
+        ),
+        (SITE_LINK.format(0, 0.1), "site_link.bytes_per_s=0 must be a number above 0"),
+        (SITE_LINK.format(1e8, -1), "site_link.latency_s=-1 must be a number above 0"),
+        (SITE_LINK.format(1e8, "false"), "site_link.latency_s=False must be a number above 0"),
+        ('base = "h100"\nsite_lnk = 3', "unknown key 'site_lnk'; did you mean 'site_link'"),
         ('base = "h100"\n[gemm_fraction]\nbf16 = 1.5', "gemm_fraction.bf16=1.5 must be above 0 and at most 1"),
     ],
 )

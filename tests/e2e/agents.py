@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.e2e.command import ROOT, environment
+from tests.e2e.forked import run_forked
 
 QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun detects a lost node, and stops waiting for more nodes, within seconds instead of half a minute."""
@@ -69,6 +71,25 @@ class Agent(Job):
         ]
         torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-conf={QUICK}", f"--rdzv-endpoint={meet_at}"]
         super().__init__([*prefix, *torchrun, "--rdzv-id=moefold", "-m", "moefold", *words], log, **variables)
+
+
+def run_on_ranks(words: Sequence[str], count: int, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run `moefold WORDS` to its end on ranks with torchrun's variables, but forked, without its agent and its imports.
+
+    Returns:
+        Output of all ranks in rank order, and the largest exit status.
+    """
+    job = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def run_rank(rank: int) -> subprocess.CompletedProcess[str]:
+        return run_forked(words, timeout_s, ROOT, environment() | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+    with ThreadPoolExecutor(count) as threads:
+        ranks = list(threads.map(run_rank, range(count)))
+    status = max(done.returncode for done in ranks)
+    output, errors = ("".join(getattr(done, stream) for done in ranks) for stream in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(list(words), status, output, errors)
 
 
 def _children(process: int) -> list[int]:

@@ -2,21 +2,20 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.e2e.forked import run_forked
+from tests.e2e.forked import interrupt_forked, run_forked
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.preset=tiny",
     "train.seq_len=32",
     "train.micro_batch_size=1",
-    "train.global_batch_size=4",
+    "train.global_batch_size=2",
     "train.lr=3e-3",
     "train.lr_schedule=constant",
     "data.kind=synthetic",
@@ -98,32 +97,36 @@ def interrupted(
     run_dir: Path, after_steps: int, interrupt: Callable[[int], None], *words: str
 ) -> subprocess.CompletedProcess[str]:
     """Start a small run, call `interrupt` with its process id once it has written some steps, and wait for its end."""
-    command = [sys.executable, "-m", "moefold", *small(run_dir, *words)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        file = run_dir / "metrics.jsonl"
-        while not file.exists() or len(file.read_text().splitlines()) < after_steps:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        interrupt(process.pid)
-        output, errors = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    file = run_dir / "metrics.jsonl"
+
+    def has_trained(_: int) -> bool:
+        return file.exists() and len(file.read_text().splitlines()) >= after_steps
+
+    return interrupt_forked(small(run_dir, *words), has_trained, interrupt, ROOT, environment())[0]
 
 
 def child_ids(process_id: int) -> list[int]:
     """Process ids of the ranks of a run, in rank order."""
     listed = subprocess.run(["pgrep", "-P", str(process_id)], capture_output=True, text=True, check=True)
     return sorted(int(word) for word in listed.stdout.split())
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+def wait_until_gone(session: int) -> None:
+    """Fail if a process of a session does not end."""
+    deadline = time.monotonic() + 60
+    while left := processes_of(session):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)

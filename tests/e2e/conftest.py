@@ -11,14 +11,14 @@ from tests.e2e.command import FOLDED, fresh, train
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty steps of one rank that were not interrupted, with one checkpoint at the end."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    train(run_dir, "checkpoint.every=20", command=fresh)
+    train(run_dir, "checkpoint.every=20")
     return run_dir
 
 
 @pytest.fixture(scope="session")
 def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first twelve of these steps on eight folded ranks, deterministic, with everything that a run can write."""
+    """The first six of these steps on eight folded ranks, deterministic, with everything that a run can write."""
     run_dir = tmp_path_factory.mktemp("eight") / "run"
-    extras = ("train.eval_every=5", "train.eval_samples=6", "checkpoint.every=5", "metrics.tensorboard=true")
-    train(run_dir, "run.deterministic=true", "run.steps=12", *extras, *FOLDED, command=fresh)
+    extras = ("train.eval_every=4", "train.eval_samples=6", "checkpoint.every=4", "metrics.tensorboard=true")
+    train(run_dir, "run.deterministic=true", "run.steps=6", *extras, *FOLDED, command=fresh)
     return run_dir

@@ -46,16 +46,16 @@ def run_forked(
 def interrupt_forked(
     words: Sequence[str],
     is_up: Callable[[int], bool],
-    number: signal.Signals,
+    interrupt: Callable[[int], None],
     cwd: Path,
     environment: Mapping[str, str],
 ) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Start the command line, send its session a signal once it is up, and wait for its end.
+    """Start the command line, interrupt it once it is up, and wait for its end.
 
     Args:
         words: after `moefold`.
         is_up: given its process id, says whether it is time.
-        number: the signal.
+        interrupt: given its process id, interrupts it.
         cwd: where it runs.
         environment: of it.
 
@@ -74,7 +74,7 @@ def interrupt_forked(
                 assert process.is_alive(), printed[1].read_text()
                 assert time.monotonic() < deadline, printed[1].read_text()
                 time.sleep(0.02)
-            os.killpg(process.pid, number)
+            interrupt(process.pid)
             process.join(100)
             assert process.exitcode is not None
         finally:

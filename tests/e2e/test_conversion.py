@@ -1,4 +1,4 @@
-"""Several ranks of torchrun convert together, and end quietly."""
+"""Several ranks convert together, and end quietly."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ import pytest
 
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
+from tests.e2e.agents import run_on_ranks
 
 pytestmark = pytest.mark.e2e
 
@@ -18,10 +19,10 @@ def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_ranks_import_and_export(tmp_path):
     folder = add_tokenizer(save_model(make_model("qwen3-moe"), tmp_path / "hf", shard="20KB"))
-    done = _torchrun("import", str(folder), str(tmp_path / "ckpt"), "--check")
+    done = run_on_ranks(["import", str(folder), str(tmp_path / "ckpt"), "--check"], 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("read again and equal") == 1
-    done = _torchrun("export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check")
+    done = run_on_ranks(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"], 2)
     assert done.returncode == 0, done.stderr
     assert_same_folder(folder, tmp_path / "again")
 

@@ -1,5 +1,6 @@
 """Ctrl-C and kills of commands that start workers: one line, no process and no folder that stays."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from moefold.launch.local_job import LOCK_FILE
 from moefold.testing.pool import WorkerPool
-from tests.e2e.command import ROOT, TWO, environment, fresh, losses, small
+from tests.e2e.command import ROOT, TWO, environment, fresh, losses, processes_of, small, wait_until_gone
 from tests.e2e.forked import interrupt_forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
@@ -23,30 +24,14 @@ MANY_STEPS = "1000000"
 PROGRESS = ("verify: ", "memory: ", "bench ranks: ", "tokenize: ", "tokenise: ", "tokenising")
 
 
-def processes_of(session: int) -> list[int]:
-    """The processes of a session that have not ended."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(folder.name))
-    return found
-
-
 def are_up(count: int) -> Callable[[int], bool]:
     """Return whether a command in its own session runs this number of processes."""
     return lambda process: len(processes_of(process)) >= count
 
 
-def wait_until_gone(session: int) -> None:
-    """Fail if a process of a session does not end."""
-    deadline = time.monotonic() + 60
-    while left := processes_of(session):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
+def _send(number: signal.Signals) -> Callable[[int], None]:
+    """Return what sends a signal to the session of a process."""
+    return lambda process: os.killpg(process, number)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +52,7 @@ def test_ctrl_c_is_one_line(tmp_path, words, processes):
         for number in range(40):
             (text / f"{number}.txt").write_text("All work and no play makes Jack a dull boy.\n" * 25_000)
     words = [word.format(text=text, out=tmp_path / "out") for word in words]
-    done, session = interrupt_forked(words, are_up(processes), signal.SIGINT, ROOT, environment())
+    done, session = interrupt_forked(words, are_up(processes), _send(signal.SIGINT), ROOT, environment())
     said = [line for line in done.stderr.splitlines() if not line.startswith(PROGRESS)]
     assert (done.returncode, said) == (130, ["moefold: interrupted"])
     wait_until_gone(session)
@@ -88,7 +73,7 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, f
     def trains(_: int) -> bool:
         return (run_dir / "metrics.jsonl").exists() and len(losses(run_dir)) >= 2
 
-    done, session = interrupt_forked(words, trains, signal.SIGKILL, ROOT, variables)
+    done, session = interrupt_forked(words, trains, _send(signal.SIGKILL), ROOT, variables)
     assert done.returncode == -signal.SIGKILL
     wait_until_gone(session)
     assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []

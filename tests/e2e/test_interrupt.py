@@ -23,6 +23,7 @@ from tests.e2e.command import (
     moefold,
     small,
     train,
+    wait_until_gone,
 )
 from tests.slow import slow
 
@@ -110,10 +111,10 @@ def test_ranks_end_with_their_launcher(tmp_path):
     def kill_launcher(process_id: int) -> None:
         ranks.extend(child_ids(process_id))
         os.kill(process_id, signal.SIGKILL)
+        wait_until_gone(process_id)
 
     words = ("run.steps=100000", "checkpoint.every=100000")
     interrupted(tmp_path / "run", 3, kill_launcher, *words, *TWO)
-    # communicate() returned, so that every process that held the output is gone.
     assert len(ranks) == 2
     assert checkpoints(tmp_path / "run") == [f"step-{len(losses(tmp_path / 'run')):06d}"]
 

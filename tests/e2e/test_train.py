@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.metrics.step_metrics import StepMetrics
+from tests.e2e.agents import run_on_ranks
 from tests.e2e.command import FOLDED, TWO, checkpoints, losses, metrics, moefold, run, small, train
 
 pytestmark = pytest.mark.e2e
@@ -17,25 +18,25 @@ TIMES = ("step_time_s", "tokens_per_s", "tflops_per_rank", "memory_gib", "rank_t
 
 def test_one_rank_and_eight_folded_ranks_write_the_same_losses(one_rank, eight_ranks):
     one, eight = losses(one_rank), losses(eight_ranks)
-    assert (len(one), len(eight)) == (20, 12)
-    assert eight == pytest.approx(one[:12], rel=1e-4)
-    assert one[-1] < one[0] - 0.3
+    assert (len(one), len(eight)) == (20, 6)
+    assert eight == pytest.approx(one[:6], rel=1e-4)
+    assert one[-1] < one[0] - 0.1
 
 
 def test_metrics_have_every_key_on_every_line(eight_ranks):
     records = metrics(eight_ranks)
-    assert [record["step"] for record in records] == list(range(1, 13))
+    assert [record["step"] for record in records] == list(range(1, 7))
     for record in records:
         assert set(record) == set(StepMetrics.__dataclass_fields__)
-        assert record["tokens"] == record["step"] * 4 * 32
+        assert record["tokens"] == record["step"] * 2 * 32
         assert len(record["expert_load"]) == 2
         assert record["memory_gib"] > 0.05
-    assert [record["step"] for record in records if record["eval_loss"] is not None] == [5, 10, 12]
+    assert [record["step"] for record in records if record["eval_loss"] is not None] == [4, 6]
 
 
 def test_run_folder_holds_what_the_design_promises(eight_ranks):
     assert json.loads((eight_ranks / "config.json").read_text())["parallel"]["ep"] == 4
-    assert checkpoints(eight_ranks) == ["step-000005", "step-000010", "step-000012"]
+    assert checkpoints(eight_ranks) == ["step-000004", "step-000006"]
     assert (eight_ranks / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((eight_ranks / "tensorboard").glob("events*"))
 
@@ -114,8 +115,8 @@ def test_torchrun_joins_its_ranks(one_rank, tmp_path):
     assert done.stdout.count("step 2/3") == 1
 
 
-def test_ranks_of_torchrun_take_one_plan(one_rank, tmp_path):
-    done = run(torchrun(*small(tmp_path / "run", "run.steps=3", "parallel=auto")))
+def test_ranks_of_a_launcher_take_one_plan(one_rank, tmp_path):
+    done = run_on_ranks(small(tmp_path / "run", "run.steps=3", "parallel=auto"), 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parallel = auto: ") == 1
     chosen = json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]

@@ -8,6 +8,9 @@ import sys
 import threading
 import time
 from contextlib import closing
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from moefold.errors import RunError
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.rendezvous import join_rendezvous, listen_at
+from tests.e2e.forked import PRELOAD
 from tests.launch import peer
 
 RANKS = 3
@@ -41,23 +45,39 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
-def _start(store: dist.TCPStore, rank: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", MEET, str(rank), str(store.port)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def _meet(sender: Connection, rank: int, port: int) -> None:
+    """Meet the other ranks in the store of an agent, and send the sessions that all of them have read."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    store, session = join_rendezvous(RankEnv(rank, rank, RANKS, "127.0.0.1", port), 20.0)
+    store.set(str(rank), session)
+    sender.send({session, *(store.get(str(other)).decode() for other in range(RANKS))})
 
 
-def _said(ranks: list[subprocess.Popen[str]]) -> set[str]:
-    said = [process.communicate(timeout=60)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0] * len(ranks)
-    return {word for line in said for word in line.split()}
+def _start(store: dist.TCPStore, rank: int) -> tuple[BaseProcess, Connection]:
+    """Fork a rank from the fork server of the worker pool, which has torch in memory."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_meet, args=(sender, rank, store.port), daemon=True)
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _said(ranks: list[tuple[BaseProcess, Connection]]) -> set[str]:
+    said = set().union(*(receiver.recv() for _, receiver in ranks))
+    for process, _ in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    return said
 
 
 def test_each_start_has_a_session_of_its_own_in_a_store_that_stays(agent_store):
     first = _said([_start(agent_store, rank) for rank in range(RANKS)])
     # The new rank 0 comes last: until then the others see the name of the old one.
     late = [_start(agent_store, rank) for rank in (1, 2)]
-    time.sleep(3)
-    assert all(process.poll() is None for process in late)
+    time.sleep(1)
+    assert all(process.is_alive() for process, _ in late)
     second = _said([*late, _start(agent_store, 0)])
     assert len(first) == len(second) == 1
     assert first != second
@@ -90,6 +110,23 @@ def test_without_an_agent_those_who_never_come_are_named_and_torch_adds_nothing(
     assert f"RunError: {missing} of 3 did not come to 127.0.0.1:" in done.stderr.splitlines()[-1]
     assert "c10d" not in done.stderr
     assert "frame #" not in done.stderr
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0")])
+def test_ranks_that_are_awaited_are_named_long_before_the_limit(monkeypatch, capfd, rank, missing):
+    monkeypatch.setattr("moefold.launch.rendezvous.WAIT_NOTICE_S", 0.3)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # One line for each machine: that of its first rank.
+    with pytest.raises(RunError, match=f"{missing} of 3 did not come"):
+        join_rendezvous(RankEnv(rank, 0, RANKS, "127.0.0.1", port), 1.0)
+    assert capfd.readouterr().err == (
+        f"moefold: rank {rank} waits for {missing} of 3 at 127.0.0.1:{port}, for 1 s (faults.timeout_s) in all\n"
+    )
+    with pytest.raises(RunError, match=f"{missing} of 3 did not come"):
+        join_rendezvous(RankEnv(rank, 1, RANKS, "127.0.0.1", port), 1.0)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("answer", [peer.is_silent, peer.hangs_up, peer.talks_nonsense])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
-from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer import OuterOptimizer, PendingRound, bits_to_float, float_to_bits
 from moefold.optim.state_offload import StateStore
 
 SHAPES = {"a": (3, 4), "b": (5,), "empty": (0, 2), "c": ()}
@@ -215,8 +216,14 @@ def in_blocks(tensors: Iterable[Tensor], block: int) -> Tensor:
     return torch.cat([functional.pad(t.flatten(), (0, -t.numel() % block)) for t in tensors])
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp4"])
-def test_ranks_with_the_same_shard_decode_the_same_values(precision):
+CODES: list[dict[str, Any]] = [
+    *({"precision": precision} for precision in ("bfloat16", "int8", "fp4")),
+    *({"density": 1 / 1024, "values": bits} for bits in (32, 8, 2)),
+]
+
+
+@pytest.mark.parametrize("code_keys", CODES[1:], ids=str)
+def test_ranks_with_the_same_shard_decode_the_same_values(code_keys):
     """Ranks hold other shards of one parameter, and the same of the next: the code of the first must not matter."""
     decoded = []
     for rank in range(2):
@@ -224,11 +231,11 @@ def test_ranks_with_the_same_shard_decode_the_same_values(precision):
         outer = OuterOptimizer(
             {name: nn.Parameter(tensor) for name, tensor in parameters.items()},
             {},
-            SitesConfig(count=2, precision=precision, residual=0.5),
+            SitesConfig(count=2, residual=0.5, **code_keys),
             StateStore(),
         )
         own = outer.difference()
-        code = make_wire_code(precision, own.dtype)
+        code = outer.code
         outer.keep_residual((0,), own, code.decode(code.encode(own), own))
         decoded.append(outer.residual["replicated"])
     assert decoded[0].any()
@@ -253,12 +260,12 @@ def test_weights_that_are_not_finite_leave_nothing_behind():
     assert site.parameters["a"][0, 0] == site.outer.weights["a"][0, 0]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8", "fp4"])
+@pytest.mark.parametrize("code_keys", CODES, ids=str)
 @pytest.mark.parametrize("beta", [1.0, 0.9])
-def test_residual_keeps_what_codes_lose(precision, beta):
+def test_residual_keeps_what_codes_lose(code_keys, beta):
     """All that was sent, plus the residual at the end, is all that was to be sent, each part decayed since."""
-    site = Site(SitesConfig(count=2, precision=precision, residual=beta))
-    code = make_wire_code(precision, torch.float64)
+    site = Site(SitesConfig(count=2, residual=beta, **code_keys))
+    code = site.outer.code
     num_coded = site.outer.num_coded((0,))
     sent_total = torch.zeros(num_coded, dtype=torch.float64)
     due_total = torch.zeros(num_coded, dtype=torch.float64)
@@ -303,3 +310,160 @@ def test_fragments_are_exchanged_apart():
     assert [float(parameters[f"layers.{i}.w"].detach()[0]) for i in range(4)] == [1.5, 2.0, 3.5, 4.0]
     assert buffers["layers.2.ffn.router.expert_bias"].tolist() == [1.5, 1.5]
     assert outer.difference((1,)).tolist() == [-1.0] * 7
+
+
+def test_sparseloco_is_the_formula_of_its_paper():
+    """e = beta e + D; s = topk(e); e = e - s; phi = phi - mean of s (arXiv:2508.15706, algorithm 1)."""
+    settings = SitesConfig(count=2, residual=0.95, density=3 / 4096)
+    sites = [Site(settings) for _ in range(2)]
+    phi = [p.detach().clone() for p in sites[0].parameters.values()]
+    e = [[torch.zeros_like(p) for p in phi] for _ in sites]
+    for round_ in range(6):
+        sent = []
+        for number, site in enumerate(sites):
+            site.move(gradients(number, round_))
+            sparse = []
+            for i, theta in enumerate(site.parameters.values()):
+                e[number][i] = 0.95 * e[number][i] + (phi[i] - theta.detach())
+                largest = e[number][i].flatten().abs().topk(min(3, theta.numel())).indices
+                s = torch.zeros(theta.numel(), dtype=theta.dtype)
+                s[largest] = e[number][i].flatten()[largest]
+                sparse.append(s.view_as(theta))
+                e[number][i] = e[number][i] - sparse[-1]
+            sent.append(sparse)
+        phi = [p - (a + b) / 2 for p, a, b in zip(phi, *sent, strict=True)]
+        exchange_coded(sites)
+        for site in sites:
+            torch.testing.assert_close(site.flat(), torch.cat([p.flatten() for p in phi]), rtol=1e-12, atol=1e-12)
+
+
+def exchange_coded(sites: list[Site]) -> None:
+    own = [site.outer.difference() for site in sites]
+    num_coded = sites[0].outer.num_coded((0,))
+    code = sites[0].outer.code
+    decoded = []
+    for values in own:
+        part = values[:num_coded]
+        decoded.append(torch.cat([code.decode(code.encode(part), part), values[num_coded:]]))
+    mean = sum(decoded) / len(sites) + torch.zeros_like(own[0])
+    for site, values, read in zip(sites, own, decoded, strict=True):
+        site.outer.keep_residual((0,), values, read)
+        site.outer.step(values, mean)
+
+
+CO2 = {"count": 2, "every": 3, "overlap": 3, "lr": 0.9, "momentum": 0.5, "penalty": True, "clip": 0.05}
+
+
+class WholeRounds:
+    """Sites that exchange a round during the next one; the exchange of the round under way is `means`."""
+
+    def __init__(self, settings: SitesConfig) -> None:
+        self.sites = [Site(settings) for _ in range(2)]
+        self.own: list[Tensor] = []
+        self.mean: Tensor | None = None
+        self.last_update = 0.0
+
+    def end_round(self, *, fails: bool = False, broken: str = "") -> None:
+        """Take the outer step of the round before, unless its exchange has failed, and send this round."""
+        update = 0.0
+        for number, site in enumerate(self.sites):
+            if self.mean is not None and fails:
+                site.outer.put_back((0,), self.own[number])
+            elif self.mean is not None:
+                norm = math.sqrt(site.outer.mean_square(self.mean)) or 1.0
+                gap = {"no gap": 0.0, "gap of two rounds": 2 * self.last_update}.get(broken, self.last_update)
+                mean = -self.mean if broken == "sign" else self.mean
+                if broken == "momentum not saved":
+                    for tensor in site.outer.momentum.values():
+                        tensor.zero_()
+                norms = site.outer.step(
+                    self.own[number], mean, moves_both=broken != "difference lost", penalty=1 + gap / norm
+                )
+                update = math.sqrt(norms.update)
+        self.last_update = update
+        self.own = [site.outer.difference() for site in self.sites]
+        self.mean = (self.own[0] + self.own[1]) / 2
+        for site in self.sites:
+            if broken != "sent twice":
+                site.outer.begin_next_round()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_co2_is_the_formula_of_its_paper(nesterov):
+    """m = mu m + mean / Lambda of the round before, clipped; phi = phi - lr m (arXiv:2401.16265, algorithm 1)."""
+    run = WholeRounds(SitesConfig(**CO2, nesterov=nesterov))
+    phi = run.sites[0].flat().clone()
+    m = torch.zeros_like(phi)
+    before = None
+    step = torch.zeros_like(phi)
+    was_clipped = False
+    for round_ in range(5):
+        moved = []
+        for number, site in enumerate(run.sites):
+            assert torch.equal(site.flat(), torch.cat([w.flatten() for w in site.outer.weights.values()]))
+            site.move(gradients(number, round_))
+            moved.append(0.1 * torch.cat([g.flatten() for g in gradients(number, round_).values()]))
+        run.end_round()
+        if before is not None:
+            g = before / (1 + step.norm() / before.norm())
+            was_clipped |= bool(((0.5 * m + g).abs() > 0.05).any())
+            m = (0.5 * m + g).clamp(-0.05, 0.05)
+            step = 0.9 * (g + 0.5 * m) if nesterov else 0.9 * m
+            phi = phi - step
+        before = (moved[0] + moved[1]) / 2
+        for site in run.sites:
+            torch.testing.assert_close(site.flat(), phi, rtol=1e-12, atol=1e-12)
+    assert was_clipped
+
+
+@pytest.mark.parametrize(
+    "broken", ["sign", "no gap", "gap of two rounds", "momentum not saved", "difference lost", "sent twice"]
+)
+def test_a_wrong_step_of_co2_is_noticed(broken):
+    right, wrong = (WholeRounds(SitesConfig(**CO2 | {"clip": 0.0})) for _ in range(2))
+    for round_ in range(4):
+        for run, how in ((right, ""), (wrong, broken)):
+            for number, site in enumerate(run.sites):
+                site.move(gradients(number, round_))
+            run.end_round(broken=how)
+    assert (right.sites[0].flat() - wrong.sites[0].flat()).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("residual", [0.0, 0.9])
+def test_a_round_of_co2_that_is_not_applied_goes_into_the_next(residual):
+    """The differences of the failed exchange return to the weights, and the residual keeps its bits."""
+    settings = SitesConfig(**CO2 | {"penalty": False, "clip": 0.0}, precision="int8", residual=residual)
+    run = WholeRounds(settings)
+    whole = WholeRounds(settings)
+    for site in (*run.sites, *whole.sites):
+        for name, e in site.outer.residual.items():
+            e.copy_(gradients(7, 7)[name])
+    residuals = [e.clone() for e in run.sites[0].outer.residual.values()]
+    for step in range(3):
+        for group in (run, whole):
+            for number, site in enumerate(group.sites):
+                site.move(gradients(number, step))
+        run.end_round(fails=step == 1)
+        if step != 0:
+            whole.end_round()
+        assert all(torch.equal(e, old) for e, old in zip(run.sites[0].outer.residual.values(), residuals, strict=True))
+    torch.testing.assert_close(run.sites[0].flat(), whole.sites[0].flat(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run.own[1], whole.own[1], rtol=1e-12, atol=1e-12)
+
+
+def test_buffers_of_co2_go_on_from_their_own():
+    """The mean of what was sent arrives a round later: each site moves by what it was off."""
+    sites = [Site(SitesConfig(**CO2)) for _ in range(2)]
+    sites[1].buffers["bias"].copy_(torch.tensor([1.5, 3.0]))
+    own = [site.outer.difference() for site in sites]
+    mean = (own[0] + own[1]) / 2
+    for site, values in zip(sites, own, strict=True):
+        site.outer.keep_round(PendingRound(3, 6, (0,), values, mean))
+        site.buffers["bias"].add_(0.25)
+        site.outer.step(site.outer.pending.own, site.outer.pending.mean, moves_both=True)
+    assert sites[0].buffers["bias"].tolist() == sites[1].buffers["bias"].tolist() == [1.25, 1.25]
+
+
+def test_the_norm_of_the_last_step_is_saved_to_the_bit():
+    for number in (0.0, 1e-30, 0.1, 3.5e20):
+        assert bits_to_float(float_to_bits(number)) == number

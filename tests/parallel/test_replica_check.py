@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
 from moefold.metrics.step_metrics import ReplicaMetrics
+from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
 from moefold.parallel.fsdp import install_comm_hooks
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck, TensorHasher
+from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
@@ -44,7 +45,7 @@ def test_equal_bytes_have_equal_digests_and_others_have_not(dtype, rows):
 
 @pytest.mark.parametrize("length", [20, 21])
 def test_every_bit_counts_in_every_chunk(monkeypatch, length):
-    monkeypatch.setattr("moefold.parallel.replica_check.CHUNK_WORDS", 3)
+    monkeypatch.setattr("moefold.ops.tensor_hash.CHUNK_WORDS", 3)
     digest = TensorHasher(torch.device("cpu")).digest
     tensor = torch.randn(length, generator=torch.Generator().manual_seed(0))
     seen = {tuple(digest(tensor).tolist())}
@@ -70,7 +71,7 @@ def test_two_flips_of_the_same_bit_do_not_cancel(bit):
 
 
 def test_integers_that_change_places_within_a_chunk_or_between_two_are_seen(monkeypatch):
-    monkeypatch.setattr("moefold.parallel.replica_check.CHUNK_WORDS", 3)
+    monkeypatch.setattr("moefold.ops.tensor_hash.CHUNK_WORDS", 3)
     digest = TensorHasher(torch.device("cpu")).digest
     tensor = torch.arange(1, 13)
     for first in range(12):

@@ -287,7 +287,7 @@ def _allocate_most(before: Config, after: Config, scratch: int) -> tuple[int, in
 
 
 def test_no_allocation_is_larger_than_half_of_the_scratch_memory(pool):
-    for scratch in (256, 1000, 1 << 20):
+    for scratch in (256, 1 << 20):
         found = pool.run(8, _allocate_most, _recipe("expert tensor"), _recipe("pipeline"), scratch)
         assert 0 < max(largest for largest, *_ in found) <= scratch // 2
         for largest, shard, rounds in found:

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.parity
 TOLERANCE = 1e-9
 EXPERTS = {"world_size": 4, "ep": 2, "zero": 3}
 EIGHT = {"world_size": 8, "ep": 2}
+MEMORY = {"every": 0, "peer_every": 1}
+BOTH = {"every": 1, "peer_every": 1}
 
 
 def largest_difference(first: Done, second: Done) -> float:
@@ -37,14 +39,15 @@ def check_finished(done: Done, steps: int = 6) -> None:
 
 
 def test_survivors_of_rank_0_finish_the_run(tmp_path):
-    done = train(recipe(tmp_path / "run", **EXPERTS), [Kill(0, 4, "backward")])
+    cfg = recipe(tmp_path / "run", checkpoint=MEMORY, **EXPERTS)
+    done = train(cfg, [Kill(0, 4, "backward")])
     check_finished(done)
     [fault] = read_faults(done.folder)
-    assert (fault["lost"], fault["ranks"], fault["spares"], fault["generation"]) == ([0], [1, 2], [3], 1)
+    assert (fault["lost"], fault["ranks"], fault["spares"], fault["generation"]) == ([0], [1, 3], [2], 1)
+    assert (fault["step"], fault["from"]) == (3, "memory")
     assert fault["what"][0].split("; ")[0].endswith("in step 4, backward of micro-batch 0")
     assert "lost rank 0 on" in done.output
-    assert "resumed from" in done.output
-    assert "regrouped in" in done.output
+    assert "training goes on after step 3, restored from the memory of the ranks" in done.output
     assert done.errors == ""
     reference = train(recipe(tmp_path / "one"))
     assert largest_difference(done, reference) < TOLERANCE
@@ -57,52 +60,65 @@ MAPPINGS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3, "ep": 4},
     "tp": {"tp": 2, "ep": 2},
     "pp": {"pp": 2, "ep": 2},
+    "seven": {"zero": 2},
     "cp, etp": {"cp": 2, "ep": 2, "etp": 2, "zero": 3},
 }
 CASES = [
-    *(("zero 2", Kill(rank, 4, phase)) for rank, phase in enumerate(PHASES)),
-    *(("zero 3", Kill(7, 4, phase)) for phase in PHASES[:3]),
-    *((mapping, Kill(3, 5, "backward")) for mapping in ("tp", "pp", "cp, etp")),
+    *(("zero 2", Kill(rank, 4, phase), BOTH) for rank, phase in enumerate(PHASES)),
+    *(("zero 3", Kill(7, 4, phase), {}) for phase in PHASES[:3]),
+    *((mapping, Kill(3, 5, "backward"), BOTH) for mapping in ("tp", "pp", "cp, etp")),
+    ("seven", Kill(5, 5, "copying the state to a peer"), BOTH),
 ]
 
 
-@pytest.mark.parametrize(("mapping", "kill"), slow(CASES))
-def test_phase_of_the_loss_does_not_matter(mapping, kill, tmp_path):
+@pytest.mark.parametrize(("mapping", "kill", "checkpoint"), slow(CASES))
+def test_phase_of_the_loss_does_not_matter(mapping, kill, checkpoint, tmp_path):
     parallel = {"world_size": 8} | MAPPINGS[mapping]
-    train_section = {"eval_every": 2, "eval_samples": 8}
-    done = train(recipe(tmp_path / "run", train=train_section, **parallel), [kill])
+    settings = {"eval_every": 2, "eval_samples": 8}
+    done = train(recipe(tmp_path / "run", train=settings, checkpoint=checkpoint, **parallel), [kill])
     check_finished(done)
     [fault] = read_faults(done.folder)
     assert fault["lost"] == [kill.rank]
-    undisturbed = train(recipe(tmp_path / "all", train=train_section, **parallel))
+    assert fault["from"] == ("memory" if checkpoint else "checkpoint")
+    if mapping == "seven":
+        assert len(fault["ranks"]) == 7
+    undisturbed = train(recipe(tmp_path / "all", train=settings, **parallel))
     assert largest_difference(done, undisturbed) < TOLERANCE
-    # A restart from the same state, with as many ranks.
+    # A restart from the same step, with as many ranks.
     saved = done.folder / "checkpoints" / f"step-{fault['step']:06d}"
-    fewer = parallel | {"world_size": len(fault["ranks"])}
-    settings = {"on_loss": "stop"}
-    restarted = train(
-        recipe(tmp_path / "restarted", train=train_section, faults=settings, checkpoint={"resume": str(saved)}, **fewer)
+    fewer = parallel | {"world_size": len(fault["ranks"]), "elastic": True}
+    restart = recipe(
+        tmp_path / "restart", train=settings, faults={"on_loss": "stop"}, checkpoint={"resume": str(saved)}, **fewer
     )
-    assert differing_tensors(done.checkpoint, restarted.checkpoint) == []
+    assert differing_tensors(done.checkpoint, train(restart).checkpoint) == []
 
 
 @pytest.mark.slow
 def test_losses_one_after_the_other_and_a_spare_takes_over(tmp_path):
-    kills = [Kill(0, 3, "forward"), Kill(5, 5, "backward"), Kill(2, 6, "optimizer")]
-    done = train(recipe(tmp_path / "run", zero=3, **EIGHT), kills)
+    kills = [Kill(0, 3, "forward"), Kill(7, 5, "backward"), Kill(2, 4, "optimizer")]
+    done = train(recipe(tmp_path / "run", zero=3, checkpoint=MEMORY, **EIGHT), kills)
     check_finished(done)
-    # Rank 5 waits as a spare until rank 2 is lost.
-    assert [fault["lost"] for fault in read_faults(done.folder)] == [[0], [2], [5]]
+    # Rank 7 alone has its shards, as its peer was rank 0; the spare takes part after the loss of rank 2.
+    faults = read_faults(done.folder)
+    assert [fault["lost"] for fault in faults] == [[0], [2], [7]]
+    assert [fault["spares"] for fault in faults] == [[6], [], [5]]
+    assert {fault["from"] for fault in faults} == {"memory"}
     assert [fault["generation"] for fault in read_faults(done.folder)] == [1, 2, 3]
     assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(1, 2), (0, 1), (0, 7)])
-def test_two_losses_at_once(ranks, tmp_path):
-    done = train(recipe(tmp_path / "run", zero=3, **EIGHT), [Kill(rank, 4, "forward") for rank in ranks])
+@pytest.mark.parametrize(("ranks", "source"), [((1, 2), "checkpoint"), ((0, 7), "checkpoint"), ((2, 5), "memory")])
+def test_two_losses_at_once(ranks, source, tmp_path):
+    cfg = recipe(tmp_path / "run", checkpoint={"every": 2, "peer_every": 1}, world_size=8, zero=3)
+    done = train(cfg, [Kill(rank, 4, "forward") for rank in ranks])
     check_finished(done)
-    assert sorted(rank for fault in read_faults(done.folder) for rank in fault["lost"]) == list(ranks)
+    faults = read_faults(done.folder)
+    assert sorted(rank for fault in faults for rank in fault["lost"]) == list(ranks)
+    if len(faults) == 1:
+        assert faults[0]["from"] == source
+        # The peer of a rank is the next one, along dp.
+        assert ("lacks shards of the lost ranks" in done.output) == (source == "checkpoint")
     assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE
 
 
@@ -110,6 +126,9 @@ def test_two_losses_at_once(ranks, tmp_path):
 @pytest.mark.parametrize(
     "event",
     [
+        "restoring the state from the memory",
+        "comparing the restored state",
+        "copying the state to a peer",
         "connecting to the other ranks",
         "creating the process groups",
         "building the model",
@@ -120,7 +139,10 @@ def test_two_losses_at_once(ranks, tmp_path):
 )
 def test_rank_lost_while_the_others_regroup(event, tmp_path):
     rank = 1 if event == "locking the folders" else 2
-    done = train(recipe(tmp_path / "run", **EIGHT), [Kill(0, 4, "backward"), Kill(rank, -1, event)])
+    memory = any(word in event for word in ("state", "building"))
+    cfg = recipe(tmp_path / "run", checkpoint={"every": 2, "peer_every": int(memory)}, **EIGHT)
+    # The flight recorder still has the step of the loss.
+    done = train(cfg, [Kill(0, 4, "backward"), Kill(rank, 4, event)])
     check_finished(done)
     assert read_faults(done.folder)[-1]["generation"] == 2
     assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE

@@ -21,6 +21,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
+from moefold.cost.site_traffic import recipe_format, site_traffic
 from moefold.launch.meet_client import MeetConnection
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -116,7 +117,16 @@ def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     )
 
 
+def planned_bytes(cfg: Config, fragment: int) -> int:
+    """The bytes that the planner counts for a round of a fragment, or of all fragments (-1)."""
+    traffic = site_traffic(cfg)
+    code = recipe_format(cfg)
+    chosen = traffic if fragment < 0 else [traffic[fragment]]
+    return (cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
+
+
 STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
+CO2 = {"count": 2, "every": 2, "overlap": 2, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1e-3}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank, mean": (MEAN, {}),
     "tp ep zero 2, diloco": (DILOCO, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
@@ -129,6 +139,10 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp ep zero 2, streaming": (STREAMING, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
     "pp zero 3, streaming": (STREAMING, {"world_size": 4, "pp": 2, "zero": 3}),
     "all axes, streaming": (STREAMING | {"overlap": 0}, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    "one rank, co2": (CO2, {}),
+    "tp ep zero 2, co2": (CO2, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
+    "pp zero 3, co2, nesterov": (CO2 | {"nesterov": True}, {"world_size": 4, "pp": 2, "zero": 3}),
+    "all axes, co2": (CO2, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
     "all axes, diloco": (DILOCO, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
 }
 
@@ -161,7 +175,9 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
-        assert rounds == ([3, 5] if cfg.sites.overlap else [2, 4, 5])
+        assert rounds == {0: [2, 4, 5], 1: [3, 5], 2: [4, 5]}[cfg.sites.overlap]
+        sent = [planned_bytes(cfg, round_["sites"]["fragment"]) for round_ in records(run_dir) if round_["sites"]]
+        assert [record["sites"]["sent_bytes"] for record in records(run_dir) if record["sites"]] == sent
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
@@ -183,6 +199,7 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
     expected = OracleSites(without_mapping(cfg)).run(4)
     for number, step in ((0, 2), (1, 3), (1, 4)):
         path = checkpoint(tmp_path / f"site-{number}", step)
+        assert records(tmp_path / f"site-{number}")[-1]["sites"]["sent_bytes"] == planned_bytes(cfg, -1)
         state = expected[step - 1]
         for prefix, weights in (("model.", state.weights[number]), ("outer.weights.", state.outer)):
             adapters = {name: value for name, value in weights.items() if is_adapter(name)}
@@ -223,16 +240,26 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
+SPARSE = {"count": 2, "every": 2, "density": 1 / 64, "values": 2, "residual": 0.95}
+
+
 @pytest.mark.parametrize(
-    ("last", "mapping"),
-    [(2, {}), *slow([(3, {"world_size": 2, "tp": 2}), (4, {"world_size": 2, "pp": 2}), (4, {})])],
+    ("sites", "last", "mapping"),
+    [
+        (CODED, 2, {}),
+        *slow([(CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2}), (CODED, 4, {})]),
+        *slow(
+            [(CO2, 2, {}), (CO2, 3, {"world_size": 2, "tp": 2}), (CO2 | {"precision": "int8", "residual": 0.9}, 4, {})]
+        ),
+        *slow([(SPARSE, 3, {"world_size": 2, "tp": 2}), (SPARSE | {"overlap": 1}, 2, {"world_size": 2, "zero": 3})]),
+    ],
 )
-def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
+def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
 
     Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
     """
-    whole = recipe(tmp_path / "whole", 5, CODED, **mapping)
+    whole = recipe(tmp_path / "whole", 5, sites, **mapping)
     whole = replace(whole, faults=replace(whole.faults, replica_check_every=1))
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
@@ -240,19 +267,24 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, last, mapping):
         jobs = [of_site(parts, n, server.port) for n in (0, 1)]
         run_sites(pool, jobs, train_until, last)
         state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).sites
+        # CODED has two fragments, one of them each second step.
         assert state["rounds"] == last // 2
-        assert state.get("pending.due") == (None if last % 2 else last + 1)
+        overlap = whole.sites.overlap
+        assert state.get("pending.due") == (last // 2 * 2 + overlap if last % 2 < overlap else None)
         run_sites(pool, jobs, train)
     for number in (0, 1):
+        sent = records(tmp_path / "whole" / f"site-{number}")[-1]["sites"]["sent_bytes"]
+        assert sent == planned_bytes(whole, -1)
         paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
         resumed = tensors(paths[1], "")
         assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]
 
 
 @pytest.mark.slow
-def test_sites_resume_under_another_mapping(pool, tmp_path):
+@pytest.mark.parametrize("sites", [STREAMING, CO2])
+def test_sites_resume_under_another_mapping(pool, tmp_path, sites):
     """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping."""
-    whole = recipe(tmp_path / "whole", 7, STREAMING)
+    whole = recipe(tmp_path / "whole", 7, sites)
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:
@@ -308,6 +340,21 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     assert differing_tensors(*paths, "model.") != []
 
 
+@pytest.mark.slow
+def test_differences_of_co2_whose_exchange_fails_go_into_the_next_round(pool, tmp_path):
+    """Site 2 is lost before the others vote on the differences of step 2, which they have taken from their weights."""
+    cfg = recipe(tmp_path, 6, CO2 | {"count": 3})
+    with Server().running() as server:
+        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_fail, 3)
+    assert ends == [["done"], ["done"], ["lost"]]
+    paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, 1)]
+    assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.") == []
+    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
+    assert [round_["members"] for round_ in rounds] == [0, 2]
+    assert rounds[0]["skipped"]
+    assert rounds[1]["gap"] > 0
+
+
 def train_and_come_back(cfg: Config, go: Path) -> str:
     """Train; site 2 fails after step 3, and starts again once the others wait for that after step 6."""
     if cfg.sites.number < 2:
@@ -348,12 +395,16 @@ class Waiting(Callback):
             [
                 (CODED | {"every": 2, "fragment_layers": 0}, {}),
                 (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}),
+                (CO2, {}),
+                (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2}),
             ]
         ),
     ],
 )
 def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
-    cfg = recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping)
+    is_co2 = sites.get("overlap") == 2
+    last = 13 if is_co2 else 10
+    cfg = recipe(tmp_path, last, sites | {"count": 3}, every=3, **mapping)
     go = tmp_path / "go"
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(3)]
@@ -361,16 +412,16 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
         ends = run_sites(pool, jobs, train_and_come_back, go)
     assert [end[0] for end in ends] == ["done", "done", "back"]
     rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
-    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3]
+    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3, *([3] if is_co2 else [])]
     assert any("site 2 takes the state of site 0 after step 8" in line for line in server.log)
     steps = [record["step"] for record in records(tmp_path / "site-2")]
     taken = 8 + cfg.sites.overlap
-    assert steps == [1, 2, 3, *range(taken + 1, 11)]
+    assert steps == [1, 2, 3, *range(taken + 1, last + 1)]
     for number in (1, 2):
-        paths = [checkpoint(tmp_path / f"site-{n}", 10) for n in (0, number)]
+        paths = [checkpoint(tmp_path / f"site-{n}", last) for n in (0, number)]
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
-    assert read_meta(checkpoint(tmp_path / "site-2", 10)).sites["rounds"] == 5
+    assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == (7 if is_co2 else 5)
 
 
 def test_the_log_says_for_what_a_site_waits():

@@ -19,6 +19,8 @@ CASES = [
     ("sites.first=-1", "must be at least 0"),
     ("sites.keep_local=1.5", "must lie between 0 and 1"),
     ("sites.residual=-0.1", "must lie between 0 and 1"),
+    ("sites.density=0", "must lie between 1/4096 and 1"),
+    ("sites.clip=-1", "must be at least 0 (0: no limit)"),
     ("sites.fragment_layers=-1", "must be at least 0 (0: all layers)"),
     ("sites.overlap=-1", "must be at least 0 (0: wait for each round)"),
     ("sites.quorum=-1", "must be at least 0 (0: more than half of sites.count)"),
@@ -129,6 +131,8 @@ CASES = [
     ("train.warmup_steps=-1", "must be at least 0"),
     ("train.weight_decay=-0.1", "must be at least 0"),
     ("train.beta1=1", "must lie in [0, 1): at least 0 and below 1"),
+    ("train.spsa_eps=0", "must be greater than 0"),
+    ("train.spsa_max_gradient=0", "must be greater than 0"),
     ("train.muon_momentum=1", "must lie in [0, 1): at least 0 and below 1"),
     ("train.muon_ns_steps=0", "must be at least 1"),
     ("train.loss_chunk=-2", "must be at least 0 (0: all), or -1 (automatic)"),
@@ -212,7 +216,7 @@ def test_every_number_of_the_schema_has_a_range():
         for field in fields(getattr(cfg, section.name))
         if type(field.default) in (int, float)
     }
-    assert numbers - ranged == {"parallel.zero", "train.gradient_delay"}
+    assert numbers - ranged == {"parallel.zero", "train.gradient_delay", "sites.values"}
     assert {word.split("=")[0] for word, _ in CASES} == ranged
 
 

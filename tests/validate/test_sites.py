@@ -25,8 +25,20 @@ REFUSED = [
     ((*TWO, "data.kind=task", "rl.group_size=8"), "set sites.count=1"),
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
-    ((*TWO, "sites.overlap=30"), "sites.overlap=30 must be below the 30 steps between two rounds"),
+    ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
+    ((*TWO, "sites.overlap=31"), "choose at most 29, or 30 to exchange a round during the whole next one"),
+    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
+    ((*TWO, "sites.density=0.5", "sites.precision=int8"), "sites.density=0.5 sends values of sites.values bits"),
+    (
+        (*TWO, "sites.method=sparseloco", "sites.momentum=0.9"),
+        "sites.momentum=0.9 and sites.residual=0.95 with sites.density=0.015625 would count a difference twice",
+    ),
+    ((*TWO, "sites.moments=average", "sites.overlap=1"), "sites.moments='average' would replace moments by those of"),
+    (
+        (*TWO, "sites.moments=reset", "sites.fragment_layers=1", "model.num_layers=2"),
+        "sites.moments='reset' resets the moments of all layers",
+    ),
     ((*TWO, "faults.spike=rollback", "checkpoint.every=5"), "faults.spike='rollback' goes back to weights"),
     ((*TWO, "moe.trace_every=5"), "moe.trace_every and moe.replay store the routing of one job"),
 ]
@@ -49,6 +61,11 @@ def test_method_fills_the_keys_that_are_left_out():
     assert (sites.lr, sites.momentum) == (0.7, 0.9)
     sites = config_from_dict({"sites": {"count": 2, "method": "diloco", "momentum": 0.5}}).sites
     assert (sites.lr, sites.momentum) == (0.7, 0.5)
+    sites = config_from_dict({"sites": {"count": 2, "method": "co2", "every": 48}}).sites
+    assert (sites.overlap, sites.lr, sites.momentum, sites.clip, sites.penalty) == (48, 1.0, 0.2, 1.0, True)
+    assert config_from_dict({"sites": {"count": 2, "method": "co2"}}).sites.overlap == 30
+    sites = config_from_dict({"sites": {"count": 2, "method": "sparseloco", "residual": 0.9}}).sites
+    assert (sites.density, sites.values, sites.residual, sites.momentum) == (1 / 64, 2, 0.9, 0.0)
     assert not config_from_dict({}).sites.is_active
     assert config_from_dict({"sites": {"method": "diloco"}}).sites.is_active
 

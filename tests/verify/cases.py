@@ -57,9 +57,21 @@ class Case:
 def cases(feature: str, fast: Iterable[Settings], slow: Iterable[Settings] = (), steps: int = 2) -> list[Case]:
     """Return the cases of a feature: those of `make test`, then those of `make parity`."""
     return [
-        *(Case(feature, settings, is_slow=False, steps=steps) for settings in fast),
-        *(Case(feature, settings, is_slow=True, steps=steps) for settings in slow),
+        *(Case(feature, _two_micro_batches(settings), is_slow=False, steps=steps) for settings in fast),
+        *(Case(feature, _two_micro_batches(settings), is_slow=True, steps=steps) for settings in slow),
     ]
+
+
+def _two_micro_batches(settings: Settings) -> Settings:
+    """Return the settings with a batch of at most two micro-batches unless stages or micro-batches overlap.
+
+    Two show that gradients are accumulated; a step takes as long as its micro-batches.
+    """
+    if settings.get("pp", 1) > 1 or settings.get("overlap_experts"):
+        return settings
+    train = settings.get("train", {})
+    most = 2 * data_parallel(settings) * train.get("micro_batch_size", 1)
+    return settings | {"train": train | {"global_batch_size": min(train.get("global_batch_size", 4), most)}}
 
 
 def few(settings: Settings, most: int = 8) -> Settings:

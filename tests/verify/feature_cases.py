@@ -294,6 +294,25 @@ DELAYED = [
     {"train": CORRECTED, "world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
 ]
 
+# Two forward passes instead of gradients; weights are perturbed by the same numbers under every mapping.
+
+SPSA = {"optimizer": "spsa", "spsa_max_gradient": 5.0, "global_batch_size": 4}
+SPSA_LOSSES = {"moe": {"aux_loss": 0.1, "z_loss": 0.1}, "model": SHARED | TIED | {"mtp_layers": 1, "expert_bias": True}}
+SPSA_MAPPED = [
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "cp": 2, "pp": 2, "ep": 2, "zero": 2},
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "tp": 2, "ep": 2, "etp": 2, "zero": 3},
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 1},
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "zero": 0},
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "zero": 1},
+    {"train": SPSA, "world_size": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": 1},
+    {"train": SPSA, "model": {"moe_bias": True}, "world_size": 4, "ep": 2, "etp": 2, "zero": 3},
+    {"train": SPSA, "moe": {"aux_kind": "global_batch", "aux_loss": 0.1}, "world_size": 2, "pp": 2},
+    {"train": SPSA, "moe": {"aux_kind": "last_global_batch", "aux_loss": 0.1}, "world_size": 2, "ep": 2},
+    {"train": SPSA, "moe": {"capacity_factor": 1.0, "input_jitter": 0.1}, "world_size": 2, "tp": 2},
+    {"train": SPSA, "lora": {"rank": 2}, "world_size": 4, "tp": 2, "ep": 2, "zero": 2},
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "zero": 3},
+]
+
 MUON = {"optimizer": "muon", "global_batch_size": 4}
 MUON_MODEL = SHARED | {"layer_pattern": "DM"}
 MUON_MAPPED = [
@@ -446,8 +465,8 @@ def _memory_case(strategy: str, number: int, mapping: Settings) -> Case:
     # The zero-bubble schedule runs in `make test` with the strategies that contain the others.
     is_thin = mapping["schedule"] == "zero-bubble" and mapping["virtual_stages"] == 1 and mapping["pp"] == 2
     is_slow = not is_thin or strategy not in ("recompute, loss chunk", "offload, recompute")
-    train = (BATCH_16 if is_slow else BATCH_8) | MEMORY_STRATEGIES[strategy](number)
-    return Case(f"schedule with {strategy}", {"model": model, "train": train, **mapping}, is_slow=is_slow)
+    train = (BATCH_16 if is_slow else {}) | MEMORY_STRATEGIES[strategy](number)
+    return Case(f"schedule with {strategy}", few({"model": model, "train": train, **mapping}), is_slow=is_slow)
 
 
 def _memory_strategies() -> list[Case]:
@@ -484,6 +503,7 @@ CASES = [
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
     *cases("muon", MUON_MAPPED[1:3], [MUON_MAPPED[0], *MUON_MAPPED[3:]], steps=3),
     *cases("delayed gradients", DELAYED[:1], DELAYED[1:], steps=4),
+    *cases("spsa", SPSA_MAPPED[:2], SPSA_MAPPED[2:]),
     *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", [FP8_ROWS[0], FP8_ROWS[2]], [FP8_ROWS[1], *FP8_ROWS[3:]]),

@@ -102,6 +102,7 @@ KINDS = {
     "bounded": LING,
 }
 KIND_AXES: tuple[tuple[str, Settings, Settings, Settings], ...] = (
+    ("gla", {"world_size": 2, "cp": 2}, {}, {}),
     ("gla", {"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {}, {}),
     ("convolution", {"world_size": 4, "cp": 2, "pp": 2}, {}, {}),
     ("bounded", {"world_size": 2, "tp": 2}, {}, {}),
@@ -137,5 +138,5 @@ MAPPED = [_hybrid(mapping) for mapping in AXES]
 CASES: list[Case] = [
     *cases("linear attention", PACKED[:1], [*PACKED[1:], *MAPPED, *MUON, *OFFLOAD]),
     *cases("Kimi Delta Attention", KDA[:1], KDA[1:]),
-    *cases("other layers of kind L", OTHER_KINDS[:3], OTHER_KINDS[3:]),
+    *cases("other layers of kind L", [OTHER_KINDS[0], *OTHER_KINDS[2:4]], [OTHER_KINDS[1], *OTHER_KINDS[4:]]),
 ]

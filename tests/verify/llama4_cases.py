@@ -34,6 +34,7 @@ def _llama4(
 PACKED = [
     _llama4(mapping, model, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
+        ({"world_size": 2, "cp": 2, "ep": 2}, {}, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, "ep": 2}, {}, {}),
         ({"world_size": 2, "cp": 2, "context": "allgather"}, {"top_k": 1, "attention_pattern": "C"}, {}),
         ({"world_size": 2, "cp": 2, "context": "ulysses"}, {}, {"recompute": ("layer",)}),

@@ -182,7 +182,7 @@ SCHEDULES = [
     )
 ]
 SPLIT_BACKWARD = [
-    {"train": BATCH_8, "pp": 2, **settings}
+    few({"pp": 2, **settings})
     for settings in (
         {"schedule": "zero-bubble", "model": BIASED, "world_size": 2},
         {"schedule": "zero-bubble", "model": TIED, "world_size": 4, "ep": 2, "virtual_stages": 2, "zero": 3},
@@ -237,7 +237,7 @@ SCHEDULE_FROM_FILE = [
     ),
 ]
 LAYOUTS = [
-    {"model": TIED | {"num_layers": 3, "layer_pattern": "DMM"}, "train": BATCH_8, "world_size": 2, "pp": 2, **settings}
+    few({"model": TIED | {"num_layers": 3, "layer_pattern": "DMM"}, "world_size": 2, "pp": 2, **settings})
     for settings in (
         {"pipeline_layout": "E|tttL", "schedule": "gpipe"},
         {"pipeline_layout": "Et||tt|L", "schedule": "interleaved", "virtual_stages": 2, "zero": 2},

@@ -111,7 +111,7 @@ OVERLAP_DEDUP = [
 OVERLAP = [
     _overlap({"world_size": 4, "pp": 2, "ep": 2, "zero": 2}, moe=DROPS_AND_NOISE, recompute=("moe", "norms")),
     _overlap({"world_size": 4, "etp": 2, "zero": 0, **INTERLEAVED}, OVERLAP_MODEL),
-    _overlap({"world_size": 4, "ep": 2, "tp": 2, **DUALPIPEV}, MTP, recompute=LAYER),
+    _overlap({"world_size": 4, "ep": 2, "tp": 2, **DUALPIPEV}, MTP, recompute=LAYER, batch=4),
     _overlap({"world_size": 4, "tp": 2, "ep": 4}, OVERLAP_MODEL),
     _overlap({"world_size": 4, "cp": 2, "ep": 2, "etp": 2, "zero": 2}, MTP, DROPS_AND_NOISE),
     _overlap({"world_size": 4, "cp": 2, "ep": 4, "dispatcher": "allgather"}, OVERLAP_MODEL, recompute=LAYER),

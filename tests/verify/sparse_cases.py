@@ -67,6 +67,7 @@ SHARED = {"num_layers": 4, "index_pattern": "F2S"}
 SHARING = [
     _sparse(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
+        ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | SHARED, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | SHARED, {}),
         ({"world_size": 2, "pp": 2}, SPARSE | SHARED | {"index_pattern": "FS"}, {"recompute": ("layer",)}),
         ({"world_size": 1}, SPARSE_LATENT | SHARED | {"index_pattern": "FS3", "mtp_layers": 1}, {}),

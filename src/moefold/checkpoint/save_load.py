@@ -45,6 +45,7 @@ from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
 from moefold.optim.adamw import MOMENTS, MOMENTUM, named_moments, set_step_count
+from moefold.optim.spsa import SPSA
 from moefold.remote_path import RemoteError, RemotePath
 
 SETTINGS_FILE = "config.json"
@@ -176,15 +177,7 @@ def write_checkpoint(
 
 def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDigest], train_state: TrainState) -> None:
     """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
-    meta = CheckpointMeta(
-        format=FORMAT,
-        order=sample_order(cfg),
-        model=model_sizes(cfg.model),
-        parallel=asdict(cfg.parallel),
-        dtype=cfg.run.dtype,
-        **asdict(train_state),
-    )
-    write_meta(draft, meta)
+    write_meta(draft, checkpoint_meta(cfg, train_state))
     records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
     write_manifest(draft, records)
     if not isinstance(draft, RemotePath):
@@ -197,6 +190,18 @@ def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDige
     else:
         _fsync_folder(final.parent)
     remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+
+
+def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
+    """Return the metadata of a checkpoint, or a snapshot, of a run."""
+    return CheckpointMeta(
+        format=FORMAT,
+        order=sample_order(cfg),
+        model=model_sizes(cfg.model),
+        parallel=asdict(cfg.parallel),
+        dtype=cfg.run.dtype,
+        **asdict(train_state),
+    )
 
 
 def load_checkpoint(
@@ -213,6 +218,8 @@ def load_checkpoint(
         ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
     """
     meta = read_meta(path)
+    with translate_read_errors(path):
+        _check_has_moments(path, read_metadata(path), is_expected=not isinstance(optimizer, SPSA))
     _load_state(path, checkpoint_state(parameters, buffers, optimizer))
     set_step_count(optimizer, meta.step if meta.moment_updates is None else meta.moment_updates)
     return meta
@@ -342,6 +349,20 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
                 f"checkpoint.init_from={str(path)!r}"
             )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
+
+
+def _check_has_moments(path: Path, metadata: Metadata, *, is_expected: bool) -> None:
+    """Check that a checkpoint has moments if the optimizer has some, and none if it has none; local.
+
+    Raises:
+        ConfigError: it has them and should not, or the other way round.
+    """
+    has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
+    if has_moments != is_expected:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} is of another optimizer, it has {'' if has_moments else 'no '}moments; set "
+            "train.optimizer as it was, or begin a new run with its weights: checkpoint.init_from"
+        )
 
 
 def _has_moments_of_indexers_alone(metadata: Metadata) -> bool:

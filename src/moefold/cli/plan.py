@@ -10,6 +10,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_options import add_noise_options, planner_from_args, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
 from moefold.cli.plan_rollouts import rollout_lengths
+from moefold.cli.plan_sites import add_site_options, reject_site_options
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
@@ -25,6 +26,7 @@ EPILOG = (
 batch, the number of GPUs and its other settings wherever no option is given. For a recipe of reinforcement learning,
 the fastest training mappings are paired with the best mapping for sampling on the same GPUs; decoding is not
 calibrated.
+With --sites, the GPUs and the batch are those of one site.
 
 methods, the baselines of arXiv:2504.14960 as parts of the search:
 """
@@ -36,6 +38,7 @@ examples:
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256 --fix tp=2,ep=8
   moefold plan recipes/mixtral-8x7b.toml --gpu h100 --explain "tp=4 cp=1 pp=4 ep=8 etp=1 mbs=1"
   moefold plan recipes/mixtral-8x7b.toml --gpu h200 --num-gpus 64 --recipe planned.toml
+  moefold plan recipes/mixtral-8x7b.toml --gpu h100 --sites 3 --site-link 1e8 --site-latency 0.08
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 256 --seq-len 4096 --global-batch-size 4096 \\
       --compare-folding 4096 32768 131072
 """
@@ -86,6 +89,7 @@ def run(argv: list[str]) -> int:
     else:
         from moefold.cli.plan_outputs import print_footer
         from moefold.cli.plan_rollouts import print_rollouts
+        from moefold.cli.plan_sites import print_site_plan
         from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
         from moefold.cli.screen import open_console
 
@@ -95,6 +99,8 @@ def run(argv: list[str]) -> int:
         print_ranking(console, shown, wide=args.wide)
         if args.breakdown:
             print_breakdown(console, shown)
+        if planner.site_plan is not None:
+            print_site_plan(console, planner.site_plan)
         if lengths is not None:
             print_rollouts(console, rollouts, lengths)
         print_footer(console, planner, shown, args, argv, time.perf_counter() - started)
@@ -117,6 +123,9 @@ def _check_output(args: argparse.Namespace) -> None:
                 f"--{name}-tokens has no effect on --explain and --compare-folding, which price no rollouts; leave it "
                 "out"
             )
+    if is_other_answer:
+        option = "--explain" if args.explain is not None else "--compare-folding"
+        reject_site_options(args, option, "prices no rounds between sites")
     if args.breakdown and args.explain is not None:
         raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 
@@ -173,4 +182,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)
     add("--force", action="store_true", help="replace files that exist")
     add_noise_options(parser, "of the simulated step: ")
+    add_site_options(parser)
     return parser

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moefold.cli.plan_documents import attention_of, describe_attention, describe_documents
 from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
+from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -22,7 +23,10 @@ from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import check_timeline_file, write_timeline
+from moefold.planner.simulator.round_export import site_chart, write_rounds
 from moefold.planner.simulator.simulate import Noise, simulate_mapping
+from moefold.planner.simulator.site_rounds import simulate_site
+from moefold.planner.sites import with_site_settings
 from moefold.terminal import print_escaped, printable
 from moefold.topology.dispatchers import DISPATCHERS
 
@@ -110,13 +114,12 @@ def _write_recipe(planner: Planner, best: PlannedMapping, args: argparse.Namespa
     from moefold.planner.export_recipe import write_recipe
 
     cfg, comments = _trainable_config(planner, best, args)
-    write_recipe(cfg, args.recipe, _header_comments(planner.request, best, args, argv), comments)
+    write_recipe(cfg, args.recipe, _header_comments(planner, best, args, argv), comments)
     print_escaped(f"wrote {args.recipe}", file=sys.stderr)
 
 
-def _header_comments(
-    request: PlanRequest, best: PlannedMapping, args: argparse.Namespace, argv: list[str]
-) -> list[str]:
+def _header_comments(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> list[str]:
+    request = planner.request
     is_recipe = args.model.endswith(".toml")
     name = Path(args.model).stem if is_recipe else request.model_spec.name
     w = request.workload
@@ -129,6 +132,10 @@ def _header_comments(
         f"{format_mapping(best)}: predicted {best.time.total_s:.3g} s a step, {rate:,.0f} tokens/s per GPU, "
         f"MFU {best.time.mfu:.0%}, {best.memory.total / 2**30:.1f} GiB on the fullest GPU.",
     ]
+    if planner.site_plan is not None:
+        cost = planner.site_plan.cost
+        link = f"{format_bytes(cost.link.bytes_per_s)}/s and {cost.link.latency_s:g} s between {cost.count} sites"
+        lines.append(f"{link}, {describe_chosen(planner.site_plan)}.")
     # TOML comments must not contain control characters.
     return [printable(line) for line in lines]
 
@@ -140,7 +147,11 @@ def _noise(cfg: Config, args: argparse.Namespace) -> Noise:
 
 
 def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
-    write_timeline(simulate_mapping(planner.cost_model_for(best), best.mapping, noise), path)
+    step = simulate_mapping(planner.cost_model_for(best), best.mapping, noise)
+    if planner.site_plan is None:
+        write_timeline(step, path)
+    else:
+        write_rounds(site_chart(simulate_site(planner.site_plan.cost, planner.site_plan.chosen)), step, path)
     print_escaped(f"wrote {path}", file=sys.stderr)
 
 
@@ -152,9 +163,11 @@ def _trainable_config(
 
     cfg = planner.config_for(best)
     cfg = replace(cfg, run=replace(cfg.run, device="auto"))
-    if args.model.endswith(".toml"):
-        return cfg, {}
-    return with_run_defaults(cfg, planner.request.model_spec.name), PLACEHOLDER_COMMENTS
+    comments = {}
+    if not args.model.endswith(".toml"):
+        cfg = with_run_defaults(cfg, planner.request.model_spec.name)
+        comments = PLACEHOLDER_COMMENTS
+    return (cfg if planner.site_plan is None else with_site_settings(cfg, planner.site_plan)), comments
 
 
 def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
@@ -188,7 +201,7 @@ def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespac
     if not can_write_recipe(planner.request):
         return ""
     cfg, comments = _trainable_config(planner, best, args)
-    return render_recipe(cfg, _header_comments(planner.request, best, args, argv), comments)
+    return render_recipe(cfg, _header_comments(planner, best, args, argv), comments)
 
 
 def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:
@@ -281,7 +294,8 @@ def describe_margin(request: PlanRequest) -> str:
 def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:
     """Return the command to run next: train the written recipe, or write a recipe (else a report)."""
     if args.recipe is not None:
-        return f"moefold train {shlex.quote(str(args.recipe))}"
+        command = f"moefold train {shlex.quote(str(args.recipe))}"
+        return command if request.site_link is None else f"{command} sites.number=0 sites.meet=HOST:PORT"
     output = f"--recipe {RECIPE_PATH}" if can_write_recipe(request) else f"--report {REPORT_PATH}"
     words = [word for word in argv if word not in ("--wide", "--breakdown")]
     return f"moefold plan {shlex.join(words)} {output}"

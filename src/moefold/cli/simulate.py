@@ -10,6 +10,7 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_documents import describe_attention, describe_documents
 from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
+from moefold.cli.plan_sites import add_site_options, describe_rate
 from moefold.cli.simulate_rounds import (
     add_round_options,
     check_round_options,
@@ -37,9 +38,11 @@ from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
-from moefold.planner.simulator.round_export import write_rounds
+from moefold.planner.simulator.round_export import round_chart, site_chart, write_rounds
 from moefold.planner.simulator.simulate import Noise, chunks_from_config, simulate_mapping
+from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.simulator.timeline import Timeline
+from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
@@ -48,6 +51,7 @@ from moefold.validate.memory import check_memory_device
 EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100
   moefold simulate RECIPE.toml parallel.schedule=zbv parallel.virtual_stages=2 --timeline step.json --timeline step.png
+  moefold simulate RECIPE.toml --sites 3 --site-link 1e8 --site-latency 0.08 --timeline sites.json
   moefold simulate RECIPE.toml --straggler 17=1.3 --jitter 0.05 --seed 1
   moefold simulate --run runs/quickstart --gpu this-machine.toml
 
@@ -71,6 +75,8 @@ def run(argv: list[str]) -> int:
     measured = _measured_steps(args.run) if args.run else []
     if args.overlap:
         cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=True))
+    device = load_device(args.gpu)
+    cfg, site_link = resolve_sites(cfg, device, args.sites, args.site_link, args.site_latency)
     check_config(cfg)
     check_priced_stage(cfg)
     for path in args.timeline:
@@ -82,21 +88,25 @@ def run(argv: list[str]) -> int:
     noise = Noise(
         slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
     )
-    device = load_device(args.gpu)
     cfg = _with_recompute(cfg, device)
     loads = document_loads(args.lengths, cfg)
     timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise, loads)
     rounds = simulate_recipe_rounds(cfg, device, args, timeline) if cfg.is_rl else None
+    sites = None if site_link is None else plan_sites(cfg, site_link, timeline.total_s)
     for path in args.timeline:
-        if rounds is None:
-            write_timeline(timeline, path)
+        if rounds is not None:
+            write_rounds(round_chart(rounds), timeline, path)
+        elif sites is not None:
+            write_rounds(site_chart(simulate_site(sites.cost, sites.recipe)), timeline, path)
         else:
-            write_rounds(rounds, timeline, path)
+            write_timeline(timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)
     if args.json:
         report = timeline_as_dict(timeline)
         if rounds is not None:
             report["rl"] = rounds_as_dict(rounds)
+        if sites is not None:
+            report["sites"] = sites.as_dict()
         if loads is not None:
             report |= documents_as_dict(loads) | {"attention_max_over_mean": _balance(cfg, loads)}
         if measured:
@@ -109,6 +119,8 @@ def run(argv: list[str]) -> int:
             print_escaped(f"lengths: {describe_documents(loads)}")
         if rounds is not None:
             print_escaped(describe_rounds(cfg, rounds))
+        if sites is not None:
+            print_escaped(_describe_sites(sites))
         if measured:
             median_s = statistics.median(measured)
             print_escaped(
@@ -166,6 +178,15 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
     choice = choose_recompute(cfg, budget, KERNEL_PROFILES[kind])
     print_escaped(choice.describe(budget), file=sys.stderr)
     return with_recompute(cfg, choice.parts)
+
+
+def _describe_sites(plan: SitePlan) -> str:
+    """Describe the rounds of the recipe's settings."""
+    rate = plan.recipe
+    return (
+        f"{plan.cost.count} sites, {describe_rate(rate)}; an exchange takes up to {max(rate.exchanges_s):.4g} s, and "
+        f"{rate.exposed_s:.4g} s of each {rate.settings.every} steps are not training"
+    )
 
 
 def _balance(cfg: Config, loads: DocumentLoads) -> float:
@@ -226,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", metavar="NAME|FILE|RUN", help=help_)
     add_noise_options(parser)
     add_round_options(parser)
+    add_site_options(parser)
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
     )

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from moefold.comm.torch_compat import gloo_group
 from moefold.comm.wire_codes import PlainCode, WireCode
-
-PART_ELEMENTS = 2**22
-"""Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
+from moefold.cost.site_traffic import PART_ELEMENTS
 
 
 class KeyValueStore(Protocol):
@@ -176,8 +174,10 @@ class SiteLinks:
         parts = [
             (slice(first, min(first + PART_ELEMENTS, num_coded)), code) for first in range(0, num_coded, PART_ELEMENTS)
         ]
-        if num_coded < len(own):
-            parts.append((slice(num_coded, len(own)), PlainCode(own.dtype)))
+        parts += [
+            (slice(first, min(first + PART_ELEMENTS, len(own))), PlainCode(own.dtype))
+            for first in range(num_coded, len(own), PART_ELEMENTS)
+        ]
         for part, part_code in parts:
             payload = part_code.encode(own[part])
             received = [torch.empty_like(payload) for _ in round_.members]

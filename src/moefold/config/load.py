@@ -18,7 +18,7 @@ from moefold.bounded_read import parse_toml
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.config.sites import METHODS
+from moefold.config.sites import method_values
 from moefold.config.suggestions import (
     closest_match,
     describe_type,
@@ -173,9 +173,8 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
             known["model"] = {**load_preset(preset), **known["model"]}
         except ConfigError as error:
             problems["model.preset"] = str(error)
-    method = known.get("sites", {}).get("method")
-    if isinstance(method, str) and method in METHODS:
-        known["sites"] = {**METHODS[method], **known["sites"]}
+    if "sites" in known:
+        known["sites"] = {**method_values(known["sites"]), **known["sites"]}
     return known
 
 

@@ -242,8 +242,9 @@ class TrainConfig:
     """Samples per micro-batch, B."""
     global_batch_size: int = 8
     """Samples per optimizer step over all ranks."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
+    optimizer: Literal["adamw", "muon", "spsa"] = "adamw"
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
+    spsa: two forward passes and no backward pass, to fine-tune with little memory ([spsa.md](spsa.md))."""
     muon_groups: tuple[str, ...] = MUON_GROUPS
     """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
     embeddings, head, norms, biases and gates."""
@@ -251,6 +252,12 @@ class TrainConfig:
     """Decay of Muon's Nesterov momentum."""
     muon_ns_steps: int = 5
     """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
+    spsa_eps: float = 1e-3
+    """Factor of the normal numbers z that the two passes of SPSA add to and subtract from the weights
+    (arXiv:2305.17333)."""
+    spsa_max_gradient: float = 10.0
+    """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
+    (arXiv:2306.10015); larger ones are clamped."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -419,6 +426,9 @@ class CheckpointConfig:
     """Before a resume, compare every file with the hash recorded when it was written. false: compare only its size."""
     async_save: bool = False
     """Write during training from a copy in host memory, which is as large as a rank's weights and moments."""
+    peer_every: int = 0
+    """Copy each rank's state to its host memory, and its shards to that of a rank of another replica, every this many
+    steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""
@@ -499,8 +509,8 @@ class FaultsConfig:
     bytes ends the run and names the rank."""
     on_loss: Literal["stop", "regroup"] = "stop"
     """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
-    resumes. regroup: the other ranks go on in their processes with fewer data-parallel replicas and the same global
-    batch, from the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
+    resumes. regroup: the other ranks go on in their processes, with fewer data-parallel replicas and the same global
+    batch, from a snapshot in memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
     min_ranks: int = 1
     """Fewest ranks to go on with after a regroup; with fewer, the job ends."""
 
@@ -562,8 +572,18 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per data-parallel rank and step."""
-        return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp)
+        """Micro-batches per data-parallel rank and step, with those of padding alone."""
+        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp))
+
+    @property
+    def may_pad_batch(self) -> bool:
+        """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
+        return self.parallel.elastic
+
+    @property
+    def num_padding_micro_batches(self) -> int:
+        """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
+        return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
 
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""

@@ -1,9 +1,11 @@
 """The [sites] section: training across jobs that exchange weights rarely; see docs/sites.md."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+DEFAULT_EVERY = 30
 METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
     {
         "mean": MappingProxyType({"lr": 1.0, "momentum": 0.0}),
@@ -18,10 +20,27 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "precision": "fp4",
             }
         ),
+        "sparseloco": MappingProxyType(
+            {"lr": 1.0, "momentum": 0.0, "density": 1 / 64, "values": 2, "residual": 0.95},
+        ),
+        "co2": MappingProxyType({"lr": 1.0, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1.0}),
     }
 )
 """Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100."""
+diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. sparseloco:
+arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where every is 48."""
+
+
+def method_values(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values that the method of a section gives to the keys that it leaves out; empty without a method.
+
+    Args:
+        keys: the section of the recipe, unchecked.
+    """
+    method = keys.get("method")
+    values: Mapping[str, Any] = METHODS.get(method, {}) if isinstance(method, str) else {}
+    # CO2 exchanges the differences of a round during the whole next one.
+    return {**values, "overlap": keys.get("every", DEFAULT_EVERY)} if method == "co2" else values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +57,13 @@ class SitesConfig:
     secret: str = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco", "streaming"] = "mean"
+    method: Literal["mean", "diloco", "streaming", "sparseloco", "co2"] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512)."""
-    every: int = 30
+    (arXiv:2501.18512). sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next
+    round (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265)."""
+    every: int = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round."""
     first: int = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
@@ -52,12 +72,19 @@ class SitesConfig:
     """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at another step than
     the others. 0: all layers in one."""
     overlap: int = 0
-    """Steps that training goes on while a fragment is exchanged; below every / fragments."""
+    """Steps that training goes on while a fragment is exchanged: below every / fragments, or equal to every with one
+    fragment, so that a round is exchanged during the whole next one (CO2)."""
     keep_local: float = 0.0
     """Share of a site's own weights that stays when an exchanged fragment is applied (overlap above 0)."""
     precision: Literal["float32", "bfloat16", "int8", "fp4"] = "float32"
     """Numbers that are sent. int8 and fp4 (sign and exponent) have a float32 scale for each 256. Sums are float32.
     float32: float64 in runs of run.dtype float64."""
+    density: float = 1.0
+    """Share of each 4096 differences that is sent, those of the largest magnitudes (top-k), with indices of 12 bits; 1:
+    all are sent, in `precision`."""
+    values: Literal[32, 8, 2] = 32
+    """Bits of a value that is sent with density below 1. 32: float32 (float64 in runs of run.dtype float64); 8: int8
+    with a scale for each 4096; 2: the mean of one of four bins."""
     residual: float = 0.0
     """Factor by which what a code has lost is added to the next round (error feedback); 0: it is lost."""
     lr: float = 1.0
@@ -66,6 +93,16 @@ class SitesConfig:
     """Momentum of the outer step; 0: none."""
     nesterov: bool = True
     """Nesterov momentum in the outer step; false: heavy-ball momentum."""
+    penalty: bool = False
+    """Divide the mean difference by 1 plus the norm of the outer step that was taken since it was measured, over its
+    own norm (overlap equal to every)."""
+    clip: float = 0.0
+    """Largest magnitude of an element of the momentum; 0: no limit."""
+    moments: Literal["keep", "average", "reset"] = "keep"
+    """Moments of the inner optimizer after a round: keep those of the site, average over the sites (sent in full), or
+    reset to zero."""
+    weigh: Literal["tokens", "even"] = "tokens"
+    """Weights of the sites in a mean: tokens since their last round, or all the same."""
     quorum: int = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
     timeout_s: float = 60.0
@@ -79,7 +116,12 @@ class SitesConfig:
     @property
     def has_outer_step(self) -> bool:
         """Return whether the outer step does more than to take the mean of the sites' weights."""
-        return self.lr != 1.0 or self.momentum > 0
+        return self.lr != 1.0 or self.momentum > 0 or self.penalty
+
+    @property
+    def overlaps_whole_round(self) -> bool:
+        """Return whether a round is exchanged during the whole next one (CO2)."""
+        return self.overlap == self.every
 
     @property
     def num_states(self) -> int:

@@ -137,7 +137,7 @@ class ActivationMemory(BlockSizes):
 
         0 where that is the gradient itself, or there is one GEMM for all tokens.
         """
-        if not (self._loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
+        if not (self.loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
             return 0
         rows = self.cfg.model.vocab_size // self.cfg.parallel.tp
         return rows * self.cfg.model.hidden_size * self.high_precision_bytes
@@ -157,7 +157,7 @@ class ActivationMemory(BlockSizes):
     def transient_logits(self) -> int:
         """Bytes of logits that the loss has in memory in addition to those it saves."""
         rows = self.cfg.model.vocab_size // self.cfg.parallel.tp
-        if not self._loss_chunk_tokens:
+        if not self.loss_chunk_tokens:
             if not self._tiles_loss:
                 # Their gradient.
                 return self.gathered_tokens * rows * self.item_bytes
@@ -165,7 +165,7 @@ class ActivationMemory(BlockSizes):
             # A low-precision GEMM output next to its high-precision copy, or a high-precision copy of its operands.
             width = min(LOSS_TILE_TOKENS, self.gathered_tokens) + self.cfg.model.hidden_size
             return part * width * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
-        logits = self._loss_chunk_tokens * rows
+        logits = self.loss_chunk_tokens * rows
         # A gradient in high precision is written over the logits.
         gradient_bytes = logits * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
         copy_bytes = min(logits, LOSS_COPIED_LOGITS[self.kernels.device_type]) * self.high_precision_bytes
@@ -183,7 +183,7 @@ class ActivationMemory(BlockSizes):
         """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
         width = self.cfg.model.hidden_size + self.cfg.model.vocab_size // self.cfg.parallel.tp
         is_frozen = self.cfg.trains_indexers_only
-        return 0 if self._loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
+        return 0 if self.loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
 
     @cached_property
     def saved_by_kind(self) -> dict[str, BytesByPart]:
@@ -230,7 +230,7 @@ class ActivationMemory(BlockSizes):
         return BytesByPart(norms=self.hidden_norm() + self.hidden_bytes)
 
     @property
-    def _loss_chunk_tokens(self) -> int:
+    def loss_chunk_tokens(self) -> int:
         """Tokens whose logits are in memory at a time; 0: all."""
         chunk = self.cfg.loss_chunk_tokens(self.kernels.device_type)
         return chunk if 0 < chunk < self.gathered_tokens else 0
@@ -255,7 +255,7 @@ class ActivationMemory(BlockSizes):
             # The input of the GEMM is divided; the loss also holds the one before.
             saved["logits"] += self.hidden_bytes
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
-        if not self._loss_chunk_tokens:
+        if not self.loss_chunk_tokens:
             logit_bytes = self.high_precision_bytes if self._tiles_loss else self.item_bytes
             saved["logits"] += self.gathered_tokens * model.vocab_size // p.tp * logit_bytes
         return saved

@@ -28,6 +28,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.layer_spec import attention_spec, embedding_weight, head_weights, layer_weights, mtp_layer_weights
+from moefold.cost.optimizers import optimizer_of
 from moefold.cost.param_spec import ModelPart, ParamSpec
 
 TRAIN_TO_FORWARD = 3
@@ -161,15 +162,17 @@ def step_flops_per_token(cfg: Config) -> float:
     """Count the FLOPs per token of the training step of a recipe; frozen weights have no gradient.
 
     A matrix that adapters alone train costs a product in the forward pass and one in the backward pass, instead of two
-    there, and each adapter three.
+    there, and each adapter three. An optimizer without gradients costs two forward passes.
     """
     model = cfg.model
     count = train_flops_per_token(model, cfg.train.seq_len)
+    adapters = 0
+    for kind in model.block_kinds if cfg.lora.rank else ():
+        adapters += sum(_gemm_flops(model, layer_adapters(model, cfg.lora, kind)).values())
+    if not optimizer_of(cfg).needs_gradients:
+        return 2 * (count.forward + adapters)
     if not cfg.lora.rank:
         return count.total
-    adapters = 0
-    for kind in model.block_kinds:
-        adapters += sum(_gemm_flops(model, layer_adapters(model, cfg.lora, kind)).values())
     frozen = count.forward - count.attention_core
     return TRAIN_TO_FORWARD * (count.attention_core + adapters) + (TRAIN_TO_FORWARD - 1) * frozen
 

@@ -21,6 +21,7 @@ SPINE_KEYS = ("pod_gpus", "oversubscription", "latency_s")
 """Keys of [spine]: GPUs of a pod, within which the last link runs at its full bandwidth; bandwidth of their network
 cards over that of the pod's uplinks; latency of a message between pods. No device file has a spine, as networks
 differ."""
+SITE_LINK = "site_link"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,16 @@ class NetworkLink:
     def is_uplink(self) -> bool:
         """Return whether this level joins pods, within which the previous level connects all ranks."""
         return self.oversubscription > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteLink:
+    """Connection of a site to the other sites of a run."""
+
+    bytes_per_s: float
+    """Bandwidth of all ranks of the site together, one way."""
+    latency_s: float
+    """Latency of one message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +101,8 @@ class Device:
     """Bandwidth to and from host memory, for offloading."""
     links: tuple[NetworkLink, ...]
     """Network levels, from the fastest and smallest to the slowest and largest."""
+    site_link: SiteLink | None = None
+    """Connection to other sites; None: not given. No device file has one."""
 
     @property
     def memory_bytes(self) -> float:
@@ -160,25 +173,26 @@ def _folder() -> Any:
 def _parse_device(text: str, where: str) -> Device:
     tree = _read_device_table(text, where)
     spine = tree.pop(SPINE, None)
-    known = {f.name for f in fields(Device)}
+    site_link = tree.pop(SITE_LINK, None)
+    known = [f.name for f in fields(Device) if f.name != SITE_LINK]
     for key in tree:
         if key not in known:
-            guess = closest_match(key, known | {SPINE}, cutoff=0.5)
+            guess = closest_match(key, {*known, SPINE, SITE_LINK}, cutoff=0.5)
             raise ConfigError(
                 f"{where}: unknown key {key!r}; "
-                + (f"did you mean {guess!r}?" if guess else _list_keys(known | {SPINE}))
+                + (f"did you mean {guess!r}?" if guess else _list_keys({*known, SPINE, SITE_LINK}))
             )
     tree.setdefault("wide_flops", {})
-    lacking = [f.name for f in fields(Device) if f.name not in tree]
+    lacking = [name for name in known if name not in tree]
     if lacking:
         raise ConfigError(
             f"{where}: {', '.join(lacking)} missing; give them, or start from a device with base = 'h100'"
         )
-    for f in fields(Device):
-        tree[f.name] = _check_field(where, f.name, tree[f.name])
+    for name in known:
+        tree[name] = _check_field(where, name, tree[name])
     if spine is not None:
         tree["links"] = _with_spine(where, tree["links"], spine)
-    return Device(**tree)
+    return Device(**tree, site_link=None if site_link is None else _check_site_link(where, site_link))
 
 
 def _read_device_table(text: str, where: str) -> dict[str, Any]:
@@ -267,6 +281,18 @@ def _with_spine(where: str, links: tuple[NetworkLink, ...], value: Any) -> tuple
         oversubscription=oversubscription,
     )
     return (*links[:-1], replace(cards, gpus=pod), uplinks)
+
+
+def _check_site_link(where: str, value: Any) -> SiteLink:
+    keys = [f.name for f in fields(SiteLink)]
+    if not isinstance(value, dict) or set(value) != set(keys):
+        raise ConfigError(f"{where}: [{SITE_LINK}] must be a table of {' and '.join(keys)}")
+    bytes_per_s, latency_s = (value[key] for key in keys)
+    if isinstance(latency_s, bool) or latency_s != 0:
+        latency_s = _check_number(where, f"{SITE_LINK}.latency_s", latency_s)
+    return SiteLink(
+        bytes_per_s=_check_number(where, f"{SITE_LINK}.bytes_per_s", bytes_per_s), latency_s=float(latency_s)
+    )
 
 
 def _check_number(where: str, key: str, value: Any) -> float:

@@ -23,6 +23,8 @@ class OptimizerSpec:
     """Bytes that an update moves for each number of a parameter."""
     bf16_update_bytes: int
     """The same with bfloat16 moments."""
+    needs_gradients: bool = True
+    """Whether a step has a backward pass; if not, it has two forward passes: it reads train.spsa_*."""
 
     needs_full_matrix: bool = False
     """Whether matrices of `train.muon_groups` are gathered on one rank for their update: it reads train.muon_*."""
@@ -54,6 +56,10 @@ update 12, copy 2."""
 BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
 """The same with a bfloat16 momentum, which is upcast and rounded."""
 
+SPSA_BYTES_PER_PARAM = 26
+"""Memory traffic of SPSA: the weight is read and written for each pass and for the update, and the copy written. Normal
+numbers stay in the cache of a CPU; torch operations on a GPU move about 1000 bytes for each, which is not counted."""
+
 ADAMW = OptimizerSpec(
     name="adamw",
     num_moments=2,
@@ -74,8 +80,15 @@ MUON = OptimizerSpec(
     matrix_update_bytes=MUON_BYTES_PER_PARAM,
     bf16_matrix_update_bytes=BF16_MOMENTUM_MUON_BYTES_PER_PARAM,
 )
+SPSA = OptimizerSpec(
+    name="spsa",
+    num_moments=0,
+    update_bytes=SPSA_BYTES_PER_PARAM,
+    bf16_update_bytes=SPSA_BYTES_PER_PARAM,
+    needs_gradients=False,
+)
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in (ADAMW, MUON)}
+OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in (ADAMW, MUON, SPSA)}
 """Every optimizer by its name in a recipe."""
 
 

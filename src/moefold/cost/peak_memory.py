@@ -9,9 +9,11 @@ import numpy as np
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.forward_memory import forward_activations, pipeline_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable
 from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
+from moefold.cost.optimizers import optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
@@ -79,6 +81,8 @@ def compute_rank_memory(
     """
     states = states or StateMemory(cfg, kernels)
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
+    if not optimizer_of(cfg).needs_gradients:
+        return _forward_rank_memory(formula, states)
     table = activation_table(formula)
     chunks, _ = recipe_stages(cfg)
     found = []
@@ -93,6 +97,20 @@ def compute_rank_memory(
         in_flight = [int(snapshots.in_flight[:, stage].max()) for stage in snapshots.stages]
         graphs = graph_bytes(formula, [chunks[stage] for stage in snapshots.stages], in_flight)
         found.append(RankMemory(rank, resident, peak, pipeline, update, graphs))
+    return tuple(found)
+
+
+def _forward_rank_memory(formula: ActivationMemory, states: StateMemory) -> tuple[RankMemory, ...]:
+    """Return the peak memory of each pipeline rank in a step without a backward pass."""
+    chunks, stages_by_rank = recipe_stages(formula.cfg)
+    message_bytes = formula.cfg.num_micro_batches * formula.hidden_bytes
+    found = []
+    for rank, (received, returned) in enumerate(pipeline_messages(chunks, stages_by_rank)):
+        by_part = forward_activations(formula, [chunks[stage] for stage in stages_by_rank[rank]])
+        by_part["pipeline"] += returned * message_bytes
+        in_flight = dict.fromkeys(stages_by_rank[rank], 1)
+        peak = ActivationPeak(by_part.total(), {part: size for part, size in by_part.items() if size}, in_flight)
+        found.append(RankMemory(rank, states.max_by_pp_rank[rank], peak, received * message_bytes))
     return tuple(found)
 
 

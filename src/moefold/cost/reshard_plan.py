@@ -84,36 +84,58 @@ def plan_reshard(
             raise ValueError(f"the target needs {name} of shape {shape}, the source has {source.shapes.get(name)}")
     if max_round_bytes < max(itemsize[name] for name in target.shapes):
         raise ValueError(f"max_round_bytes={max_round_bytes} is less than one element")
-    holders = _holders(source, target.shapes)
-    node_size = ranks_per_node or world_size
-    local: list[BoxTransfer] = []
-    moved: list[BoxTransfer] = []
-    coinciding: list[set[str]] = [set() for _ in range(world_size)]
-    sent_bytes = [0] * world_size
     own_boxes = [source.boxes(rank) if rank < num_sources else {} for rank in range(world_size)]
-    wanted: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    holders = _holders(source, target.shapes)
+    wanted: dict[str, list[tuple[int, Box]]] = {name: [] for name in target.shapes}
+    coinciding: list[set[str]] = [set() for _ in range(world_size)]
     for rank in target_ranks:
         for name, box in target.boxes(rank - first_target).items():
             wanted[name].append((rank, box))
-    for name in target.shapes:
-        parts_of: dict[Box, list[tuple[Box, list[int]]]] = {}
-        for rank, box in wanted[name]:
             if own_boxes[rank].get(name) == box:
                 coinciding[rank].add(name)
+    local, rounds = plan_box_transfers(holders, wanted, itemsize, max_round_bytes, ranks_per_node or world_size)
+    return ReshardPlan(local, rounds, tuple(frozenset(names) for names in coinciding))
+
+
+def plan_box_transfers(
+    holders: Mapping[str, Mapping[Box, Sequence[int]]],
+    wanted: Mapping[str, Sequence[tuple[int, Box]]],
+    itemsize: Mapping[str, int],
+    max_round_bytes: int,
+    ranks_per_node: int,
+) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...]]:
+    """Plan how ranks get boxes from the ranks that hold the tensors.
+
+    Args:
+        holders: the ranks that hold each box, by tensor; the boxes of a tensor do not overlap.
+        wanted: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
+        itemsize: bytes of an element as it is sent, by tensor.
+        max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round.
+        ranks_per_node: consecutive ranks that share a node.
+
+    Returns:
+        The parts that a rank holds already, and the rounds of parts that are sent.
+    """
+    local: list[BoxTransfer] = []
+    moved: list[BoxTransfer] = []
+    sent_bytes: defaultdict[int, int] = defaultdict(int)
+    for name, boxes in wanted.items():
+        parts_of: dict[Box, list[tuple[Box, Sequence[int]]]] = {}
+        for rank, box in boxes:
+            if rank in holders[name].get(box, ()):
                 local.append(BoxTransfer(name, box, rank, rank))
                 continue
             if box not in parts_of:
                 parts_of[box] = _cut(box, holders[name])
             for part, ranks in parts_of[box]:
-                sender = _choose_sender(rank, ranks, node_size, sent_bytes)
+                sender = _choose_sender(rank, ranks, ranks_per_node, sent_bytes)
                 transfer = BoxTransfer(name, part, sender, rank)
                 if sender == rank:
                     local.append(transfer)
                 else:
                     sent_bytes[sender] += part.numel * itemsize[name]
                     moved.append(transfer)
-    rounds = _pack_rounds(moved, itemsize, max_round_bytes)
-    return ReshardPlan(tuple(local), rounds, tuple(frozenset(names) for names in coinciding))
+    return tuple(local), pack_rounds(moved, itemsize, max_round_bytes)
 
 
 def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
@@ -126,13 +148,13 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
     return found
 
 
-def _cut(box: Box, holders: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:
+def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
     """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each."""
     parts = ((box.intersect(held), ranks) for held, ranks in holders.items())
     return [(part, ranks) for part, ranks in parts if part is not None]
 
 
-def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes: Sequence[int]) -> int:
+def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes: Mapping[int, int]) -> int:
     if rank in holders:
         return rank
     if len(holders) == 1:
@@ -141,7 +163,7 @@ def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes
     return min(near or holders, key=lambda holder: (sent_bytes[holder], holder))
 
 
-def _pack_rounds(
+def pack_rounds(
     moved: Sequence[BoxTransfer], itemsize: Mapping[str, int], max_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], ...]:
     """Cut transfers to at most `max_bytes`, and put each into the first round in which both ranks have room.

@@ -89,29 +89,33 @@ class WeightSharding:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter and expert bias, by name."""
         shapes = {name: weight.shape for name, weight in model_weights(self.model).items()}
-        return shapes | dict.fromkeys(self._bias_layers, (self.model.num_router_choices,))
+        return shapes | dict.fromkeys(self.bias_names, (self.model.num_router_choices,))
+
+    def pp_ranks_of(self, name: str) -> frozenset[int]:
+        """Return the pipeline ranks that hold a parameter or expert bias."""
+        block, _, rest = name.partition(".")
+        first, last = self.stage_plan.embedding_ranks
+        match block:
+            case "layers":
+                return frozenset({self._rank_of_layers[int(rest.partition(".")[0])]})
+            case "embedding":
+                return frozenset({first, last} if self.model.last_stage_needs_embedding else {first})
+        return frozenset({last})
 
     @cached_property
-    def _bias_layers(self) -> dict[str, int]:
-        """Return the layer of each expert bias, which is a buffer that every rank of a stage has whole."""
+    def bias_names(self) -> tuple[str, ...]:
+        """Names of the expert biases, which are buffers that every rank of a stage has whole."""
         numbers = self.model.moe_layer_numbers if self.model.expert_bias else ()
-        return {f"layers.{number}.ffn.router.expert_bias": number for number in numbers}
+        return tuple(f"layers.{number}.ffn.router.expert_bias" for number in numbers)
+
+    @cached_property
+    def _rank_of_layers(self) -> dict[int, int]:
+        return self.stage_plan.rank_of_layers(self.model.num_layers)
 
     @cached_property
     def _pp_ranks(self) -> dict[str, frozenset[int]]:
         """Pipeline ranks that hold each parameter or bias."""
-        layers = self.stage_plan.rank_of_layers(self.model.num_layers)
-        first, last = self.stage_plan.embedding_ranks
-        found = {}
-        for name in self.shapes:
-            block, _, rest = name.partition(".")
-            if block == "layers":
-                found[name] = frozenset({layers[int(rest.partition(".")[0])]})
-            elif block == "embedding":
-                found[name] = frozenset({first, last} if self.model.last_stage_needs_embedding else {first})
-            else:
-                found[name] = frozenset({last})
-        return found
+        return {name: self.pp_ranks_of(name) for name in self.shapes}
 
     @cached_property
     def _boxes_by_coordinates(self) -> dict[tuple[int, ...], dict[str, Box]]:
@@ -143,7 +147,7 @@ class WeightSharding:
             if pp_rank in self._pp_ranks[name] and (box := self._shard(weight, coordinates)) is not None:
                 boxes[name] = box
         whole = whole_box((self.model.num_router_choices,))
-        return boxes | {name: whole for name in self._bias_layers if pp_rank in self._pp_ranks[name]}
+        return boxes | {name: whole for name in self.bias_names if pp_rank in self._pp_ranks[name]}
 
     def _shard(self, weight: ParamSpec, coordinates: tuple[int, ...]) -> Box | None:
         _, tp_rank, ep_rank, etp_rank, dense_rank, expert_rank = coordinates

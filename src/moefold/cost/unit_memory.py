@@ -140,17 +140,17 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         master_bytes=master,
         compute_bytes=compute_dtype_bytes(cfg),
         moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
-        gradient_bytes=master,
+        gradient_bytes=master if optimizer_of(cfg).needs_gradients else 0,
         optimizer=optimizer_of(cfg),
         matrix_groups=optimizer_of(cfg).matrix_groups(train),
-        trained_names=_trained_names(cfg),
+        trained_names=trained_names(cfg),
         narrows_frozen=cfg.trains_adapters_only,
         outer_bytes=master * cfg.sites.num_states,
         delay_bytes=master * (train.gradient_delay + (train.delay_correction > 0)),
     )
 
 
-def _trained_names(cfg: Config) -> str:
+def trained_names(cfg: Config) -> str:
     """Return a part of the names of the weights that a recipe trains; empty if it trains all."""
     if cfg.trains_adapters_only:
         return f".{MODULE_NAME}."

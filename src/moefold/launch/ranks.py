@@ -169,11 +169,11 @@ def init_split_job(
     store, session = join_rendezvous(rank_env, timeout_s)
     if on_rendezvous is not None:
         on_rendezvous(session)
-    if open_group_store is not None:
-        store = open_group_store()
+    # `store` stays in use: rank 0 may host it.
+    group_store = store if open_group_store is None else open_group_store()
     link: JobLink | None = None
     try:
-        link = _init_process_groups(store, rank_env, split, device, group_timeout(timeout_s))
+        link = _init_process_groups(group_store, rank_env, split, device, group_timeout(timeout_s))
     except CallTimeoutError:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them "

@@ -43,6 +43,10 @@ class LostRankError(Exception):
     """A rank of this generation was lost while its process groups were being connected."""
 
 
+class CannotChooseError(Exception):
+    """This rank does not know enough to choose the members; another survivor does."""
+
+
 class NoLossError(Exception):
     """No rank was lost: another error than a loss ended the generation."""
 
@@ -72,7 +76,7 @@ Facts = Mapping[int, Any]
 """What each survivor reported at its arrival, by job rank; JSON."""
 ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 """Choose the members of the next generation and a plan from the facts of the survivors and the lost ranks. It raises
-RunError if the survivors cannot go on."""
+RunError if the survivors cannot go on, and CannotChooseError where another rank has to choose."""
 
 
 def report_lost(store: dist.Store, rank: int) -> None:
@@ -289,6 +293,8 @@ class Regroup:
         lost = tuple(sorted(set(self.current.ranks) - set(survivors)))
         try:
             members, plan = choose(survivors, lost)
+        except CannotChooseError:
+            return
         except RunError as error:
             self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
             return

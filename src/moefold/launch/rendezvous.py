@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,9 @@ from moefold.host.rank_env import RankEnv
 
 POLL_S = 0.05
 """Least polling interval; it grows with the number of ranks, as a single store serves them all."""
+
+WAIT_NOTICE_S = 10.0
+"""Time after which a rank prints for which ranks it waits."""
 
 MISSING_RANKS_GRACE_S = 5.0
 """Extra time after the timeout for a rank to find out which ranks are missing."""
@@ -60,11 +63,14 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
     deadline = time.monotonic() + timeout_s
     store: dist.Store | None = None
     try:
-        with _buffer_stderr():
-            store = run_with_timeout(timeout_s, lambda: _open_store(rank_env, deadline))
+        notice = _WaitNotice(rank_env, timeout_s)
+        with _buffer_stderr() as stderr_fd:
+            store = run_with_timeout(
+                timeout_s, lambda: _open_store(rank_env, deadline, lambda: notice.poll([0], stderr_fd))
+            )
         session = run_with_timeout(
             max(0.0, deadline - time.monotonic()) + MISSING_RANKS_GRACE_S,
-            partial(_await_all_ranks, store, rank_env, deadline),
+            partial(_await_all_ranks, store, rank_env, deadline, notice),
         )
     except _MissingRanksError as late:
         raise RunError(
@@ -78,8 +84,13 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
     return dist.PrefixStore(f"moefold/{session}", store), session
 
 
-def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
+def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None]) -> dist.Store:
     """Return the store, hosted by the launcher if it has one, else by rank 0; wait for its host only.
+
+    Args:
+        rank_env: this rank.
+        deadline: monotonic time of the timeout.
+        on_wait: called again and again while rank 0 has not opened the store.
 
     Raises:
         _MissingRanksError: rank 0 did not open the store in time.
@@ -96,7 +107,7 @@ def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
     if hosts_store:
         listener = _bind_store_port(rank_env)
     else:
-        _wait_until_open(rank_env, deadline)
+        _wait_until_open(rank_env, deadline, on_wait)
     store = dist.TCPStore(
         rank_env.master_address,
         rank_env.master_port,
@@ -112,8 +123,8 @@ def _open_store(rank_env: RankEnv, deadline: float) -> dist.Store:
 
 
 @contextmanager
-def _buffer_stderr() -> Iterator[None]:
-    """Buffer stderr inside the block, and discard the buffer if an exception ends the block.
+def _buffer_stderr() -> Iterator[int]:
+    """Buffer stderr inside the block, and discard the buffer if an exception ends the block; yield the real stderr.
 
     torch prints a C++ stack trace for each reply that does not come from a TCPStore. The exception is enough.
     """
@@ -122,7 +133,7 @@ def _buffer_stderr() -> Iterator[None]:
     with tempfile.TemporaryFile() as buffer:
         os.dup2(buffer.fileno(), STDERR_FD)
         try:
-            yield
+            yield saved_fd
         finally:
             sys.stderr.flush()
             os.dup2(saved_fd, STDERR_FD)
@@ -141,7 +152,7 @@ def _bind_store_port(rank_env: RankEnv) -> socket.socket | None:
     return None
 
 
-def _wait_until_open(rank_env: RankEnv, deadline: float) -> None:
+def _wait_until_open(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None]) -> None:
     """Wait until the port of rank 0's store is open; torch's own wait would end with C++ stack traces on stderr."""
     while True:
         try:
@@ -151,10 +162,40 @@ def _wait_until_open(rank_env: RankEnv, deadline: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline - POLL_S:
                 raise _MissingRanksError([0], f" ({error.strerror or error})") from None
+            on_wait()
             time.sleep(POLL_S)
 
 
-def _await_all_ranks(store: dist.Store, rank_env: RankEnv, deadline: float) -> str:
+class _WaitNotice:
+    """One line on stderr about ranks that have not come, from the first rank of each machine.
+
+    Ranks of moefold's own launcher print none: all of them start together on one machine.
+    """
+
+    def __init__(self, rank_env: RankEnv, timeout_s: float) -> None:
+        self._rank_env = rank_env
+        self._timeout_s = timeout_s
+        prints = rank_env.local_rank == 0 and not rank_env.record_paths
+        self._due_s = time.monotonic() + WAIT_NOTICE_S if prints else float("inf")
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the line is to be printed."""
+        return time.monotonic() > self._due_s
+
+    def poll(self, missing_ranks: Sequence[int], stderr_fd: int = STDERR_FD) -> None:
+        """Print the line if it is due and was not printed."""
+        if self.is_due:
+            self._due_s = float("inf")
+            env = self._rank_env
+            line = (
+                f"moefold: rank {env.rank} waits for {format_ranks(missing_ranks)} of {env.world_size} at "
+                f"{_store_address(env)}, for {self._timeout_s:g} s (faults.timeout_s) in all\n"
+            )
+            os.write(stderr_fd, line.encode())
+
+
+def _await_all_ranks(store: dist.Store, rank_env: RankEnv, deadline: float, notice: _WaitNotice) -> str:
     """Wait until all ranks have joined and return the name of the session.
 
     Raises:
@@ -164,6 +205,8 @@ def _await_all_ranks(store: dist.Store, rank_env: RankEnv, deadline: float) -> s
     while not barrier.poll():
         if time.monotonic() > deadline:
             raise _MissingRanksError(barrier.missing_ranks())
+        if notice.is_due:
+            notice.poll(barrier.missing_ranks())
         time.sleep(max(POLL_S, rank_env.world_size / 5000))
     return barrier.session
 

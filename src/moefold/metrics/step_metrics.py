@@ -199,7 +199,10 @@ class StepMetrics:
     indexer_loss: float = 0.0
     """KL divergence of the indexers of sparse attention: the sum over layers, times its coefficient."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; with train.optimizer="spsa" the magnitude of the projected gradient, whose
+    mean square is that of the norm."""
+    projected_gradient: float | None = None
+    """With train.optimizer="spsa": the gradient along the perturbation of the step, as rounded to a byte; else None."""
     lr: float
     """Learning rate of this step."""
     tokens: int

@@ -37,7 +37,7 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
-        for whole_name, shape, index, part in _logical_parts(name, parameter):
+        for whole_name, shape, index, part in logical_parts(name, parameter):
             part.copy_(initial_values(whole_name, shape, cfg, seed)[index])
     for submodule in module.modules():
         for leaf, buffer in list(submodule.named_buffers(recurse=False)):
@@ -45,8 +45,12 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
             setattr(submodule, leaf, torch.zeros(buffer.shape, dtype=dtype, device=buffer.device))
 
 
-def _logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    """Return (name, global shape, local slices, local values) of each logical tensor that is local in part."""
+def logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
+    """Return the logical tensors of which a parameter has a part on this rank: itself, or one for each of its experts.
+
+    Returns:
+        Of each: name, global shape, slices of the part, and its values, which share the memory of the parameter.
+    """
     values, starts = local_slice(parameter)
     index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
     if not name.endswith(EXPERT_PARAMETERS) and EXPERT_ADAPTERS not in name:
@@ -111,7 +115,7 @@ def draw_adapter_outputs(module: nn.Module, cfg: ModelConfig, seed: int) -> None
     for name, parameter in module.named_parameters():
         if not is_adapter(name) or not name.endswith("_b"):
             continue
-        for whole_name, shape, index, part in _logical_parts(name, parameter):
+        for whole_name, shape, index, part in logical_parts(name, parameter):
             generator = torch.Generator().manual_seed(seed_for(seed, whole_name))
             part.copy_(torch.empty(shape).normal_(0.0, cfg.init_std, generator=generator)[index])
 

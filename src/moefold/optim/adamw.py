@@ -149,14 +149,7 @@ def build_optimizer(
     Raises:
         ConfigError: there is not enough memory or disk space for the moments.
     """
-    groups: dict[bool, list[nn.Parameter]] = {}
-    if not parameters:
-        # A pipeline stage may have none, in the warm-up of indexers, but torch requires a group.
-        groups[False] = []
-    for name, parameter in parameters.items():
-        # Biases of experts have two dims: one row per expert.
-        decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
-        groups.setdefault(decays, []).append(parameter)
+    groups = group_by_decay(parameters)
     options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     param_groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0, **options}
@@ -172,6 +165,19 @@ def build_optimizer(
             **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
         }
     return optimizer
+
+
+def group_by_decay(parameters: Mapping[str, nn.Parameter]) -> dict[bool, list[nn.Parameter]]:
+    """Return the parameters with weight decay (True), and norms, sinks and biases (False); never without a group."""
+    groups: dict[bool, list[nn.Parameter]] = {}
+    if not parameters:
+        # A pipeline stage may have none, in the warm-up of indexers, but torch requires a group.
+        groups[False] = []
+    for name, parameter in parameters.items():
+        # Biases of experts have two dims: one row per expert.
+        decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
+        groups.setdefault(decays, []).append(parameter)
+    return groups
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -207,6 +213,12 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
             elif name not in (PENDING_GRADIENT, LAST_UPDATE):
                 state_store.zero(value)
+
+
+def step_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """Return the step count of the moments of each parameter that has one, by name."""
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
+    return {name: float(state["step"]) for name, state in states.items() if "step" in state}
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -8,13 +8,20 @@ In a round the sites exchange their differences D = phi - theta; with g, the wei
 
 With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual e (error feedback) adds what coding
 lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
-has rounds of its own (Streaming DiLoCo, arXiv:2501.18512). Every operation is element by element, so that shards of any
-mapping give the same result, but for the blocks of codes. Each parameter begins a block, so that ranks with the same
-shard of a parameter decode the same values whatever else they hold.
+has rounds of its own (Streaming DiLoCo, arXiv:2501.18512).
+
+Where a round is exchanged during the whole next one (CO2, arXiv:2401.16265), a site sets theta to phi when it sends D.
+The outer step is then taken on phi and theta alike, so that phi - theta stays what the site has moved since. As phi
+has taken an outer step since D was measured, g can be divided by 1 + |that step| / |g|.
+
+Every operation is element by element, so that shards of any mapping give the same result, but for the blocks of codes.
+Each parameter begins a block, so that ranks with the same shard of a parameter decode the same values whatever else
+they hold.
 """
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +51,11 @@ class OuterNorms:
     """Dot product of both."""
     weights: float
     """Of the outer weights before the step."""
+    update: float
+    """Of the change of the outer weights; the same bits on all sites. 0 unless the next round divides by it."""
 
     def to_tensor(self) -> Tensor:
-        """Return the four sums, float64 [4]."""
+        """Return the first four sums, float64 [4]."""
         return torch.tensor([self.difference, self.mean, self.product, self.weights], dtype=torch.float64)
 
 
@@ -104,13 +113,16 @@ class OuterOptimizer:
         first = next(iter(self._parameters.values()), None)
         self.dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
         """Type of the exchanged differences."""
-        self._block = make_wire_code(settings.precision, self.dtype).block
+        self.code = make_wire_code(settings.precision, self.dtype, density=settings.density, values=settings.values)
+        """Code of the differences of weights."""
         self.num_rounds = 0
         """Rounds that all their members voted for."""
         self.tokens = [0] * num_fragments
         """Tokens of this site up to the last of these rounds, by fragment."""
         self.pending: PendingRound | None = None
         """A round that is certain and not applied yet; None: no such round."""
+        self.last_update = 0.0
+        """Norm of the last outer step over all ranks, if `sites.penalty` asks for it."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -176,8 +188,54 @@ class OuterOptimizer:
             residual.copy_(part)
 
     @torch.no_grad()
+    def begin_next_round(self, fragments: Sequence[int] = (0,)) -> None:
+        """Set the weights to the outer weights, once `difference` is sent and the next round begins; local."""
+        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
+            local_tensor(self._parameters[name].data).copy_(weights)
+
+    @torch.no_grad()
+    def put_back(self, fragments: Sequence[int], sent: Tensor) -> None:
+        """Undo `begin_next_round`, as the round is not applied: the weights move by the difference again; local.
+
+        Args:
+            fragments: the fragments of the round.
+            sent: what `difference` returned; the residual is still that of then.
+        """
+        for name, residual, part in self._split(self._names(fragments), ["residual"], sent):
+            own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
+            local_tensor(self._parameters[name].data).sub_(own_d)
+
+    @torch.no_grad()
+    def keep_round(self, pending: PendingRound) -> None:
+        """Keep a round that is certain until it is applied; local.
+
+        Buffers have no outer weights: where a site goes on from its own during a whole round, their mean becomes what
+        it differs from those that were sent.
+        """
+        if self._settings.overlaps_whole_round and pending.due > pending.step:
+            first = self.num_coded(pending.fragments)
+            corrected = pending.mean.clone()
+            corrected[first:] -= pending.own[first:]
+            pending = replace(pending, mean=corrected)
+        self.pending = pending
+
+    @torch.no_grad()
+    def mean_square(self, mean: Tensor, fragments: Sequence[int] = (0,)) -> float:
+        """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
+        names = self._names(fragments)
+        parts = zip(names, self._parts(names, mean), strict=True)
+        return sum(_exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
+
+    @torch.no_grad()
     def step(
-        self, own: Tensor, mean: Tensor, fragments: Sequence[int] = (0,), *, keep_local: float = 0.0
+        self,
+        own: Tensor,
+        mean: Tensor,
+        fragments: Sequence[int] = (0,),
+        *,
+        keep_local: float = 0.0,
+        moves_both: bool = False,
+        penalty: float = 1.0,
     ) -> OuterNorms:
         """Take the outer step of a round; local.
 
@@ -186,34 +244,54 @@ class OuterOptimizer:
             mean: the weighted mean of the sites' vectors; `own` itself in a round of one site.
             fragments: the fragments of the round.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
+            moves_both: move the weights as the outer weights are moved, and the buffers by what `mean` has for them.
+            penalty: divisor of the mean.
         """
         settings = self._settings
-        is_own = mean is own and not keep_local and not settings.residual
+        is_own = mean is own and not keep_local and not settings.residual and not moves_both
         sums = [0.0] * 4
+        update_square = 0.0
         names = self._names(fragments)
         own_parts = self._parts(names, own)
         for name, (weights, *momentum), mean_g in self._split(names, ["weights", "momentum"], mean):
             theta = local_tensor(self._parameters[name].data)
             own_d = next(own_parts)
-            if share := self._replicas.get(name, 1):
+            share = self._replicas.get(name, 1)
+            if share:
                 pairs = ((own_d, own_d), (mean_g, mean_g), (own_d, mean_g), (weights, weights))
                 sums = [total + _dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
                 continue
-            update = mean_g
-            if momentum:
-                momentum[0].mul_(settings.momentum).add_(mean_g)
-                update = mean_g.add(momentum[0], alpha=settings.momentum) if settings.nesterov else momentum[0]
+            drift = weights - theta if moves_both else None
+            update = self._update(mean_g * (1 / penalty) if penalty != 1 else mean_g, momentum)
+            if share and settings.penalty:
+                update_square += _exact_square(settings.lr * update) / share
             weights.add_(update, alpha=-settings.lr)
-            _mix(theta, weights, keep_local)
+            if drift is not None:
+                theta.copy_(weights - drift)
+            else:
+                _mix(theta, weights, keep_local)
         first = self.num_coded(fragments)
         for _, buffer in self._buffers_of(fragments):
             part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
             first += buffer.numel()
-            _mix(buffer, part, keep_local)
-        return OuterNorms(*sums)
+            if moves_both:
+                buffer.add_(part)
+            else:
+                _mix(buffer, part, keep_local)
+        return OuterNorms(sums[0], sums[1], sums[2], sums[3], update_square)
+
+    def _update(self, mean_g: Tensor, momentum: Sequence[Tensor]) -> Tensor:
+        """Return the update of outer weights before the learning rate, and move their momentum, if there is one."""
+        settings = self._settings
+        if not momentum:
+            return mean_g
+        momentum[0].mul_(settings.momentum).add_(mean_g)
+        if settings.clip:
+            momentum[0].clamp_(-settings.clip, settings.clip)
+        return mean_g.add(momentum[0], alpha=settings.momentum) if settings.nesterov else momentum[0]
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
@@ -228,6 +306,7 @@ class OuterOptimizer:
             **tokens,
             **{kind: 1 for kind in STATES if self._states[kind]},
             **({} if self.pending is None else {"pending.step": self.pending.step, "pending.due": self.pending.due}),
+            **({"last_update.bits": float_to_bits(self.last_update)} if self._settings.penalty else {}),
         }
 
     def restore(self, state: Mapping[str, int], load: Callable[[dict[str, Tensor]], None], due: FragmentsDue) -> None:
@@ -243,6 +322,7 @@ class OuterOptimizer:
         load(self.entries([kind for kind in STATES if kind in state]))
         self.num_rounds = state["rounds"]
         self.tokens = [state.get(f"tokens.{fragment}", 0) for fragment in range(self._num_fragments)]
+        self.last_update = bits_to_float(state.get("last_update.bits", 0))
         self.pending = None
         if "pending.due" in state:
             fragments = tuple(due(state["pending.step"]))
@@ -315,7 +395,7 @@ class OuterOptimizer:
 
     def _width(self, name: str) -> int:
         """Return the elements of a parameter in the vector of a round: whole blocks of the code."""
-        return -(-local_tensor(self._parameters[name].data).numel() // self._block) * self._block
+        return -(-local_tensor(self._parameters[name].data).numel() // self.code.block) * self.code.block
 
     def _names(self, fragments: Sequence[int]) -> list[str]:
         return [name for name in self._parameters if fragment_of(name, self._num_fragments) in fragments]
@@ -351,6 +431,28 @@ def _mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
         tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))
     else:
         tensor.copy_(outer)
+
+
+def float_to_bits(number: float) -> int:
+    """Return the bits of a float64, for state that is kept as integers."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def bits_to_float(bits: int) -> float:
+    """Return the float64 of what `float_to_bits` returned."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
+
+
+def _exact_square(x: Tensor) -> float:
+    """Return the sum of squares in float64, by halves: its bits do not depend on the machine."""
+    total = x.flatten().double().square()
+    while len(total) > 1:
+        half = -(-len(total) // 2)
+        total[: len(total) - half] += total[half:]
+        total = total[:half]
+    return float(total.sum())
 
 
 def _dot(x: Tensor, y: Tensor) -> float:

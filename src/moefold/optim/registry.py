@@ -9,6 +9,7 @@ from moefold.comm.groups import Group
 from moefold.config.schema import Config
 from moefold.optim.adamw import build_optimizer
 from moefold.optim.muon import build_muon
+from moefold.optim.spsa import build_spsa
 from moefold.optim.state_offload import StateStore
 
 OptimizerBuilder = Callable[[Mapping[str, nn.Parameter], Config, Group, StateStore | None], torch.optim.Optimizer]
@@ -20,7 +21,7 @@ def _build_adamw(
     return build_optimizer(parameters, cfg.train, state_store)
 
 
-BUILDERS: dict[str, OptimizerBuilder] = {"adamw": _build_adamw, "muon": build_muon}
+BUILDERS: dict[str, OptimizerBuilder] = {"adamw": _build_adamw, "muon": build_muon, "spsa": build_spsa}
 """How to build each optimizer of `cost/optimizers.py`."""
 
 

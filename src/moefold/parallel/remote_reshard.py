@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import World, current_world
 from moefold.comm.job_link import JobLink, PendingReceive, PendingSend
 from moefold.config.schema import Config
@@ -23,12 +24,7 @@ from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.reshard import (
-    MAX_SCRATCH_BYTES,
-    check_boxes,
-    gather_dtypes,
-    weight_tensors,
-)
+from moefold.parallel.reshard import check_boxes, gather_dtypes, weight_tensors
 from moefold.topology.rollout_mapping import rollout_config
 
 DTYPES_TAG = 1

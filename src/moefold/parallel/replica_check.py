@@ -17,16 +17,10 @@ from torch.distributed.tensor import DTensor
 from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
 from moefold.metrics.step_metrics import ReplicaMetrics
-from moefold.model.local_param import local_tensor
+from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks
 from moefold.parallel.parallel_model import ParallelModel
-
-CHUNK_WORDS = 1 << 18
-"""Number of integers that are multiplied at a time."""
-_WORD_BYTES = 8
-_SEED = 0
-_STRIDE = 0x2545F4914F6CDD1C
 
 
 @dataclass(frozen=True)
@@ -223,50 +217,6 @@ class ReplicaCheck:
         for name, parameter in _own_parameters(module, prefix):
             axis = "edp" if ".experts." in name else "dp_cp"
             yield _TensorDigest(f"the gathered {name}", self._hasher.digest(parameter), (axis,))
-
-
-class TensorHasher:
-    """Hashes of tensors, by which ranks compare tensors without sending them; no communication, no host sync.
-
-    The bytes are read as 64-bit integers x_i. The two hashes are the sums of x_i, and of y_i = x_i xor (x_i >> 31)
-    times an odd random number drawn for i, modulo 2**64. Integer sums do not depend on the order, so equal bytes give
-    equal hashes on any device. A change of one integer always changes both sums, a swap of two integers the second. An
-    odd factor leaves the highest bit (the sign of a weight) in place, so two changed signs would cancel: y_i, which
-    determines x_i, has that bit in a lower position as well.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS,), generator=torch.Generator().manual_seed(_SEED))
-        self._factors = factors.bitwise_or_(1).to(device)
-
-    def digest(self, tensor: Tensor) -> Tensor:
-        """Return the two hashes of this rank's shard of a tensor, int64 [2]."""
-        # Offloaded moments are on the host.
-        words = _as_int64(local_tensor(tensor).to(self._factors.device))
-        parts = words.split(CHUNK_WORDS)
-        # The same index in another chunk has another factor: the product of two odd numbers, which is odd.
-        weighted = [self._weighted_sum(part) * _odd_factor(i) for i, part in enumerate(parts)]
-        return torch.stack([words.sum(), torch.stack(weighted).sum()])
-
-    def _weighted_sum(self, integers: Tensor) -> Tensor:
-        mixed = integers >> 31
-        mixed ^= integers
-        mixed *= self._factors[: len(integers)]
-        return mixed.sum()
-
-
-def _odd_factor(chunk: int) -> int:
-    """Return the common factor of a chunk, odd and below 2**63."""
-    return (chunk * _STRIDE | 1) % 2**63
-
-
-def _as_int64(local: Tensor) -> Tensor:
-    """Return the bytes of a tensor in the order of its values, as int64; copies only if not contiguous or aligned."""
-    flat = local.detach().contiguous().flatten()
-    num_bytes = flat.numel() * flat.element_size()
-    if num_bytes % _WORD_BYTES == 0 and flat.data_ptr() % _WORD_BYTES == 0:
-        return flat.view(torch.int64)
-    return nn.functional.pad(flat.view(torch.uint8), (0, -num_bytes % _WORD_BYTES)).view(torch.int64)
 
 
 def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_to_all
+from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.groups import World
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
@@ -25,9 +25,6 @@ from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
-
-MAX_SCRATCH_BYTES = 1 << 26
-"""Memory of the buffers of one round by default: sent and received bytes together."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,10 @@ class WeightTransfer:
         source = merged_shards(self._source)
         shared = self._share_parameters(source) if self._shares else frozenset()
         target = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._target).items()}
+
+        def write(transfer: BoxTransfer, values: Tensor) -> None:
+            target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])].copy_(values)
+
         copied_bytes = 0
         for transfer in self._local:
             if transfer.name not in shared:
@@ -115,7 +116,14 @@ class WeightTransfer:
                 copied_bytes += part.nbytes
         sent_bytes = received_bytes = scratch_bytes = 0
         for transfers in self.plan.rounds:
-            sent, received = self._run_round(transfers, source, target)
+            sent, received = exchange_boxes(
+                transfers,
+                self._world,
+                self._source.groups.device,
+                self._dtypes,
+                lambda t: source[t.name][t.box.index_in(self._source_boxes[t.name])],
+                write,
+            )
             sent_bytes += sent
             received_bytes += received
             scratch_bytes = max(scratch_bytes, sent + received)
@@ -128,41 +136,6 @@ class WeightTransfer:
             rounds=len(self.plan.rounds),
             seconds=time.perf_counter() - started_s,
         )
-
-    def _run_round(
-        self, transfers: tuple[BoxTransfer, ...], source: Mapping[str, Tensor], target: Mapping[str, Tensor]
-    ) -> tuple[int, int]:
-        """Send and receive the parts of one round; return the bytes sent and received by this rank."""
-        rank = self._world.rank
-        sends = sorted((t for t in transfers if t.source == rank), key=lambda t: t.target)
-        receives = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
-        send_splits = [0] * self._world.size
-        receive_splits = [0] * self._world.size
-        for transfer in sends:
-            send_splits[transfer.target] += self._num_bytes(transfer)
-        for transfer in receives:
-            receive_splits[transfer.source] += self._num_bytes(transfer)
-        buffer = torch.empty(sum(send_splits), dtype=torch.uint8, device=self._source.groups.device)
-        first = 0
-        for transfer in sends:
-            part = source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])]
-            self._view(buffer, first, transfer).copy_(part)
-            first += self._num_bytes(transfer)
-        received = all_to_all(buffer, self._world, send_splits, receive_splits)
-        first = 0
-        for transfer in receives:
-            part = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
-            part.copy_(self._view(received, first, transfer))
-            first += self._num_bytes(transfer)
-        return sum(send_splits), sum(receive_splits)
-
-    def _num_bytes(self, transfer: BoxTransfer) -> int:
-        return transfer.box.numel * self._dtypes[transfer.name].itemsize
-
-    def _view(self, buffer: Tensor, first: int, transfer: BoxTransfer) -> Tensor:
-        """Return the bytes of a transfer in a buffer as a tensor of its box."""
-        content = buffer[first : first + self._num_bytes(transfer)]
-        return content.view(self._dtypes[transfer.name]).view(transfer.box.size)
 
     def _share_parameters(self, source: Mapping[str, Tensor]) -> frozenset[str]:
         """Replace the parameters of the target that coincide with the source's; return their names."""

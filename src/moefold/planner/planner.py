@@ -12,7 +12,7 @@ from typing import Any
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.cost.hardware import Device
+from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
@@ -23,6 +23,7 @@ from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_fr
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
 from moefold.planner.search.search import PlannedMapping, Search, SearchStep
 from moefold.planner.search.space import MappingSpace, explain_illegal
+from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 
@@ -42,6 +43,8 @@ class PlanRequest:
     restriction: Restriction = Restriction()
     reserve_gib: float = 0.0
     """Memory that a mapping has to leave free on each device, in GiB."""
+    site_link: SiteLink | None = None
+    """Connection to the other sites, for which rounds are planned; None: none are."""
 
     @property
     def usable_device(self) -> Device:
@@ -175,6 +178,19 @@ class Planner:
         from moefold.planner.export_recipe import config_with_mapping
 
         return config_with_mapping(self.space.constraints, plan.mapping)
+
+    @cached_property
+    def site_plan(self) -> SitePlan | None:
+        """Rounds between sites under the best mapping; None where the request has no link between sites.
+
+        Raises:
+            ConfigError: no mapping is legal, or none fits.
+        """
+        link = self.request.site_link
+        if link is None:
+            return None
+        best = self.best()
+        return plan_sites(self.config_for(best), link, best.time.total_s)
 
     def _nothing_legal_message(self) -> str:
         q = self.request

@@ -25,6 +25,7 @@ from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanne
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
+from moefold.planner.sites import resolve_sites
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,12 @@ class PlanOptions:
     """Run folder whose recorded routing (moe.trace_every) is planned for."""
     lengths: str | None = None
     """Lengths of the documents: a histogram, a file, or a run folder; None: a sample is one document."""
+    sites: int | None = None
+    """Sites that train one model, each on `num_gpus`; None takes the recipe's."""
+    site_link: float | None = None
+    """Bytes per second between a site and the others, one way; None takes the device's, if it has any."""
+    site_latency: float | None = None
+    """Seconds of a message between sites; None takes the device's, or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +113,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         parallel=replace(p, world_size=num_gpus, mapping="given", context=legal_context(base)),
         train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
     )
+    cfg, site_link = resolve_sites(cfg, device, options.sites, options.site_link, options.site_latency)
     if options.lengths is not None and not is_recipe:
         # The samples of a bare model hold documents because the user says so.
         cfg = replace(cfg, data=replace(cfg.data, document_end=0))
@@ -124,6 +132,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         ),
         restriction=Restriction(dict(query.fix), options.method),
         reserve_gib=reserve,
+        site_link=site_link,
     )
 
 
@@ -163,23 +172,33 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
         count: number of folds to return; None returns all.
     """
     q = planner.request
-    return {
-        "model": q.model_spec.name,
-        "gpu": q.device.name,
-        "gpu_memory_gib": q.device.memory_gib,
-        "memory_reserve_gib": q.reserve_gib,
-        "num_gpus": q.num_gpus,
-        "seq_len": q.workload.seq_len,
-        "global_batch_size": q.workload.global_batch_size,
-        "precision": q.workload.gemm_precision,
-        "imbalance": q.workload.imbalance,
-        "method": q.restriction.method,
-        "flop_convention": "causal" if q.workload.counts_causal_attention else "full",
-        "mtp_flops": "with" if q.workload.counts_mtp else "without",
-        "num_legal": planner.space.count(),
-        "num_folds": planner.num_folds,
-        "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
-    } | documents_as_dict(q.workload.attention)
+    return (
+        {
+            "model": q.model_spec.name,
+            "gpu": q.device.name,
+            "gpu_memory_gib": q.device.memory_gib,
+            "memory_reserve_gib": q.reserve_gib,
+            "num_gpus": q.num_gpus,
+            "seq_len": q.workload.seq_len,
+            "global_batch_size": q.workload.global_batch_size,
+            "precision": q.workload.gemm_precision,
+            "imbalance": q.workload.imbalance,
+            "method": q.restriction.method,
+            "flop_convention": "causal" if q.workload.counts_causal_attention else "full",
+            "mtp_flops": "with" if q.workload.counts_mtp else "without",
+            "num_legal": planner.space.count(),
+            "num_folds": planner.num_folds,
+            "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
+        }
+        | documents_as_dict(q.workload.attention)
+        | sites_as_dict(planner)
+    )
+
+
+def sites_as_dict(planner: Planner) -> dict[str, Any]:
+    """Return the plan of the sites for the best mapping, ready for JSON; empty where none is asked for."""
+    plan = planner.site_plan
+    return {} if plan is None else {"sites": plan.as_dict()}
 
 
 def documents_as_dict(loads: AttentionLoads | None) -> dict[str, Any]:

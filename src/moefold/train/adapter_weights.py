@@ -48,6 +48,11 @@ class AdapterWeights:
             raise ConfigError(reason)
         return AdapterWeights(cfg, base, adapter_settings(cfg, "" if base is None else str(base), digest))
 
+    @staticmethod
+    def of_settings(cfg: Config, settings: dict[str, Any]) -> "AdapterWeights":
+        """Return the base weights of a run that goes on in this process, from the settings of its checkpoints."""
+        return AdapterWeights(cfg, to_path(settings["base"]) if settings["base"] else None, settings)
+
     def load_base(self, model: ParallelModel, *, is_first_rank: bool) -> str:
         """Load the base weights; collective. Returns a description."""
         if self.base is None:

@@ -27,13 +27,16 @@ class BatchSharder:
     """Shards global batches over data-parallel ranks and context-parallel ranks.
 
     Micro-batch j of the global batch is samples [j * B, (j + 1) * B). The j-th micro-batch of data-parallel rank d is
-    number d * num_micro_batches + j, so the batch is the same under every mapping.
+    number d * num_micro_batches + j, so the batch is the same under every mapping. Where the number of micro-batches is
+    no multiple of dp, the last ranks have micro-batches of padding: copies of the last sample with weight 0, which are
+    not routed and count nowhere.
     """
 
     def __init__(self, sampler: Sampler, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
         self._sampler = sampler
         self._global_batch_size = cfg.train.global_batch_size
         self._samples_per_rank = cfg.num_micro_batches * cfg.train.micro_batch_size
+        self._padded_batch_size = self._samples_per_rank * cfg.parallel.dp
         self._micro_batch_size = cfg.train.micro_batch_size
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
@@ -43,6 +46,12 @@ class BatchSharder:
         self._positions = positions.cpu().numpy()
         self._device = groups.device
         self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
+
+    @property
+    def own_samples(self) -> range:
+        """Indices in a global batch of the samples of this data-parallel rank, without padding."""
+        end = self._first_in_batch + self._samples_per_rank
+        return range(min(self._first_in_batch, self._global_batch_size), min(end, self._global_batch_size))
 
     def batch(self, first_sample: int) -> Batch:
         """Return `to_batch` of the global batch that starts at sample `first_sample` of the run."""
@@ -93,12 +102,11 @@ class BatchSharder:
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
         """Read this rank's samples of one global batch; those after the first `num_taken` of the batch weigh 0."""
-        samples_of_rank = self._sampler.batch_at(
-            samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank]
-        )
+        own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
+        samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
         self._check_ids(samples_of_rank.tokens)
-        is_taken = np.arange(self._first_in_batch, self._first_in_batch + self._samples_per_rank) < num_taken
-        if num_taken < self._global_batch_size:
+        is_taken = self._first_in_batch + np.arange(self._samples_per_rank) < min(num_taken, self._global_batch_size)
+        if num_taken < self._padded_batch_size:
             samples_of_rank = samples_of_rank.pad_out(~is_taken)
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
 
@@ -140,7 +148,7 @@ class BatchSharder:
             all_totals = self._sum_over_ranks(rank_totals)
             num_tokens = int(all_totals[-1])
             totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
-        token_weight = self._token_weight(num_tokens, len(parts) * self._global_batch_size * length)
+        token_weight = self._token_weight(num_tokens, len(parts) * self._padded_batch_size * length)
         batches = [
             self.build_batch(
                 samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, token_weight

@@ -212,7 +212,7 @@ class DataLoader:
 
     def count_tokens(self, batch: Batch) -> int:
         """Return the tokens of the global batch of which `batch` is this rank's shard."""
-        return len(batch.tokens) * self._groups.attn.dp.size * self._cfg.train.seq_len
+        return self._cfg.tokens_per_step
 
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch; None without reinforcement learning."""

@@ -9,7 +9,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +33,8 @@ from moefold.metrics.writer import log_fault
 from moefold.recipe import after_loss, fitting_after_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
+from moefold.train.member_choice import Facts, choose, snapshot_facts
 from moefold.train.signals import StopSignals
-
 
 MAX_COLLECTIONS = 8
 """Limit of the collections that free a model; the last one finds nothing."""
@@ -51,6 +51,17 @@ class Loss:
     noticed_s: float
     """Time of the error on this rank, as time.monotonic()."""
 
+    @property
+    def restored_step(self) -> int | None:
+        """The step that is restored from memory; None: a checkpoint is loaded."""
+        step: int | None = self.generation.plan["step"]
+        return step
+
+    @property
+    def lacks_shards(self) -> bool:
+        """Return whether there are snapshots in memory that lack a shard."""
+        return self.restored_step is None and self.generation.plan["snapshots"] > 0
+
     def describe(self, cfg: Config) -> str:
         """Return a log message.
 
@@ -61,9 +72,10 @@ class Loss:
         lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
         waits = "waits" if len(new.spares) == 1 else "wait"
         spares = f", {format_ranks(new.spares)} {waits}" if new.spares else ""
+        lacks = "; the memory of the others lacks shards of the lost ranks" if self.lacks_shards else ""
         return (
             f"lost {'; '.join(lost)}; {len(new.members)} ranks go on with dp={cfg.parallel.dp}{spares}, as "
-            f"faults.on_loss says"
+            f"faults.on_loss says{lacks}"
         )
 
     def to_record(self, cfg: Config, step: int) -> dict[str, Any]:
@@ -84,6 +96,7 @@ class Loss:
             "ranks": list(new.members),
             "spares": list(new.spares),
             "dp": cfg.parallel.dp,
+            "from": "checkpoint" if self.restored_step is None else "memory",
             "seconds": round(time.monotonic() - self.noticed_s, 3),
         }
 
@@ -100,7 +113,10 @@ class LossLog(Callback):
             return
         record = self._loss.to_record(run.cfg, run.position.step)
         log_fault(Path(run.cfg.run.dir), record)
-        run.log.message(f"regrouped in {record['seconds']:.2f} s; training goes on after step {run.position.step}")
+        source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
+        run.log.message(
+            f"regrouped in {record['seconds']:.2f} s; training goes on after step {run.position.step}{source}"
+        )
 
 
 def _drop_frames(error: Exception) -> None:
@@ -139,16 +155,24 @@ class GenerationLoop:
         watchdog: tells what a lost rank did.
         device: device of this rank.
         train: trains one generation; nothing may hold its groups once it has returned or raised.
+        on_spare: called when this rank becomes a spare.
     """
 
     def __init__(
-        self, cfg: Config, regroup: Regroup, watchdog: Watchdog, device: torch.device, train: TrainGeneration
+        self,
+        cfg: Config,
+        regroup: Regroup,
+        watchdog: Watchdog,
+        device: torch.device,
+        train: TrainGeneration,
+        on_spare: Callable[[], None],
     ) -> None:
         self._cfg = cfg
         self._regroup = regroup
         self._watchdog = watchdog
         self._device = device
         self._train = train
+        self._on_spare = on_spare
         self._history = SaveHistory()
         self._loss: Loss | None = None
 
@@ -184,7 +208,7 @@ class GenerationLoop:
                 _drop_frames(failure)
             self._free_groups()
             try:
-                generation = self._regroup.next(None, self._choose_members)
+                generation = self._regroup.next(snapshot_facts(self._history.snapshots), self._choose_members)
             except NoLossError:
                 ended = self._regroup.ended_status()
                 if ended is None and failure is not None:
@@ -193,6 +217,9 @@ class GenerationLoop:
                 return ended or 0
             activities = tuple(self._watchdog.activity_of(rank) for rank in generation.lost)
             self._loss = Loss(generation, activities, noticed_s)
+            self._history.restored_step = generation.plan["step"]
+            if self._history.snapshots is not None:
+                self._history.snapshots.settle(generation.plan["snapshots"])
 
     def _run_generation(self) -> int | None:
         """Train, or wait as a spare; return the exit status, or None where a spare has to regroup."""
@@ -200,6 +227,7 @@ class GenerationLoop:
         recorder = self._watchdog.flight_recorder
         if self._regroup.is_spare:
             recorder.set_phase("waiting as a spare rank")
+            self._on_spare()
             return self._regroup.await_change()
         cfg = after_loss(self._cfg, len(generation.members))
         if self._loss is None:
@@ -229,7 +257,7 @@ class GenerationLoop:
         except STORE_ERRORS:
             return False
 
-    def _choose_members(self, facts: Mapping[int, Any], lost: Sequence[int]) -> tuple[Sequence[int], Any]:
+    def _choose_members(self, facts: Facts, lost: Sequence[int]) -> tuple[Sequence[int], Any]:
         survivors = sorted(facts)
         sizes = [size for size in fitting_after_loss(self._cfg) if size <= len(survivors)]
         if not sizes:
@@ -238,10 +266,13 @@ class GenerationLoop:
                 f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
             )
-        return survivors[: sizes[-1]], None
+        choice = choose(facts, sizes[-1], self._history.snapshots)
+        return choice.members, {"snapshots": choice.generation, "step": choice.step}
 
     def _free_groups(self) -> None:
         """Free model and process groups of the generation, which closes the connections of gloo."""
+        if self._history.snapshots is not None:
+            self._history.snapshots.forget_groups()
         forget_process_groups()
         drain_backward_queue()
         # Modules and their hooks refer to each other, partly through nodes of the autograd graph: what one collection

@@ -52,7 +52,7 @@ class MeasuredMemory:
     gathered: int
     """All-gathered weights at the activation peak; during an all-gather there are more, one layer at a time."""
     after: dict[str, int]
-    """Bytes by part after the backward pass, with all gradients."""
+    """Bytes by part after the passes, with all gradients."""
     routed: list[int]
     """This rank's routed tokens per expert, summed over its layers."""
 
@@ -96,10 +96,10 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
-    """Run the forward and backward passes of step 1 under a memory tracker; collective."""
+    """Run the passes of step 1 under a memory tracker; collective."""
     with track_memory(training.model, training.optimizer, batch.tensors(), training.outer_states) as tracker:
         training.begin_step(1, batch)
-        training.model.forward_backward(batch)
+        training.forward_backward(batch, 1)
     return tracker
 
 

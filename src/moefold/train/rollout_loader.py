@@ -299,6 +299,10 @@ class RolloutLoader(DataLoader):
         self._metrics = step.metrics
         return self._begin_step(step), self._samples
 
+    def count_tokens(self, batch: Batch) -> int:
+        """Return the tokens of all rows of the step, as packing needs more rows or fewer."""
+        return len(batch.tokens) * self._groups.attn.dp.size * self._cfg.train.seq_len
+
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
         return dict(self._metrics)

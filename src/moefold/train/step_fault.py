@@ -93,9 +93,10 @@ class StepFault:
             placed = {
                 sample for finding in report.findings if finding.rank in ranks for sample in finding.samples or ()
             }
-            return [self.samples[i] for i in sorted(placed)]
+            # Numbers beyond the batch are of padding.
+            return [self.samples[i] for i in sorted(placed) if i < size]
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
-        count = size // self.cfg.parallel.dp
+        count = self.cfg.num_micro_batches * self.cfg.train.micro_batch_size
         indices = [i for i in range(size) if not replicas or i // count in replicas]
         return [self.samples[i] for i in indices]
 

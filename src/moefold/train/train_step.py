@@ -15,11 +15,13 @@ from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gi
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
+from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.registry import make_optimizer
+from moefold.optim.spsa import SPSA
 from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
@@ -34,6 +36,7 @@ from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
+from moefold.train.spsa_passes import ProjectedGradient, SPSAPasses
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
@@ -79,6 +82,8 @@ class StepResult:
     """Activation offload statistics; None without offload."""
     attention: AttentionMetrics | None = None
     """Work of planned attention; None without documents or with other attention."""
+    projected_gradient: float | None = None
+    """Gradient along the perturbation, rounded to a byte; None with gradients."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
@@ -119,6 +124,8 @@ class ReducedMetrics:
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
     attention: AttentionMetrics | None
+    projected: ProjectedGradient | None
+    """None with gradients."""
 
     @property
     def loss(self) -> float:
@@ -150,11 +157,14 @@ class TrainingStep:
         self.buffers = model.named_buffers
         state_store = open_state_store(cfg.train, model.groups.device)
         self.optimizer = _make_optimizer(model, cfg, state_store)
-        self.outer = _make_outer_optimizer(model, cfg, state_store or StateStore()) if cfg.sites.is_active else None
+        self.outer = _make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
         self._delay = (
             GradientDelay(self.optimizer, _trained_parameters(model), cfg.train.delay_correction)
             if cfg.train.gradient_delay
             else None
+        )
+        self._spsa = (
+            SPSAPasses(model, self.optimizer, cfg.train, cfg.run.seed) if isinstance(self.optimizer, SPSA) else None
         )
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
@@ -222,7 +232,7 @@ class TrainingStep:
         loss, memory_tracker = self._tracked_forward_backward(batch, step)
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
-        totals = self._all_reduce_metrics(loss, flags(), data_s, memory_tracker)
+        totals = self._all_reduce_metrics(loss, step, flags(), data_s, memory_tracker)
         check_receive_loads(totals.receive_loads, self._cfg, f"step {step}")
         metrics = (
             None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
@@ -232,13 +242,13 @@ class TrainingStep:
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         nonfinite_report = None
         if decision.updates:
-            if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
-                clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
             set_learning_rate(self.optimizer, rate)
-            self.moment_updates += self._update_weights()
+            self.moment_updates += self._update_weights(totals)
             if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
-        elif decision.reason == "nonfinite":
+        elif self._spsa is not None:
+            self._spsa.restore()
+        if decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self.optimizer.zero_grad(set_to_none=True)
         every = self._cfg.train.reset_moments_every
@@ -267,8 +277,14 @@ class TrainingStep:
         if self._delay is not None:
             self._delay.has_pending = num_steps > 0
 
-    def _update_weights(self) -> int:
+    def _update_weights(self, totals: ReducedMetrics) -> int:
         """Update the weights; return the number of updates of the moments: 0 where a delay has no gradient yet."""
+        if self._spsa is not None:
+            assert totals.projected is not None
+            self._spsa.update(totals.projected.rounded)
+            return 1
+        if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
+            clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
         if self._delay is not None:
             return int(self._delay.step())
         self.optimizer.step()
@@ -303,9 +319,15 @@ class TrainingStep:
         """Run forward and backward, with a memory tracker if the recipe measures this step."""
         every = self._cfg.metrics.memory_every
         if not every or step % every:
-            return self.model.forward_backward(batch), None
+            return self.forward_backward(batch, step), None
         with track_memory(self.model, self.optimizer, batch.tensors(), self.outer_states) as memory_tracker:
-            return self.model.forward_backward(batch), memory_tracker
+            return self.forward_backward(batch, step), memory_tracker
+
+    def forward_backward(self, batch: Batch, step: int) -> Tensor:
+        """Accumulate the gradients of a batch, or run the two passes of SPSA; return this rank's loss terms."""
+        if self._spsa is not None:
+            return self._spsa.run(batch, step, self.begin_step)
+        return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
         """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction; collective."""
@@ -316,7 +338,9 @@ class TrainingStep:
         self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
-        rerun_loss = self.model.forward_backward(batch)
+        rerun_loss = self.forward_backward(batch, step)
+        if self._spsa is not None:
+            self._spsa.restore()
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
@@ -390,7 +414,7 @@ class TrainingStep:
         return loss if self._is_first_in_tp else torch.zeros_like(loss)
 
     def _all_reduce_metrics(
-        self, loss: Tensor, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
+        self, loss: Tensor, step: int, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
     ) -> ReducedMetrics:
         """Sum all metrics over the ranks, in one all-reduce."""
         world = self.model.groups.world
@@ -428,18 +452,22 @@ class TrainingStep:
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
+        packer.add("perturbed losses", loss.new_zeros(0) if self._spsa is None else self._spsa.local_losses())
         packer.add("attention", self.attention_meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
         num_terms = len(self._loss_terms)
+        projected = None if self._spsa is None else self._spsa.project(totals["perturbed losses"], step)
         return ReducedMetrics(
             loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
             loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
             mtp_loss=losses[num_terms] if len(losses) > num_terms else None,
             indexer_loss=float(totals["indexer loss"]),
             device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
-            grad_norm=float(totals["squared grad norm"].sqrt()),
+            # The mean square of a projection is the squared norm.
+            grad_norm=abs(projected.value) if projected else float(totals["squared grad norm"].sqrt()),
+            projected=projected,
             flags=tuple(int(count) for count in totals["flags"].tolist()),
             peak_memory_gib=float(totals["memory"].max()),
             rank_times=totals["rank times"],
@@ -469,6 +497,7 @@ class TrainingStep:
             mtp_loss=totals.mtp_loss or 0.0,
             indexer_loss=totals.indexer_loss,
             grad_norm=totals.grad_norm,
+            projected_gradient=None if totals.projected is None else totals.projected.rounded,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
             expert_counts=totals.expert_counts.long().numpy(),
@@ -540,17 +569,22 @@ def _make_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore |
     return make_optimizer(_trained_parameters(model), cfg, model.groups.attn.stage, state_store)
 
 
-def _make_outer_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore) -> OuterOptimizer:
+def _make_outer_optimizer(
+    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
+) -> OuterOptimizer:
     parameters = _trained_parameters(model)
+    averaged = dict(model.named_buffers)
+    if cfg.sites.moments == "average":
+        averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
     replicas = {
         name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
         for name, parameter in parameters.items()
     }
     return OuterOptimizer(
         parameters,
-        model.named_buffers,
+        averaged,
         cfg.sites,
-        state_store,
+        state_store or StateStore(),
         num_fragments=recipe_fragments(cfg),
         replicas=replicas,
     )

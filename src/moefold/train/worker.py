@@ -131,7 +131,8 @@ def train_on_rank(
         training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
         run_dir = Path(folder.cfg.run.dir)
         if regroups:
-            status = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train).run(stop)
+            loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
+            status = loop.run(stop)
             newest = None if regroup.is_spare or regroup.rank else _newest_checkpoint(folder.cfg)
             return TrainOutcome(status, run_dir, reporting.last, newest)
         status = training.train(folder.cfg, (), (), SaveHistory())
@@ -180,6 +181,8 @@ class _RankTraining:
             if groups.rank == 0:
                 recorder.set_phase("locking the folders of the run")
                 self.locks.acquire(starts_run=not messages)
+            else:
+                self.locks.release()
             return trainer.run(self.stop)
 
 
@@ -233,6 +236,11 @@ class _RunLocks:
         if starts_run:
             _reject_other_run(self._cfg, self._folder)
         self._is_held = True
+
+    def release(self) -> None:
+        """Release the locks, if this process holds them: another one is rank 0 now."""
+        self._stack.close()
+        self._is_held = False
 
     def __enter__(self) -> Self:
         return self

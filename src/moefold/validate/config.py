@@ -31,6 +31,7 @@ from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
+from moefold.validate.spsa import SPSA_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -126,7 +127,7 @@ RANGES = (
     RangeRule("must be at least 0 (0: all keys)", lambda keys: keys >= 0, "model", "index_topk"),
     RangeRule(*_at_least(1), "model", "index_heads index_head_dim"),
     RangeRule("must be at least 0 (0: the indexers do not learn)", lambda c: c >= 0, "train", "indexer_loss"),
-    RangeRule(*POSITIVE, "train", "lr eps mtp_loss"),
+    RangeRule(*POSITIVE, "train", "lr eps mtp_loss spsa_eps spsa_max_gradient"),
     RangeRule("must be at least 0 (0: never)", lambda n: n >= 0, "train", "reset_moments_every"),
     RangeRule(*_at_least(0), "train", "min_lr warmup_steps decay_steps weight_decay"),
     RangeRule(*FRACTION, "train", "beta1 beta2 muon_momentum"),
@@ -150,6 +151,7 @@ RANGES = (
     RangeRule("must be at least 0 (0: no adapters)", lambda rank: rank >= 0, "lora", "rank"),
     RangeRule(*POSITIVE, "lora", "alpha"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "every"),
+    RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "checkpoint", "peer_every"),
     RangeRule("must be at least 0 (0: all)", lambda count: count >= 0, "checkpoint", "keep"),
     RangeRule("must be at least 0 (0: none)", lambda count: count >= 0, "checkpoint", "keep_every"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "moe", "trace_every"),
@@ -200,6 +202,8 @@ RANGES = (
     RangeRule(*POSITIVE, "sites", "lr timeout_s"),
     RangeRule(*FRACTION, "sites", "momentum"),
     RangeRule("must lie between 0 and 1", lambda part: 0 <= part <= 1, "sites", "keep_local residual"),
+    RangeRule("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1, "sites", "density"),
+    RangeRule("must be at least 0 (0: no limit)", lambda limit: limit >= 0, "sites", "clip"),
     RangeRule("must be at least 0 (0: all layers)", lambda layers: layers >= 0, "sites", "fragment_layers"),
     RangeRule("must be at least 0 (0: wait for each round)", lambda steps: steps >= 0, "sites", "overlap"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
@@ -263,6 +267,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *ROLLOUT_RULES,
         *SITES_RULES,
         *REGROUP_RULES,
+        *SPSA_RULES,
     )
     training_rules = training_only if is_training else ()
     raise_all(message for rule in (*RULES, *training_rules) for message in rule(cfg))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import ceil, gcd, lcm
 from typing import Any
 
+from moefold.config.align import PREFERENCE_METHODS
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
@@ -74,7 +75,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
-    if p.pp == 1 or batch % step:
+    if p.pp == 1 or (batch % step and not cfg.may_pad_batch):
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
@@ -403,15 +404,21 @@ def validate_least_loaded(cfg: Config) -> Iterator[str]:
 
 
 def validate_batch_size(cfg: Config) -> Iterator[str]:
-    """Check that the global batch is a multiple of micro_batch_size*dp, and of few enough micro-batches."""
+    """Check that the global batch is a multiple of micro_batch_size*dp, and of few enough micro-batches.
+
+    With `parallel.elastic` the last data-parallel ranks may have padding.
+    """
     p = cfg.parallel
     batch = cfg.train.global_batch_size
-    step = cfg.train.micro_batch_size * p.dp
-    if batch % step:
+    micro = cfg.train.micro_batch_size
+    step = micro * p.dp
+    if batch % step and cfg.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
+        yield from _padding_refusals(cfg)
+    elif batch % step:
         yield (
             f"train.global_batch_size={batch} must be divisible by train.micro_batch_size*dp="
             f"{cfg.train.micro_batch_size}*{p.dp}={step} (dp = world_size/(tp*cp*pp)); "
-            f"choose {nearest_multiples(batch, step)}"
+            f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg)}"
         )
         return
     count = cfg.num_micro_batches
@@ -421,6 +428,32 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
             f"{MAX_MICRO_BATCHES}; choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise "
             "train.micro_batch_size"
         )
+
+
+def _padding_hint(cfg: Config) -> str:
+    count, rest = divmod(cfg.train.global_batch_size, cfg.train.micro_batch_size)
+    fits = rest == 0 and cfg.parallel.dp <= count and not cfg.may_pad_batch
+    return ", or set parallel.elastic=true, which fills the last ranks up with padding" if fits else ""
+
+
+def _padding_refusals(cfg: Config) -> Iterator[str]:
+    """Yield why the last data-parallel ranks cannot have padding: settings that read whole batches of samples."""
+    p = cfg.parallel
+    unsupported = {
+        "run.cuda_graphs": cfg.run.cuda_graphs != "none",
+        "moe.trace_every": cfg.moe.trace_every > 0,
+        "moe.replay": bool(cfg.moe.replay),
+        "align.method": cfg.align.method in PREFERENCE_METHODS,
+        "rl.group_size": cfg.is_rl,
+    }
+    batch = cfg.train.global_batch_size
+    for key, is_set in unsupported.items():
+        if is_set:
+            yield (
+                f"train.global_batch_size={batch} is no multiple of train.micro_batch_size*dp="
+                f"{cfg.train.micro_batch_size}*{p.dp}, and {key} does not go with the padding that fills it up; choose "
+                f"{nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
+            )
 
 
 PARALLEL_RULES = (
@@ -469,7 +502,7 @@ def validate_expert_overlap(cfg: Config) -> Iterator[str]:
             "parameters after one; choose zero=2, or overlap_experts=false"
         )
     step = cfg.train.micro_batch_size * p.dp
-    if cfg.train.global_batch_size % step == 0 and cfg.num_micro_batches < 2:
+    if (cfg.train.global_batch_size % step == 0 or cfg.may_pad_batch) and cfg.num_micro_batches < 2:
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs two micro-batches or more, and "
             f"train.global_batch_size={cfg.train.global_batch_size} gives each data-parallel rank 1; "

@@ -35,11 +35,11 @@ def validate_regroup(cfg: Config) -> Iterator[str]:
             f"faults.on_loss='regroup' cannot rebuild the shared buffers of parallel.dispatcher={p.dispatcher!r}; "
             "choose parallel.dispatcher='alltoall', or set faults.on_loss='stop'"
         )
-    if not 0 < cfg.checkpoint.every < cfg.run.steps:
+    if not cfg.checkpoint.peer_every and not 0 < cfg.checkpoint.every < cfg.run.steps:
         yield (
             "faults.on_loss='regroup' needs a state to go back to, and "
             f"checkpoint.every={cfg.checkpoint.every} saves none before the end of the run, run.steps={cfg.run.steps}; "
-            f"set checkpoint.every below {cfg.run.steps}"
+            f"set checkpoint.peer_every=1, or checkpoint.every below {cfg.run.steps}"
         )
     if faults.min_ranks >= p.world_size:
         yield (

@@ -60,11 +60,12 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
             f"{sites.fragment_layers}, each of which has a round of its own; choose every={count}, or larger fragments"
         )
-    elif sites.overlap >= shortest_gap(count, sites.every):
+    elif sites.overlap >= shortest_gap(count, sites.every) and not (count == 1 and sites.overlaps_whole_round):
         gap = shortest_gap(count, sites.every)
+        whole = f", or {sites.every} to exchange a round during the whole next one" if count == 1 else ""
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
-            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}"
+            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
         )
     if sites.keep_local == 1:
         yield "sites.keep_local=1 never takes the outer weights; choose a share below 1, such as 0.5"
@@ -75,20 +76,46 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_site_training(cfg: Config) -> Iterator[str]:
-    """Check settings that sites cannot take."""
+def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
+    """Check that the settings of what is sent, and of the inner moments, fit together."""
     sites = cfg.sites
-    if not sites.is_active:
-        return
-    p = cfg.parallel
-    if p.zero == 0 and p.world_size > 1:
+    if sites.density < 1 and sites.precision != "float32":
+        yield (
+            f"sites.density={sites.density:g} sends values of sites.values bits, and not in sites.precision="
+            f"{sites.precision!r}; leave precision out, and choose values=8 or 2"
+        )
+    if sites.density < 1 and sites.residual and sites.momentum:
+        yield (
+            f"sites.momentum={sites.momentum:g} and sites.residual={sites.residual:g} with sites.density="
+            f"{sites.density:g} would count a difference twice, as the residual is sent later; choose momentum=0"
+        )
+    if sites.moments == "average" and sites.overlap:
+        yield (
+            f"sites.moments='average' would replace moments by those of sites.overlap={sites.overlap} steps ago; "
+            "choose overlap=0, or moments='keep'"
+        )
+    if sites.moments == "reset" and recipe_fragments(cfg) > 1:
+        yield (
+            f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
+            " has a round for a part of them; choose fragment_layers=0, or moments='keep'"
+        )
+
+
+def validate_site_shards(cfg: Config) -> Iterator[str]:
+    """Check that no two data-parallel ranks hold the same weights."""
+    if cfg.sites.is_active and cfg.parallel.world_size > 1 and cfg.parallel.zero == 0:
         yield (
             "parallel.zero=0 holds all weights on every data-parallel rank, and each would send them to the other "
             "sites; choose parallel.zero=1"
         )
+
+
+def validate_site_training(cfg: Config) -> Iterator[str]:
+    """Check settings that sites cannot take."""
+    sites = cfg.sites
     if sites.count == 1:
         return
-    if p.elastic:
+    if cfg.parallel.elastic:
         yield (
             "parallel.elastic=true changes the shards of a site, which must be those of the other sites; set "
             "parallel.elastic=false"
@@ -116,20 +143,50 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         )
 
 
-SITES_RULES = (validate_site_number, validate_rounds, validate_site_training)
+SITES_RULES = (
+    validate_site_number,
+    validate_rounds,
+    validate_codes_and_moments,
+    validate_site_shards,
+    validate_site_training,
+)
 
 UNUSED_SITES_KEYS = (
     UnusedKeyRule(
-        "sites.precision sites.residual",
+        "sites.precision sites.residual sites.density sites.weigh",
         lambda cfg: cfg.sites.count == 1,
         "sites.count=1 sends nothing",
         "set sites.count",
     ),
     UnusedKeyRule(
         "sites.residual",
-        lambda cfg: cfg.sites.precision == "float32",
-        "sites.precision='float32' loses nothing",
-        "choose sites.precision='bfloat16', 'int8' or 'fp4'",
+        lambda cfg: cfg.sites.precision == "float32" and cfg.sites.density == 1,
+        "sites.precision='float32' and sites.density=1 lose nothing",
+        "choose sites.precision='bfloat16', 'int8' or 'fp4', or a lower sites.density",
+    ),
+    UnusedKeyRule(
+        "sites.values",
+        lambda cfg: cfg.sites.density == 1,
+        "sites.density=1 sends all differences in sites.precision",
+        "set sites.density, such as 0.015625",
+    ),
+    UnusedKeyRule(
+        "sites.moments",
+        lambda cfg: not cfg.sites.is_active or (cfg.sites.count == 1 and cfg.sites.moments == "average"),
+        "sites.count=1 exchanges no moments",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.penalty",
+        lambda cfg: not cfg.sites.overlaps_whole_round,
+        "the outer weights stay the same during sites.overlap steps, unless it is equal to sites.every",
+        "set sites.overlap to the value of sites.every",
+    ),
+    UnusedKeyRule(
+        "sites.clip",
+        lambda cfg: cfg.sites.momentum == 0,
+        "sites.momentum=0 is no momentum",
+        "set sites.momentum, or sites.method='co2'",
     ),
     UnusedKeyRule(
         "sites.fragment_layers sites.overlap",
@@ -142,6 +199,12 @@ UNUSED_SITES_KEYS = (
         lambda cfg: cfg.sites.overlap == 0,
         "sites.overlap=0 applies a round before the next step",
         "set sites.overlap",
+    ),
+    UnusedKeyRule(
+        "sites.keep_local",
+        lambda cfg: cfg.sites.overlaps_whole_round,
+        "with sites.overlap equal to sites.every, a site begins each round at the outer weights",
+        "choose a lower sites.overlap",
     ),
     UnusedKeyRule(
         "sites.number sites.meet sites.secret sites.quorum sites.timeout_s",

@@ -291,7 +291,22 @@ def validate_rollback(cfg: Config) -> Iterator[str]:
             )
 
 
-FAULT_RULES = (validate_rollback,)
+def validate_peer_snapshots(cfg: Config) -> Iterator[str]:
+    """Check that snapshots have all of the state of the run."""
+    every = cfg.checkpoint.peer_every
+    if every > 0 and cfg.is_rl:
+        yield (
+            f"checkpoint.peer_every={every} has no copy of rollouts and of the reference model of reinforcement "
+            "learning; set checkpoint.peer_every=0"
+        )
+    if every > 0 and cfg.sites.is_active:
+        yield (
+            f"checkpoint.peer_every={every} has no copy of the state of the outer optimizer of sites; set "
+            "checkpoint.peer_every=0"
+        )
+
+
+FAULT_RULES = (validate_rollback, validate_peer_snapshots)
 
 
 def validate_kernels(cfg: Config) -> Iterator[str]:

@@ -19,6 +19,7 @@ from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
+from moefold.validate.spsa import UNUSED_SPSA_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
@@ -33,6 +34,7 @@ UNUSED_KEY_RULES = (
     *UNUSED_SPARSE_KEYS,
     *UNUSED_LORA_KEYS,
     *UNUSED_SITES_KEYS,
+    *UNUSED_SPSA_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -476,6 +478,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: not cfg.checkpoint.saves,
         "checkpoint.every=0 and at_end=false save nothing",
         "set checkpoint.every or at_end=true",
+    ),
+    UnusedKeyRule(
+        "checkpoint.peer_every",
+        lambda cfg: cfg.parallel.dp == 1,
+        "one data-parallel replica has no other rank to keep a copy of its shards",
+        "set parallel.world_size to more than tp*cp*pp",
     ),
     UnusedKeyRule(
         "checkpoint.keep_every",

@@ -59,13 +59,13 @@ def run_on_groups(
 ) -> DistributedRecord:
     """Train `num_steps` steps on the groups of the recipe's mapping. Collective.
 
-    Records the gradients of the first batch, before clipping, and evaluates the final weights on the first validation
+    Records the gradients of the first step, before clipping, and evaluates the final weights on the first validation
     batch.
 
     Args:
         groups: the groups of the mapping.
         cfg: the recipe.
-        num_steps: optimizer steps.
+        num_steps: optimizer steps, at least 1.
         on_progress: called with what is done next.
         loss: the loss; None: that of the recipe.
         data: the samples of data.kind="program"; None: those of the recipe.
@@ -79,17 +79,19 @@ def run_on_groups(
     loader = BatchSharder(dataset.train, cfg, groups, model.positions)
     training = TrainingStep(model, cfg)
     initial = gather_full_tensors(model)
-    on_progress(f"{ranks}, gradients of the first batch")
-    batch = loader.batch(0)
-    training.begin_step(1, batch)
-    model.forward_backward(batch)
-    on_progress(f"{ranks}, gathering {len(initial)} tensors of gradients")
-    gradients = gather_full_tensors(model, gradients=True)
-    training.optimizer.zero_grad(set_to_none=True)
+    gradients: dict[str, Tensor] = {}
+
+    def record_gradients() -> tuple[bool, ...]:
+        on_progress(f"{ranks}, gathering {len(initial)} tensors of gradients")
+        gradients.update(gather_full_tensors(model, gradients=True))
+        return ()
+
     steps = []
     for i in range(num_steps):
         on_progress(f"{ranks}, step {i + 1} of {num_steps}")
-        steps.append(training.run(loader.batch(i * cfg.train.global_batch_size), i + 1))
+        batch = loader.batch(i * cfg.train.global_batch_size)
+        # Stop flags are asked for between the backward pass and clipping.
+        steps.append(training.run(batch, i + 1, record_gradients if i == 0 else tuple))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
     held_out = BatchSharder(dataset.validation, cfg, groups, model.positions)
     return DistributedRecord(

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.cost.optimizers import optimizer_of
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.topology.selection_groups import selection_sources
+from moefold.verify import oracle_spsa
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
@@ -120,7 +122,12 @@ class Oracle:
         terms.total().backward()
         gradients = {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        self._optimizer.step(self.weights, gradients, norm)
+        loss, mtp = float(terms.lm.detach()), float(terms.mtp.detach())
+        if not optimizer_of(self.cfg).needs_gradients:
+            (plus, terms), norm = self._spsa_step(batch)
+            loss, mtp = (float(plus.lm + terms.lm) / 2, float(plus.mtp + terms.mtp) / 2)
+        else:
+            self._optimizer.step(self.weights, gradients, norm)
         self._steps += 1
         layers = []
         for layer, batches in terms.routed.items():
@@ -130,16 +137,31 @@ class Oracle:
             if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
-            loss=float(terms.lm.detach()),
+            loss=loss,
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
-            mtp_loss=float(terms.mtp.detach()),
+            mtp_loss=mtp,
             indexer_loss=float(terms.indexer.detach()),
             grad_norm=norm,
             dropped=sum(batch.num_dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
             moe_layers=tuple(layers),
         )
+
+    @torch.no_grad()
+    def _spsa_step(self, batch: OracleBatch) -> tuple[list[_LossTerms], float]:
+        """Update the weights by the losses of both perturbations; return these and the size of the projection."""
+        step = self._steps + 1
+        eps = self.cfg.train.spsa_eps
+        z = oracle_spsa.perturbation(self.cfg, step, self.weights)
+        passes = []
+        for sign in (1, -1):
+            oracle_spsa.move(self.weights, z, sign * eps)
+            passes.append(self.loss(batch, is_training=True))
+            oracle_spsa.move(self.weights, z, -sign * eps)
+        projection = float(passes[0].total() - passes[1].total()) / (2 * eps)
+        oracle_spsa.update(self.cfg, step, self.weights, z, oracle_spsa.round_gradient(self.cfg, step, projection))
+        return passes, abs(projection)
 
     def evaluate(self, batch: OracleBatch) -> float:
         """Return the weighted mean cross-entropy of the targets."""

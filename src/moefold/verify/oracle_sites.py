@@ -1,7 +1,7 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105 and arXiv:2501.18512, for sites of
-equal batches.
+Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512 and arXiv:2401.16265,
+for sites of equal batches that send float32.
 """
 
 import math
@@ -52,6 +52,8 @@ class OracleSites:
         layers = cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
         self._pending: tuple[int, Weights] | None = None
+        self._whole_round: tuple[Weights, list[Weights]] | None = None
+        self._last_update = 0.0
         self._data = open_samples(cfg)
 
     def run(self, num_steps: int) -> list[SitesState]:
@@ -66,10 +68,15 @@ class OracleSites:
             mine = range((step - 1) * size, step * size)
             batch = oracle_batch(self._data.train, self.cfg, [number + sites.count * index for index in mine])
             losses.append(site.step(batch).loss)
-        if self._pending and (step == self._pending[0] or step == self.cfg.run.steps):
+        if sites.overlap == sites.every:
+            if step == self.cfg.run.steps or (step > sites.first and step % sites.every == 0):
+                self._end_whole_round(is_last=step == self.cfg.run.steps)
+        elif self._pending and (step == self._pending[0] or step == self.cfg.run.steps):
             self._apply(self._pending[1], sites.keep_local)
             self._pending = None
-        if step == self.cfg.run.steps:
+        if sites.overlap == sites.every:
+            pass
+        elif step == self.cfg.run.steps:
             self._apply(self._send(lambda name: True), 0.0)
         elif fragments := self._fragments(step):
             mean = self._send(lambda name: self._fragment(name) in fragments)
@@ -105,6 +112,52 @@ class OracleSites:
             if is_sent(name):
                 mean[name] = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
         return mean
+
+    @torch.no_grad()
+    def _end_whole_round(self, *, is_last: bool) -> None:
+        """Take the outer step of the round before (CO2), send the differences of this one, and begin the next at phi.
+
+        A bias, which has no outer value, goes on from its own, corrected by what its mean was off a round ago.
+        """
+        differences = {name: sum(phi - site.weights[name] for site in self.sites) for name, phi in self.outer.items()}
+        before = self._whole_round
+        last_update = self._last_update
+        self._last_update = 0.0
+        if before is not None:
+            self._last_update = self._outer_step(before[0], last_update)
+            for site, corrections in zip(self.sites, before[1], strict=True):
+                for name, correction in corrections.items():
+                    site.router.biases[name] += correction
+        means = {name: torch.stack([s.router.biases[name] for s in self.sites]).mean(0) for name in self._biases()}
+        off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
+        mean_differences = {name: total / len(self.sites) + 0 * self.outer[name] for name, total in differences.items()}
+        self._whole_round = None if is_last else (mean_differences, off)
+        if is_last:
+            self._outer_step(mean_differences, self._last_update)
+        for site in self.sites:
+            for name, phi in self.outer.items():
+                site.weights[name].copy_(phi)
+            for name, mean in means.items() if is_last else ():
+                site.router.biases[name].copy_(mean)
+
+    def _biases(self) -> list[str]:
+        return list(self.sites[0].router.biases)
+
+    def _outer_step(self, mean: Weights, last_update: float) -> float:
+        """Take the outer step of CO2; return its norm."""
+        sites = self.cfg.sites
+        norm = math.sqrt(sum(float(g.square().sum()) for g in mean.values()))
+        gap = last_update / norm if sites.penalty else 0.0
+        square = 0.0
+        for name, g in mean.items():
+            momentum = sites.momentum * self.momentum[name] + g / (1 + gap)
+            self.momentum[name] = momentum.clamp(-sites.clip, sites.clip) if sites.clip else momentum
+            update = sites.lr * self.momentum[name]
+            if sites.nesterov:
+                update = sites.lr * (g / (1 + gap) + sites.momentum * self.momentum[name])
+            self.outer[name] = self.outer[name] - update
+            square += float(update.square().sum())
+        return math.sqrt(square)
 
     @torch.no_grad()
     def _apply(self, mean: Weights, keep: float) -> None:

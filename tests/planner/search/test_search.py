@@ -18,10 +18,13 @@ from moefold.planner.search.space import Fold, MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 from tests.planner.recipes import RECIPES, on_ranks
+from tests.slow import slow
 
 MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
 CASES = {**RECIPES, "Muon": MUON}
 NAMES = ("plain", "latent attention, padded to a capacity", "another order of the ranks", "dense", "Muon")
+FEW_MAPPINGS = [(NAMES[0], {"moments": "none", "pp": 1}), (NAMES[1], {"moments": "host", "pp": 2})]
+ALL_MAPPINGS = [(name, {}) for name in NAMES[:3]]
 
 
 def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
@@ -149,11 +152,11 @@ def test_plans_are_ranked_best_first():
     assert fits == sorted(fits, reverse=True)
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
-def test_times_and_memory_of_all_savers_are_those_of_each(name):
+@pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
+def test_times_and_memory_of_all_savers_are_those_of_each(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
-    for mappings in every_mapping(search).values():
-        for m in mappings[::9973]:
+    for mappings in every_mapping(search, fixed).values():
+        for m in mappings[::997]:
             probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OFFLOADED_OPTIMIZER))
             savers = search.space.strategies
             i = savers.index((m.recompute, tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER)))

@@ -90,6 +90,8 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(model.num_experts)
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
         self.stats = RouterStats(model.num_router_choices)
+        self.counts_without_gradients = False
+        """Whether `stats` counts forward passes that have no backward pass, in training mode."""
         self._num_experts = model.num_experts
         self._num_choices = model.num_router_choices
         self._aux_kind = moe.aux_kind
@@ -255,7 +257,7 @@ class MoELayer(nn.Module):
             scale = self._z_scale / num_tokens if weights_T is None else self._moe.z_loss
             z = (z_sum.detach(), scale)
             y = attach_aux_loss(y, z_sum, scale)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.counts_without_gradients:
             counts_E = counts_XE[0] if num_groups == 1 else counts_XE.sum(0)
             entropy = _entropy_sum(routing.scores_TE.detach(), weights_T) if sums is None else sums.entropy
             kept_TK = routing_map.kept_TK
@@ -268,7 +270,7 @@ class MoELayer(nn.Module):
             if y.requires_grad:
                 y.register_hook(count)
             else:
-                # No gradient passes a frozen layer, and nothing recomputes it.
+                # No gradient passes a frozen layer, and nothing recomputes it; or there is no backward pass.
                 count()
         return y
 

@@ -190,7 +190,7 @@ class RouterStats:
     """Router statistics of this rank's tokens, summed over the micro-batches of a step; on the device, without syncs.
 
     A micro-batch is counted when its gradient passes the layer: once, also if its forward pass is recomputed, and never
-    in evaluation.
+    in evaluation. Steps without a backward pass count it in the forward pass (`MoELayer.counts_without_gradients`).
     """
 
     def __init__(self, num_experts: int) -> None:

@@ -160,7 +160,15 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
         cfg: the recipe.
         precision: precision of its GEMMs, one of PRECISIONS.
         software: other fields of the workload.
+
+    Raises:
+        ConfigError: the optimizer has no backward pass.
     """
+    if not optimizer_of(cfg).needs_gradients:
+        raise ConfigError(
+            f"train.optimizer={cfg.train.optimizer!r} has no backward pass, and the planner prices steps with one; "
+            "plan the mapping with train.optimizer='adamw', or give it in [parallel] (moefold memory counts its bytes)"
+        )
     return TrainingWorkload(
         seq_len=cfg.train.seq_len,
         global_batch_size=cfg.train.global_batch_size,

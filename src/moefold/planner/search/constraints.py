@@ -33,6 +33,7 @@ from moefold.validate.parallel import (
 )
 from moefold.validate.planned_attention import validate_attention_pool
 from moefold.validate.shortcut import validate_shortcut
+from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk
 
@@ -162,6 +163,7 @@ OFFLOAD_RULES = (
     MappingRule(validate_offload_dir, ("offload", "moments")),
 )
 RECOMPUTE_RULES = (MappingRule(validate_recompute, ("recompute",)),)
+ZERO_RULES = (MappingRule(validate_site_shards, ("zero",)),)
 
 MAPPING_RULES = (
     *TP_RULES,
@@ -174,6 +176,7 @@ MAPPING_RULES = (
     *RECOMPUTE_RULES,
     *OVERLAP_RULES,
     *OFFLOAD_RULES,
+    *ZERO_RULES,
 )
 ALL_AXES_RULE = validate_degrees
 """The rule that yields the errors of `DEGREE_RULES`, each with a suggestion appended."""

@@ -34,6 +34,7 @@ from moefold.planner.search.constraints import (
     RECOMPUTE_RULES,
     STAGE_RULES,
     TP_RULES,
+    ZERO_RULES,
     MappingConstraints,
     Restriction,
 )
@@ -114,14 +115,16 @@ class MappingSpace:
     @cached_property
     def folds(self) -> tuple[tuple[Fold, AttentionView], ...]:
         """Every fold with a legal mapping, and its attention view."""
-        if next(self._legal_strategies(), None) is None or not self.optimizer_placements:
+        if next(self._legal_strategies(), None) is None or not self.optimizer_placements or not self.zero_stages:
             return ()
         return tuple((fold, view) for fold, view in self._iterate_folds() if self._has_mapping(fold, view))
 
     @cached_property
     def zero_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages; no rule without overlap reads them."""
-        return tuple(self._allowed_values("zero"))
+        """The legal ZeRO stages without overlap."""
+        return tuple(
+            zero for zero in self._allowed_values("zero") if self.constraints.allows(ZERO_RULES, {"zero": zero})
+        )
 
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:

@@ -9,14 +9,24 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
-from moefold.checkpoint.save_load import Resume, checkpoint_state, load_checkpoint, load_entries, resolve_resume
+from moefold.checkpoint.peer_snapshot import PeerSnapshots
+from moefold.checkpoint.save_load import (
+    Resume,
+    checkpoint_meta,
+    checkpoint_state,
+    load_checkpoint,
+    load_entries,
+    resolve_resume,
+)
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
 from moefold.launch.failure import is_collective_error
+from moefold.optim.adamw import step_counts
 from moefold.optim.outer import OuterOptimizer
 from moefold.topology.fragments import fragments_due
 from moefold.train.adapter_weights import AdapterWeights, load_initial_adapters
@@ -39,6 +49,10 @@ class SaveHistory:
     """The checkpoint that the run resumed from, if any."""
     has_saved: bool = False
     """This process has saved a checkpoint, so that the newest in the folder is of this run."""
+    snapshots: PeerSnapshots | None = None
+    """Snapshots of this process, if the recipe takes any."""
+    restored_step: int | None = None
+    """Step to restore from the snapshots; None: from a checkpoint."""
 
 
 class Checkpointing(Callback):
@@ -65,9 +79,26 @@ class Checkpointing(Callback):
         self.init_message = ""
         self.checkpoint_dp: int | None = None
         self._adapters: AdapterWeights | None = None
+        if cfg.checkpoint.peer_every and self._history.snapshots is None:
+            self._history.snapshots = PeerSnapshots()
+        self.snapshots = self._history.snapshots
+        self.restored_step = self._history.restored_step
+
+    def restore_from_peers(self, snapshots: PeerSnapshots, step: int | None) -> None:
+        """Go on with the snapshots of an earlier mapping in this process.
+
+        Args:
+            snapshots: of this process.
+            step: the step that `resume` restores from them; None: it looks for a checkpoint, as ever.
+        """
+        self.snapshots = snapshots
+        self.restored_step = step
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        if self.restored_step is not None:
+            self._resume_from_peers(run, self.restored_step)
+            return Resume(None)
         run.groups.recorder.set_phase("loading the checkpoint or the initial weights")
         resume = resolve_resume(run.cfg, run.data.fingerprints)
         self._history.resumed_from = resume.path
@@ -92,6 +123,50 @@ class Checkpointing(Callback):
                 run.training.outer.start()
             run.data.start()
         return resume
+
+    def _resume_from_peers(self, run: TrainingContext, step: int) -> None:
+        """Restore the run from the snapshots of a step, and certify the result; collective.
+
+        Raises:
+            RunError: a shard is lost, or the certificate fails; on every rank.
+        """
+        assert self.snapshots is not None
+        run.groups.recorder.set_phase("restoring the state from the memory of the ranks")
+        self.snapshots.share_progress(step, run.groups.world)
+        taken = self.snapshots.snapshot(step).train_state
+        assert taken is not None
+        meta = checkpoint_meta(run.cfg, taken)
+        run.data.open(meta)
+        if run.cfg.trains_adapters_only:
+            self._adapters = AdapterWeights.of_settings(run.cfg, taken.lora)
+            self._adapters.load_base(run.training.model, is_first_rank=run.is_first_rank)
+        groups = run.groups
+        state = checkpoint_state(*self._stored(run), run.training.optimizer)
+        self.snapshots.restore(step, state, groups.world, groups.device)
+        self._restore_progress(run, meta)
+        run.is_resumed = True
+        run.groups.recorder.set_phase("comparing the restored state with the snapshots")
+        restored = RestoredRun(
+            self._progress(run),
+            step_counts(run.training.optimizer, run.training.parameters),
+            run.data.train_sharder.own_samples,
+            run.cfg.train.global_batch_size,
+        )
+        certify(self.snapshots, step, state, restored, groups)
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Take a snapshot before the first step: a loss in it needs one of this mapping."""
+        self._take_snapshot(run)
+
+    def _take_snapshot(self, run: TrainingContext) -> None:
+        """Copy the state to the memory of this rank and of its peer, if the recipe says so; collective."""
+        if self.snapshots is None or not run.cfg.checkpoint.peer_every:
+            return
+        run.groups.recorder.set_phase("copying the state to a peer")
+        started_s = time.perf_counter()
+        state = checkpoint_state(*self._stored(run), run.training.optimizer)
+        self.snapshots.take(state, self._progress(run), run.groups)
+        run.save_s += time.perf_counter() - started_s
 
     def roll_back(self, run: TrainingContext, step_fault: StepFault) -> Resume:
         """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective.
@@ -125,6 +200,8 @@ class Checkpointing(Callback):
         run.save_s = 0.0
         if is_save_due(run.cfg.checkpoint, step):
             self.save(run)
+        if is_due(run.cfg.checkpoint.peer_every, step.number):
+            self._take_snapshot(run)
 
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Finish the last save."""
@@ -150,7 +227,15 @@ class Checkpointing(Callback):
         state = checkpoint_state(*self._stored(run), training.optimizer) | run.data.entries()
         if training.outer is not None:
             state |= training.outer.checkpoint_entries()
-        position = TrainState(
+        waited_s = self.saver.save(state, self._progress(run))
+        run.save_s += waited_s
+        self.total_save_s += waited_s
+        self._history.has_saved = True
+
+    def _progress(self, run: TrainingContext) -> TrainState:
+        """Return the progress of the run, as checkpoints and snapshots store it."""
+        training = run.training
+        return TrainState(
             step=run.position.step,
             samples=run.position.samples,
             tokens=run.position.tokens,
@@ -162,10 +247,6 @@ class Checkpointing(Callback):
             sites=None if training.outer is None else training.outer.state(),
             **run.data.data_state(),
         )
-        waited_s = self.saver.save(state, position)
-        run.save_s += waited_s
-        self.total_save_s += waited_s
-        self._history.has_saved = True
 
     def _stored(self, run: TrainingContext) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Tensor]]:
         """Return the parameters and buffers that checkpoints contain: those of adapters alone if no other is trained.
@@ -183,10 +264,15 @@ class Checkpointing(Callback):
         meta = load_checkpoint(path, *self._stored(run), training.optimizer)
         if training.outer is not None:
             self._load_outer(run.cfg, training.outer, path, meta)
+        run.data.restore(path, meta)
+        self._restore_progress(run, meta)
+
+    def _restore_progress(self, run: TrainingContext, meta: CheckpointMeta) -> None:
+        """Restore the data position, the guard and the counts of updates."""
+        training = run.training
         run.position.step = meta.step
         run.position.tokens = meta.tokens
         run.position.samples = 0
-        run.data.restore(path, meta)
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
         if continues_data(run.cfg, meta, run.data.fingerprints):

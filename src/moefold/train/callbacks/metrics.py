@@ -45,6 +45,7 @@ class MetricsLogging(Callback):
             mtp_loss=result.mtp_loss,
             indexer_loss=result.indexer_loss,
             grad_norm=result.grad_norm,
+            projected_gradient=result.projected_gradient,
             lr=result.lr,
             tokens=run.position.tokens,
             step_time_s=step.step_time_s,

@@ -1,5 +1,6 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +14,6 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.comm.wire_codes import make_wire_code
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
@@ -21,10 +21,10 @@ from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
+from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
-from moefold.optim.outer import OuterOptimizer, PendingRound
+from moefold.optim.outer import OuterOptimizer, PendingRound, bits_to_float, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.parallel.replica_check import TensorHasher
 from moefold.topology.fragments import fragments_due
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import SIGNALS
@@ -42,6 +42,9 @@ class _Flight:
     due: int
     fragments: tuple[int, ...]
     own: Tensor
+    is_finite: bool
+    tokens: int
+    """Tokens of this site when the differences were taken."""
     members: tuple[int, ...]
     exchange: "Future[Exchanged] | None"
     """None in a round of one site."""
@@ -86,18 +89,21 @@ class SiteRounds(Callback):
         self._meeting.connect(lambda: {"step": run.position.step - 1, "version": outer.num_rounds})
         if found == "missed":
             self._join(run)
+            self._begin_joined(run)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._cfg.run.steps
         outer = _outer_of(run)
+        fragments = fragments_due(self._cfg, step.number)
         due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
         if due and (step.number >= due or is_last):
             run.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(run)
-            step.sites = self._apply(run, self._sites.keep_local)
+            step.sites = self._apply(run, is_overlapped=True)
             self._give(run)
-        fragments = fragments_due(self._cfg, step.number)
+        elif fragments:
+            outer.last_update = 0.0
         if not fragments:
             return
         run.groups.recorder.set_phase("exchanging weights with the other sites")
@@ -105,9 +111,10 @@ class SiteRounds(Callback):
         if not self._begin(run, step.number, fragments, overlap):
             self._join(run)
             step.is_last = run.position.step == self._cfg.run.steps
+            self._begin_joined(run)
         elif not overlap or self._flight is None:
             self._decide(run)
-            step.sites = self._apply(run, 0.0)
+            step.sites = self._apply(run, is_overlapped=False)
             self._give(run)
 
     def on_end(self, run: TrainingContext, status: int) -> None:
@@ -161,6 +168,16 @@ class SiteRounds(Callback):
         if run.log is not None:
             run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
 
+    def _begin_joined(self, run: TrainingContext) -> None:
+        """Begin the round that the giver begins after it has given its state, if there is one; collective.
+
+        Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
+        """
+        step = run.position.step
+        fragments = fragments_due(self._cfg, step)
+        if self._sites.overlaps_whole_round and fragments and step < self._cfg.run.steps and run.status == 0:
+            self._begin(run, step, fragments, self._sites.overlap)
+
     def _give(self, run: TrainingContext) -> None:
         """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
         order, self._gift = self._gift, None
@@ -190,7 +207,10 @@ class SiteRounds(Callback):
         is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
         if self._meeting is None:
             if is_finite:
-                self._flight = _Flight(step, step + overlap, fragments, own, (0,), None, began_s)
+                self._flight = _Flight(
+                    step, step + overlap, fragments, own, True, run.position.tokens, (0,), None, began_s
+                )
+                self._begin_next(outer)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
@@ -198,11 +218,12 @@ class SiteRounds(Callback):
             "do": "round",
             "step": step,
             "version": outer.num_rounds,
-            "tokens": run.position.tokens - min(outer.tokens[fragment] for fragment in fragments),
+            "tokens": self._weight(run, fragments),
             "finite": is_finite,
             "digest": self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
-            "last": step == self._cfg.run.steps,
+            # A site that joins after the last step would have nothing to train.
+            "last": step + overlap >= self._cfg.run.steps,
         }
         answer = self._meeting.ask(question)
         if "missed" in answer:
@@ -219,10 +240,23 @@ class SiteRounds(Callback):
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            code = make_wire_code(self._sites.precision, own.dtype)
-            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), code)
-        self._flight = _Flight(step, step + overlap, fragments, own, members, exchange, began_s)
+            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), outer.code)
+        tokens = run.position.tokens
+        self._flight = _Flight(step, step + overlap, fragments, own, is_finite, tokens, members, exchange, began_s)
+        self._begin_next(outer)
         return True
+
+    def _weight(self, run: TrainingContext, fragments: tuple[int, ...]) -> int:
+        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last one."""
+        outer = _outer_of(run)
+        tokens = run.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
+        return min(tokens, 1) if self._sites.weigh == "even" else tokens
+
+    def _begin_next(self, outer: OuterOptimizer) -> None:
+        """Begin the next round of training, where it does not wait for the exchange under way."""
+        flight = self._flight
+        if flight is not None and flight.due > flight.step and self._sites.overlaps_whole_round:
+            outer.begin_next_round(flight.fragments)
 
     def _decide(self, run: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
@@ -239,16 +273,21 @@ class SiteRounds(Callback):
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
+                if flight.is_finite and flight.due > flight.step and self._sites.overlaps_whole_round:
+                    reshard_parameters(run.training.model.stages)
+                    outer.put_back(flight.fragments, flight.own)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
                 self._skip(run, flight.step, str(why))
                 return
         assert exchanged is not None
         outer.num_rounds += 1
         for fragment in flight.fragments:
-            outer.tokens[fragment] = run.position.tokens
+            outer.tokens[fragment] = flight.tokens
         if outer.residual:
-            outer.keep_residual(flight.fragments, flight.own, exchanged.decoded)
-        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
+            # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
+            decoded = exchanged.decoded if flight.is_finite else flight.own
+            outer.keep_residual(flight.fragments, flight.own, decoded)
+        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean))
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -257,13 +296,37 @@ class SiteRounds(Callback):
             "round_s": time.perf_counter() - flight.began_s,
         }
 
-    def _apply(self, run: TrainingContext, keep_local: float) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
+    def _apply(self, run: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
+        """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
+
+        Args:
+            run: the run.
+            is_overlapped: the site has trained since the differences were taken.
+        """
         outer = _outer_of(run)
+        sites = self._sites
         pending, outer.pending = outer.pending, None
-        if pending is not None:
+        if pending is None:
+            outer.last_update = 0.0
+        else:
             reshard_parameters(run.training.model.stages)
-            norms = outer.step(pending.own, pending.mean, pending.fragments, keep_local=keep_local)
+            penalty = 1.0
+            if sites.penalty:
+                square = _same_sum_of_ranks(outer.mean_square(pending.mean, pending.fragments))
+                penalty = 1 + outer.last_update / math.sqrt(square) if square else 1.0
+                self._record["gap"] = penalty - 1
+            norms = outer.step(
+                pending.own,
+                pending.mean,
+                pending.fragments,
+                keep_local=sites.keep_local if is_overlapped else 0.0,
+                moves_both=is_overlapped and sites.overlaps_whole_round,
+                penalty=penalty,
+            )
+            if sites.penalty:
+                outer.last_update = math.sqrt(_same_sum_of_ranks(norms.update))
+            if sites.moments == "reset":
+                run.training.reset_moments()
             difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
             self._record |= {
                 "difference": (difference / weights) ** 0.5 if weights else 0.0,
@@ -314,8 +377,9 @@ def describe_wait(answer: Message, address: str) -> str:
 
 
 def _header(run: TrainingContext) -> list[int]:
-    """Return the numbers of the state that a site gives: step, rounds, and updates of the moments."""
-    return [run.position.step, _outer_of(run).num_rounds, run.training.moment_updates]
+    """Return the numbers of the state that a site gives: step, rounds, updates of the moments, last outer step."""
+    outer = _outer_of(run)
+    return [run.position.step, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
@@ -329,8 +393,9 @@ def _state_tensors(run: TrainingContext) -> list[Tensor]:
 
 def _adopt(run: TrainingContext, header: Tensor) -> None:
     """Go on from a received state: the weights become the outer weights."""
-    step, num_rounds, moment_updates = header.tolist()
+    step, num_rounds, moment_updates, last_update = header.tolist()
     reshard_parameters(run.training.model.stages)
+    _outer_of(run).last_update = bits_to_float(last_update)
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
     run.position.step = step
@@ -341,6 +406,11 @@ def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
     local = torch.tensor(numbers, dtype=torch.float64, device=run.groups.device)
     sums: list[float] = all_reduce_sum(local, run.groups.world).tolist()
     return sums
+
+
+def _same_sum_of_ranks(number: float) -> float:
+    """Return the sum of a number over the ranks of the site, with the same bits on all sites; collective."""
+    return math.fsum(current_world().all_gather_object(number))
 
 
 def _outer_of(run: TrainingContext) -> OuterOptimizer:

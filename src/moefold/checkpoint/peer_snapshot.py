@@ -1,0 +1,518 @@
+"""Snapshots of a rank's state in its own host memory and in that of a peer, and their restore under another mapping.
+
+After every `checkpoint.peer_every` steps each rank copies its shards to host memory, and sends those that no rank of
+another node has to one peer. After the loss of ranks the others still have every shard, and a new mapping of fewer
+ranks is filled from memory: by the box arithmetic of `parallel/reshard.py`, with snapshots in the place of a model.
+See docs/design/048-peer-snapshots.md.
+"""
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
+from moefold.comm.collectives import all_gather_objects, all_reduce_sum, all_to_all
+from moefold.comm.groups import Group, ParallelGroups
+from moefold.cost.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfers
+from moefold.cost.shard_boxes import Box
+from moefold.errors import RunError
+from moefold.model.init import local_slice
+from moefold.ops.tensor_hash import TensorHasher
+from moefold.topology.layout import Layout
+
+BoxKey = tuple[str, Box]
+"""A part of a logical tensor: its checkpoint name and its box."""
+Digest = tuple[int, int]
+"""Two hashes of the values of a box, see `TensorHasher`."""
+
+
+@dataclass(frozen=True)
+class SnapshotLayout:
+    """Layout of a snapshot: which ranks have which boxes. The same on every rank.
+
+    `shards` has one entry for each set of ranks that own equal boxes: the owners, and the rank whose peer has a copy of
+    these boxes, or None where owners are on several nodes (or on several ranks of the only node) already.
+    """
+
+    peers: tuple[int, ...]
+    """The peer of each rank."""
+    shards: tuple[tuple[tuple[int, ...], int | None], ...]
+
+    def is_complete(self, holders: Iterable[tuple[int, Iterable[int]]]) -> bool:
+        """Return whether some processes together have every box.
+
+        Args:
+            holders: of each process its rank, and the ranks whose state it has, itself included.
+        """
+        own = set()
+        copied = set()
+        for rank, ranks in holders:
+            own |= {rank} & set(ranks)
+            copied |= set(ranks) - {rank}
+        return all(not own.isdisjoint(owners) or sender in copied for owners, sender in self.shards)
+
+
+HeldSteps = Mapping[int, frozenset[int]]
+"""The ranks whose state a process has, by step: itself, and the ranks whose peer it is."""
+
+
+def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout) -> int | None:
+    """Return the newest step of which the survivors together have every shard; None if there is none.
+
+    Args:
+        held_by_survivor: `PeerSnapshots.held()` of each process, by its `PeerSnapshots.rank`.
+        old_layout: `PeerSnapshots.layout` of any of them.
+    """
+    steps = {step for held in held_by_survivor.values() for step in held}
+    for step in sorted(steps, reverse=True):
+        # A process without any snapshot was a spare, or joins. One that has others lacks the newest.
+        holders = [(rank, held.get(step)) for rank, held in held_by_survivor.items() if held]
+        has_all = all(ranks is not None for _, ranks in holders)
+        if has_all and old_layout.is_complete((rank, ranks) for rank, ranks in holders if ranks is not None):
+            return step
+    return None
+
+
+def choose_members(
+    held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout, count: int
+) -> tuple[int, ...] | None:
+    """Return `count` survivors that together have every shard of the newest possible step; None if no choice has.
+
+    Ranks of high numbers are left out first. A survivor that alone has a shard stays.
+
+    Args:
+        held_by_survivor: as for `choose_step`.
+        old_layout: as for `choose_step`.
+        count: number of ranks of the new mapping.
+    """
+    step = choose_step(held_by_survivor, old_layout)
+    if step is None:
+        return None
+    members = dict(held_by_survivor)
+    for rank in sorted(members, reverse=True):
+        others = {other: held for other, held in members.items() if other != rank}
+        if len(members) > count and choose_step(others, old_layout) == step:
+            members = others
+    return tuple(sorted(members)) if len(members) == count else None
+
+
+def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
+    """Return the peer of each rank: the next rank along dp, on another node where there is another one.
+
+    Args:
+        layout: the mapping; dp is at least 2.
+        nodes: the node of each rank.
+    """
+    world = range(layout.world_size)
+    groups = [layout.attention.group(rank, "dp") for rank in world]
+    index = [group.index(rank) for rank, group in zip(world, groups, strict=True)]
+    shifted = [
+        tuple(group[(i + shift) % layout.dp] for group, i in zip(groups, index, strict=True))
+        for shift in range(1, layout.dp)
+    ]
+    if len(set(nodes)) == 1:
+        return shifted[0]
+    # A permutation gives each rank the copy of one other.
+    shifted += [tuple((rank + shift) % len(world) for rank in world) for shift in range(1, len(world))]
+    for peers in shifted:
+        if all(nodes[rank] != nodes[peer] for rank, peer in enumerate(peers)):
+            return peers
+    # Nodes of unequal sizes: the rank of another node that has the fewest copies so far.
+    copies = [0] * len(world)
+    chosen = []
+    for rank in world:
+        peer = min((other for other in world if nodes[other] != nodes[rank]), key=lambda other: (copies[other], other))
+        copies[peer] += 1
+        chosen.append(peer)
+    return tuple(chosen)
+
+
+def plan_copies(
+    boxes: Sequence[Mapping[str, Box]], peers: Sequence[int], nodes: Sequence[str]
+) -> tuple[SnapshotLayout, list[BoxTransfer]]:
+    """Plan which rank sends which of its boxes to its peer: those that no rank of another node has.
+
+    With one node, a box that two ranks have needs no copy.
+
+    Args:
+        boxes: of each rank, the box of each entry of its state.
+        peers: the peer of each rank.
+        nodes: the node of each rank.
+    """
+    owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
+    for rank, of_rank in enumerate(boxes):
+        for name, box in of_rank.items():
+            owners[name, box].append(rank)
+    is_one_node = len(set(nodes)) == 1
+    shards: dict[tuple[tuple[int, ...], int | None], None] = {}
+    transfers = []
+    for (name, box), ranks in owners.items():
+        is_safe = len(ranks) > 1 if is_one_node else len({nodes[rank] for rank in ranks}) > 1
+        sender = None if is_safe else ranks[0]
+        if sender is not None:
+            transfers.append(BoxTransfer(name, box, sender, peers[sender]))
+        shards[tuple(ranks), sender] = None
+    return SnapshotLayout(tuple(peers), tuple(shards)), transfers
+
+
+@dataclass
+class Snapshot:
+    """The state of one step in host memory; None as `step` while it is written."""
+
+    step: int | None = None
+    train_state: TrainState | None = None
+    own: dict[BoxKey, Tensor] = field(default_factory=dict)
+    """The boxes of this rank."""
+    copies: dict[int, dict[BoxKey, Tensor]] = field(default_factory=dict)
+    """The boxes of the ranks whose peer this rank is."""
+    digests: dict[tuple[int, BoxKey], Digest] = field(default_factory=dict)
+    """Hashes of the boxes that were sent, taken by the rank that sent them, by that rank."""
+
+    def boxes(self) -> Iterator[tuple[BoxKey, Tensor]]:
+        """Yield all boxes, own and copied, each once."""
+        yield from self.own.items()
+        for of_rank in self.copies.values():
+            yield from ((key, values) for key, values in of_rank.items() if key not in self.own)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all boxes in host memory."""
+        return sum(values.nbytes for values in self.own.values()) + sum(
+            values.nbytes for of_rank in self.copies.values() for values in of_rank.values()
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The exchange of one mapping."""
+
+    groups: ParallelGroups
+    layout: SnapshotLayout
+    rounds: tuple[tuple[BoxTransfer, ...], ...]
+    dtypes: Mapping[str, torch.dtype]
+    sent: tuple[BoxKey, ...]
+    """Boxes that this rank sends."""
+    copied: tuple[tuple[int, BoxKey], ...]
+    """Boxes that this rank gets, by the rank that sends them."""
+
+
+class PeerSnapshots:
+    """The snapshots of this process: of the last two steps that were taken, so that one is always complete.
+
+    It lives as long as the process, over several mappings, and holds no process group but through the plan of the
+    present mapping, which `forget_groups` drops. The snapshots of one mapping are a *generation*. Those of the mapping
+    before are kept until every rank has the first snapshot of the new one.
+
+    After the loss of ranks, the survivors first agree on a generation: each tells the others its `generation`, and
+    calls `settle` with the largest. Then `held`, `rank` and `layout` are those of this generation.
+
+    Args:
+        node: the machine of this process; None: its host name.
+        max_scratch_bytes: most memory of the buffers of one round of an exchange, on the device.
+    """
+
+    def __init__(self, node: str | None = None, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
+        self._node = node or socket.gethostname()
+        self._max_round_bytes = max_scratch_bytes // 2
+        self._plan: _Plan | None = None
+        self._slots = [Snapshot(), Snapshot()]
+        self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
+        self.restored_parts: tuple[BoxTransfer, ...] = ()
+        """Of the last `restore`: every part of every new shard, and the rank it came from."""
+        self._restored: _ByName | None = None
+        self._old_ranks: list[int | None] = []
+        self.generation = 0
+        """Number of mappings of which every rank had a snapshot."""
+        self.layout: SnapshotLayout | None = None
+        """Of the snapshots; None before the first."""
+        self.rank: int | None = None
+        """Rank of this process when the snapshots were taken; None before the first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the snapshots in host memory."""
+        return sum(slot.num_bytes for slot in self._slots)
+
+    def forget_groups(self) -> None:
+        """Drop the references to process groups before they are destroyed; the snapshots stay."""
+        self._plan = None
+
+    def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
+        """Return the generations of which this process has snapshots: number, rank and `held` of each; local.
+
+        The first is the confirmed one. A second one has the first snapshot, of which this rank does not know whether
+        all ranks have completed it.
+        """
+        found = [(self.generation, self.rank, self.held())]
+        if self._unconfirmed is not None:
+            slot, _, rank = self._unconfirmed
+            assert slot.step is not None
+            found.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return found
+
+    def layout_of(self, generation: int) -> SnapshotLayout | None:
+        """Return the layout of the snapshots of a generation that this process has; None if it has none."""
+        if generation == self.generation:
+            return self.layout
+        return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
+
+    def settle(self, generation: int) -> None:
+        """Keep the snapshots of one generation alone; local.
+
+        Args:
+            generation: the largest `generation` of the survivors. If any of them has confirmed a generation, every rank
+                has completed its first snapshot, confirmed or not.
+        """
+        if generation == self.generation + 1 and self._unconfirmed is not None:
+            self._confirm()
+        elif generation > self.generation:
+            # This process was a spare of that mapping.
+            self._slots = [Snapshot(), Snapshot()]
+            self.layout = self.rank = None
+            self.generation = generation
+        self._unconfirmed = None
+
+    def held(self) -> dict[int, frozenset[int]]:
+        """Return the ranks whose state this process has, by step; local."""
+        return {
+            slot.step: frozenset({self.rank, *slot.copies})
+            for slot in self._slots
+            if slot.step is not None and self.rank is not None
+        }
+
+    def read_part(self, transfer: BoxTransfer) -> Tensor:
+        """Return the values of a restored part that came from this process."""
+        assert self._restored is not None
+        return self._restored.read(transfer.name, transfer.box)
+
+    def old_rank_of(self, rank: int) -> int | None:
+        """Return the rank in the old mapping of a rank that took part in the last `restore`."""
+        return self._old_ranks[rank]
+
+    def share_progress(self, step: int, world: Group) -> None:
+        """Give ranks that were spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
+
+        Args:
+            step: a step that every member of the lost mapping holds.
+            world: all ranks of the new mapping.
+        """
+        has_step = any(slot.step == step for slot in self._slots)
+        known = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
+        if not has_step:
+            self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
+
+    def snapshot(self, step: int) -> Snapshot:
+        """Return the snapshot of a step that `held` lists."""
+        return next(slot for slot in self._slots if slot.step == step)
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Tensor], train_state: TrainState, groups: ParallelGroups) -> None:
+        """Copy this rank's state to host memory, and exchange the copies of peers; collective over all ranks.
+
+        It replaces the older of two snapshots; call it after a step, in which all ranks have communicated since the
+        last call.
+
+        Args:
+            state: this rank's shards, see `checkpoint_state`; the same entries at every call under one mapping.
+            train_state: progress of the run.
+            groups: the process groups of the mapping.
+        """
+        if groups.layout.dp == 1:
+            # A job that has lost all other replicas cannot lose another one.
+            return
+        shards = local_boxes(state)
+        self.restored_parts, self._restored = (), None
+        if self._plan is not None and self._plan.groups is groups:
+            slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
+            self._fill(slot, self._plan, shards, train_state)
+            return
+        self._unconfirmed = None
+        plan = self._make_plan(shards, groups)
+        slot = Snapshot()
+        self._fill(slot, plan, shards, train_state)
+        self._unconfirmed = slot, plan.layout, groups.rank
+        all_reduce_sum(torch.ones(1, device=groups.device), groups.world)
+        self._confirm()
+        self._plan = plan
+
+    def _confirm(self) -> None:
+        assert self._unconfirmed is not None
+        slot, self.layout, self.rank = self._unconfirmed
+        self._slots = [slot, Snapshot()]
+        self._unconfirmed = None
+        self.generation += 1
+
+    def _fill(self, slot: Snapshot, plan: _Plan, shards: Mapping[BoxKey, Tensor], train_state: TrainState) -> None:
+        groups = plan.groups
+        slot.step = None
+        device = groups.device
+        if not slot.own and not slot.copies:
+            slot.own = {key: _host_tensor(values.shape, values.dtype, device) for key, values in shards.items()}
+            slot.copies = {}
+            for rank, (name, box) in plan.copied:
+                of_rank = slot.copies.setdefault(rank, {})
+                of_rank[name, box] = _host_tensor(box.size, plan.dtypes[name], device)
+        for key, values in shards.items():
+            slot.own[key].copy_(values, non_blocking=device.type == "cuda")
+        by_name = {key[0]: key for key in shards}
+
+        def read(transfer: BoxTransfer) -> Tensor:
+            key = by_name[transfer.name]
+            return shards[key][transfer.box.index_in(key[1])]
+
+        received = {(rank, name): box for rank, (name, box) in plan.copied}
+
+        def write(transfer: BoxTransfer, values: Tensor) -> None:
+            box = received[transfer.source, transfer.name]
+            slot.copies[transfer.source][transfer.name, box][transfer.box.index_in(box)].copy_(values)
+
+        for transfers in plan.rounds:
+            exchange_boxes(transfers, groups.world, device, plan.dtypes, read, write)
+        slot.digests = self._exchange_digests(plan, shards)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        slot.train_state = train_state
+        slot.step = train_state.step
+
+    def _exchange_digests(self, plan: _Plan, shards: Mapping[BoxKey, Tensor]) -> dict[tuple[int, BoxKey], Digest]:
+        """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
+        groups = plan.groups
+        hasher = TensorHasher(groups.device)
+        rows = torch.stack([hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
+        own = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
+        rank = groups.rank
+        counts = [0] * groups.world.size
+        for source, _ in plan.copied:
+            counts[source] += 1
+        send_counts = [0] * groups.world.size
+        send_counts[plan.layout.peers[rank]] = len(plan.sent)
+        buffer = torch.zeros(0, 2, dtype=torch.int64, device=groups.device) if rows is None else rows
+        got = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
+        digests: dict[tuple[int, BoxKey], Digest] = {
+            (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, own, strict=True)
+        }
+        # Rows arrive in the order of the ranks that sent them, as `copied` is.
+        digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, got, strict=True)}
+        return digests
+
+    def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:
+        """Exchange the boxes of all ranks, and plan the copies; collective."""
+        own = [(name, box, values.dtype) for (name, box), values in shards.items()]
+        gathered = all_gather_objects((own, self._node), groups.world)
+        nodes = [node for _, node in gathered]
+        dtypes = {name: dtype for entries, _ in gathered for name, _, dtype in entries}
+        boxes = [{name: box for name, box, _ in entries} for entries, _ in gathered]
+        layout, transfers = plan_copies(boxes, choose_peers(groups.layout, nodes), nodes)
+        itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
+        rounds = pack_rounds(transfers, itemsize, self._max_round_bytes)
+        rank = groups.rank
+        sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
+        # The order of the sender: by its own list of transfers.
+        copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
+        return _Plan(groups, layout, rounds, dtypes, sent, tuple((t.source, (t.name, t.box)) for t in copied))
+
+    @torch.no_grad()
+    def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
+        """Fill the tensors of a new mapping from the snapshots of a step; collective over its ranks.
+
+        Args:
+            step: a step that every rank of the new mapping holds.
+            state: shards of the new mapping, see `checkpoint_state`; they are overwritten.
+            world: all ranks of the new mapping.
+            device: device that `world` communicates from.
+
+        Returns:
+            The progress of the run at that step.
+
+        Raises:
+            RunError: no rank has a part of a tensor; raised on every rank.
+        """
+        slot = self.snapshot(step)
+        assert slot.train_state is not None
+        local, rounds, dtypes = plan_restore(slot, state, world, self._max_round_bytes)
+        held = _ByName(slot)
+        targets = {name: (values, box) for (name, box), values in local_boxes(state).items()}
+
+        def write(transfer: BoxTransfer, values: Tensor) -> None:
+            target, box = targets[transfer.name]
+            target[transfer.box.index_in(box)].copy_(values)
+
+        for transfer in local:
+            if transfer.target == world.rank:
+                write(transfer, held.read(transfer.name, transfer.box))
+        for transfers in rounds:
+            exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
+        self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
+        self._restored = held
+        self._old_ranks = all_gather_objects(self.rank, world)
+        return slot.train_state
+
+
+class _ByName:
+    """Access to the boxes of a snapshot by a part of a tensor."""
+
+    def __init__(self, slot: Snapshot) -> None:
+        self._found: defaultdict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        for (name, box), values in slot.boxes():
+            self._found[name].append((box, values))
+
+    def read(self, name: str, part: Box) -> Tensor:
+        """Return the values of a part of a tensor that lies in one of the boxes."""
+        for box, values in self._found[name]:
+            if box.intersect(part) == part:
+                return values[part.index_in(box)]
+        raise AssertionError((name, part))
+
+
+def plan_restore(
+    slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_round_bytes: int
+) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...], dict[str, torch.dtype]]:
+    """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping; collective.
+
+    Returns:
+        The parts that a rank holds already, the rounds of the others, and the type of each tensor.
+
+    Raises:
+        RunError: no rank has a part of a tensor; raised on every rank.
+    """
+    has = [(name, box, values.dtype) for (name, box), values in slot.boxes()]
+    gathered = all_gather_objects((has, list(local_boxes(state))), world)
+    holders: defaultdict[str, dict[Box, list[int]]] = defaultdict(dict)
+    wanted: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
+    dtypes: dict[str, torch.dtype] = {}
+    for rank, (held, keys) in enumerate(gathered):
+        for name, box, dtype in held:
+            holders[name].setdefault(box, []).append(rank)
+            dtypes[name] = dtype
+        for name, box in keys:
+            wanted[name].append((rank, box))
+    for name, boxes in wanted.items():
+        for rank, box in boxes:
+            parts = [box.intersect(other) for other in holders[name]]
+            if sum(part.numel for part in parts if part is not None) != box.numel:
+                raise RunError(
+                    f"the snapshot of step {slot.step} lacks a part of {name} that rank {rank} needs: it was on lost "
+                    "ranks alone"
+                )
+    itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
+    local, rounds = plan_box_transfers(holders, wanted, itemsize, max_round_bytes, world.size)
+    return local, rounds, dtypes
+
+
+def local_boxes(state: Mapping[str, Tensor]) -> dict[BoxKey, Tensor]:
+    """Return the non-empty local shards of a state with their boxes."""
+    found = {}
+    for name, tensor in state.items():
+        values, start = local_slice(tensor)
+        if values.numel():
+            found[name, Box(start, tuple(values.shape))] = values.detach()
+    return found
+
+
+def _host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")

@@ -1,0 +1,184 @@
+"""Certificate of a transition: what the ranks of a new mapping hold is what the ranks of the old one held.
+
+Training goes on after a restore from snapshots only if all of this is true: no snapshot changed in memory since it was
+taken; ranks with the same box have the same bytes; each part of a parameter or moment has the hash that its old owner
+has for it; every element has an owner, and owners of one box agree; step counts, progress of the run and random
+numbers go on where they were. Field bugs of all these kinds are listed in docs/design/048-peer-snapshots.md.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.peer_snapshot import BoxKey, Digest, PeerSnapshots, Snapshot, local_boxes
+from moefold.comm.collectives import all_gather_objects, all_to_all
+from moefold.comm.groups import ParallelGroups
+from moefold.errors import RunError, format_list
+from moefold.ops.tensor_hash import TensorHasher
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """What a rank of the new mapping goes on with, besides its tensors."""
+
+    progress: TrainState
+    """As the next checkpoint would store it."""
+    step_counts: Mapping[str, float]
+    """Updates that the optimizer has counted, by parameter."""
+    samples: range
+    """Samples of the next global batch that this data-parallel rank trains on, from 0."""
+    num_samples: int
+    """Samples of the next global batch."""
+
+
+@torch.no_grad()
+def certify(
+    snapshots: PeerSnapshots, step: int, state: Mapping[str, Tensor], restored: RestoredRun, groups: ParallelGroups
+) -> None:
+    """Compare the state of a new mapping with the snapshots that it was restored from; collective over all ranks.
+
+    Call it after `PeerSnapshots.restore`, before the first step.
+
+    Args:
+        snapshots: of this process.
+        step: the step that was restored.
+        state: shards of the new mapping, see `checkpoint_state`.
+        restored: the rest of what training goes on with.
+        groups: the process groups of the new mapping.
+
+    Raises:
+        RunError: something differs; it names tensors and ranks, on every rank.
+    """
+    slot = snapshots.snapshot(step)
+    hasher = TensorHasher(groups.device)
+    digests = {key: _digest(hasher, values) for key, values in slot.boxes()}
+    copies = {
+        (rank, key): digests[key] if key not in slot.own else _digest(hasher, values)
+        for rank, of_rank in slot.copies.items()
+        for key, values in of_rank.items()
+    }
+    faults = list(_changed_snapshots(slot, snapshots.rank, digests, copies))
+    faults += _differing_parts(snapshots, state, hasher, groups)
+    faults += _restored_faults(slot, restored, groups)
+    new_boxes = {key: _digest(hasher, values) for key, values in local_boxes(state).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    report = (faults, digests, new_boxes, shapes, restored.samples, groups.attn.dp.rank)
+    gathered = all_gather_objects(report, groups.world)
+    found = [fault for of_rank, *_ in gathered for fault in of_rank]
+    found += _disagreements("the snapshots", [of_rank[1] for of_rank in gathered])
+    found += _disagreements("the restored shards", [of_rank[2] for of_rank in gathered])
+    found += _without_owner([of_rank[2] for of_rank in gathered], [of_rank[3] for of_rank in gathered])
+    found += _sample_faults([(of_rank[5], of_rank[4]) for of_rank in gathered], restored.num_samples)
+    if found:
+        raise RunError(
+            f"the state that was restored from the snapshots of step {step} is not the state of that step: "
+            f"{format_list(list(dict.fromkeys(found)))}; the same command resumes from the last checkpoint"
+        )
+
+
+def _digest(hasher: TensorHasher, values: Tensor) -> Digest:
+    first, second = hasher.digest(values).tolist()
+    return first, second
+
+
+def _changed_snapshots(
+    slot: Snapshot,
+    rank: int | None,
+    digests: Mapping[BoxKey, Digest],
+    copies: Mapping[tuple[int, BoxKey], Digest],
+) -> Iterator[str]:
+    """Yield the boxes that have another hash than when they were taken."""
+    for (owner, key), taken in slot.digests.items():
+        if owner == rank and digests[key] != taken:
+            yield f"{key[0]} in the memory of rank {rank}, which had it, has changed since the snapshot"
+        elif owner != rank and copies[owner, key] != taken:
+            yield f"the copy of {key[0]} of rank {owner} in the memory of rank {rank} is not what was sent"
+
+
+def _differing_parts(
+    snapshots: PeerSnapshots, state: Mapping[str, Tensor], hasher: TensorHasher, groups: ParallelGroups
+) -> list[str]:
+    """Return the parts of this rank whose bytes differ from those of the rank that they came from; collective."""
+    world = groups.world
+    transfers = snapshots.restored_parts
+    targets = {name: (box, values) for (name, box), values in local_boxes(state).items()}
+    sent = sorted((t for t in transfers if t.source == world.rank), key=lambda t: t.target)
+    got = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
+    rows = [hasher.digest(snapshots.read_part(t)) for t in sent]
+    buffer = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device=groups.device)
+    to = Counter(t.target for t in sent)
+    of = Counter(t.source for t in got)
+    every = range(world.size)
+    expected = all_to_all(buffer, world, [to[rank] for rank in every], [of[rank] for rank in every]).tolist()
+    faults = []
+    for transfer, digest in zip(got, expected, strict=True):
+        box, values = targets[transfer.name]
+        if list(_digest(hasher, values[transfer.box.index_in(box)])) != digest:
+            old = snapshots.old_rank_of(transfer.source)
+            faults.append(f"{transfer.name} on rank {world.rank} differs from that of rank {old} of the old mapping")
+    return faults
+
+
+def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGroups) -> Iterator[str]:
+    """Yield the differences of progress and step counts from the snapshot."""
+    assert slot.train_state is not None
+    taken = _json_fields(slot.train_state)
+    for name, value in _json_fields(restored.progress).items():
+        if value != taken[name]:
+            yield f"{name} is {value} on rank {groups.rank}, and {taken[name]} in the snapshot"
+    updates = slot.train_state.moment_updates
+    for name, count in restored.step_counts.items():
+        if updates is not None and count != updates:
+            yield (
+                f"the optimizer has counted {count:g} updates of {name} on rank {groups.rank}, and {updates} in the "
+                "snapshot"
+            )
+
+
+def _json_fields(progress: TrainState) -> dict[str, str]:
+    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in asdict(progress).items()}
+
+
+def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:
+    """Yield the boxes of which ranks hold different bytes."""
+    holders: defaultdict[BoxKey, dict[int, Digest]] = defaultdict(dict)
+    for rank, digests in enumerate(of_ranks):
+        for key, digest in digests.items():
+            holders[key][rank] = digest
+    for key, by_rank in holders.items():
+        if len(set(by_rank.values())) > 1:
+            common = Counter(by_rank.values()).most_common(1)[0][0]
+            others = [rank for rank, digest in by_rank.items() if digest != common]
+            yield f"{key[0]} differs in {what} of ranks {', '.join(map(str, by_rank))}, on rank {others[0]} first"
+
+
+def _without_owner(
+    of_ranks: list[Mapping[BoxKey, Digest]], shapes: list[Mapping[str, tuple[int, ...]]]
+) -> Iterator[str]:
+    """Yield the tensors that some elements of lack an owner, or have owners of different boxes."""
+    boxes: defaultdict[str, set[Any]] = defaultdict(set)
+    for digests in of_ranks:
+        for name, box in digests:
+            boxes[name].add(box)
+    whole = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
+    for name, shape in whole.items():
+        owned = sum(box.numel for box in boxes[name])
+        if owned != torch.Size(shape).numel():
+            yield f"{owned} of the {torch.Size(shape).numel()} elements of {name} have an owner"
+
+
+def _sample_faults(of_ranks: list[tuple[int, range]], num_samples: int) -> Iterator[str]:
+    """Yield the samples of the next batch, by which all random numbers are drawn, that have not one dp rank."""
+    owners: defaultdict[int, set[int]] = defaultdict(set)
+    for dp_rank, samples in of_ranks:
+        for sample in samples:
+            owners[sample].add(dp_rank)
+    for sample in range(num_samples):
+        if len(owners[sample]) != 1:
+            yield f"sample {sample} of the next batch, and its random numbers, belong to {len(owners[sample])} replicas"

@@ -1,0 +1,101 @@
+"""Sites in `moefold plan` and `moefold simulate`: options, and the table of the settings over a link. Torch-free."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from moefold.cli.screen import Column, print_columns, print_prose
+from moefold.errors import ConfigError
+from moefold.planner.mapping import format_seconds
+from moefold.planner.sites import MAX_PUBLISHED_EVERY, TARGET, SitePlan, SiteRate
+
+OPTIONS = ("sites", "site_link", "site_latency")
+
+
+def add_site_options(parser: argparse.ArgumentParser) -> None:
+    """Add --sites, --site-link and --site-latency."""
+    group = parser.add_argument_group("sites", "jobs that train one model over a slow link, see docs/sites.md")
+    group.add_argument("--sites", type=int, metavar="N", help="number of sites (default: the recipe's sites.count)")
+    help_ = "bandwidth of a site, one way (default: [site_link] of the device)"
+    group.add_argument("--site-link", type=float, metavar="BYTES_PER_S", help=help_)
+    help_ = "latency of a message between sites (default: that of the device, or 0)"
+    group.add_argument("--site-latency", type=float, metavar="S", help=help_)
+
+
+def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
+    """Reject options of sites, as another option answers something else.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for name in OPTIONS:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect on {option}, which {reason}; leave it out")
+
+
+def print_site_plan(console: Console, plan: SitePlan) -> None:
+    """Print the least `every` of each precision, the settings of the recipe, the chosen ones, and data parallelism."""
+    cost = plan.cost
+    fragments = len(plan.recipe.exchanges_s)
+    console.print()
+    console.print(
+        f"{cost.count} sites of these GPUs, {format_bytes(cost.link.bytes_per_s)}/s and {cost.link.latency_s:g} s "
+        f"between them, {fragments} fragment{'s' if fragments > 1 else ''}: the least sites.every for a utilisation of "
+        f"{TARGET:.0%}",
+        style="bold",
+    )
+    first = [pair[0] for pair in plan.options]
+    last = [pair[1] for pair in plan.options]
+    seconds = [format_seconds(sum(rate.exchanges_s)) for rate in first]
+    columns = [
+        Column(name="precision", cells=[rate.settings.precision for rate in first]),
+        Column(name="exchange, s", cells=seconds, justify="right"),
+    ]
+    for rates in (first, last):
+        columns += _columns(rates)
+    print_columns(console, columns)
+    console.print()
+    print_prose(console, "recipe", f"{describe_rate(plan.recipe)}.")
+    if plan.chosen != plan.recipe:
+        print_prose(console, "chosen", f"{describe_chosen(plan)}.")
+    parallel = plan.data_parallel
+    print_prose(
+        console,
+        "one job",
+        f"data parallelism across the sites, overlapped with the whole step at best: {format_seconds(parallel.step_s)} "
+        f"s a step, utilisation {parallel.utilisation:.1%}, {format_bytes(parallel.bytes_per_day)} a day.",
+    )
+
+
+def describe_chosen(plan: SitePlan) -> str:
+    """Describe the chosen settings."""
+    is_new = plan.chosen.settings.overlap and not plan.recipe.settings.overlap
+    text = describe_rate(plan.chosen) + (f", with keep_local={plan.keep_local:g}" if is_new else "")
+    if plan.chosen.settings.every > MAX_PUBLISHED_EVERY:
+        text += f"; published runs have every={MAX_PUBLISHED_EVERY} at most, so measure the loss"
+    return text
+
+
+def describe_rate(rate: SiteRate) -> str:
+    """Describe settings with their utilisation and bytes."""
+    return f"{rate.settings.text}: utilisation {rate.utilisation:.1%}, {format_bytes(rate.bytes_per_day)} a day"
+
+
+def format_bytes(number: float) -> str:
+    """Format a number of bytes with three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} PB"
+
+
+def _columns(rates: Sequence[SiteRate]) -> list[Column]:
+    overlap = rates[0].settings.overlap
+    every = [f"{rate.settings.every:,}" for rate in rates]
+    sent = [format_bytes(rate.bytes_per_day) for rate in rates]
+    return [
+        Column(name=f"every, overlap {overlap}", cells=every, justify="right"),
+        Column(name="a day", cells=sent, justify="right"),
+    ]

@@ -1,0 +1,79 @@
+"""Activation memory of a step of forward passes alone, which save nothing: that of its largest part. Torch-free."""
+
+from collections.abc import Iterator, Sequence
+
+from moefold.config.model import BLOCK_KINDS
+from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.saved_tensors import BytesByPart
+
+PHASES = (("attention", "core attention"), ("dense MLP",), ("experts", "dispatch buffers"), ("shared experts",))
+"""Parts of a layer that are in memory at different times; all others are during the whole layer."""
+MTP_INPUTS = 3
+"""Hidden states of the main model that wait while an MTP layer runs: its two inputs, and the input of the head."""
+COPIED_LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Bytes of logits that a loss without chunks copies at a time, by device."""
+
+
+def forward_activations(formula: ActivationMemory, chunks: Sequence[ModelChunk]) -> BytesByPart:
+    """Return the bytes by part of the largest snapshot of a pass through the chunks of a rank, one after another.
+
+    A part of a layer counts as if all that its backward pass would need were in memory at its end: up to a third too
+    much.
+
+    Args:
+        formula: activations of the recipe.
+        chunks: layers of the stages of a rank.
+    """
+    snapshots = [snapshot for chunk in chunks for snapshot in _snapshots(formula, chunk)]
+    return max(snapshots, key=BytesByPart.total)
+
+
+def pipeline_messages(chunks: Sequence[ModelChunk], stages_by_rank: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the hidden states of each micro-batch that a rank receives, and those that its stages return.
+
+    torch allocates all receive buffers at once, and keeps what stages return until the pass ends.
+    """
+    rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
+    last = len(chunks) - 1
+    return [
+        (
+            sum(stage > 0 and rank_of[stage - 1] != rank for stage in stages),
+            sum(stage < last for stage in stages) if last else 0,
+        )
+        for rank, stages in enumerate(stages_by_rank)
+    ]
+
+
+def _snapshots(formula: ActivationMemory, chunk: ModelChunk) -> Iterator[BytesByPart]:
+    for kind in dict.fromkeys(chunk.kinds):
+        yield from _layer_phases(formula, BLOCK_KINDS[kind])
+    if chunk.has_loss:
+        yield formula.head() + BytesByPart(logits=_loss_workspace(formula))
+    if chunk.num_mtp_layers:
+        waiting = BytesByPart({"residual stream": MTP_INPUTS * formula.hidden_bytes})
+        for phase in _layer_phases(formula, formula.cfg.model.mtp_block_kind):
+            yield phase + waiting
+    if chunk.has_embedding:
+        yield formula.embedding()
+
+
+def _layer_phases(formula: ActivationMemory, kind: str) -> Iterator[BytesByPart]:
+    layer = formula.saved_by_kind[kind] + formula.transient[kind]
+    for own in PHASES:
+        if not any(layer[part] for part in own):
+            continue
+        others = [part for phase in PHASES if phase != own for part in phase]
+        found = BytesByPart({part: size for part, size in layer.items() if part not in others})
+        if "experts" in own and layer["shared experts"]:
+            # Its output waits for that of the routed experts.
+            found["shared experts"] = formula.hidden_bytes
+        yield found
+
+
+def _loss_workspace(formula: ActivationMemory) -> int:
+    """Return the bytes of logits in addition to those of `head`."""
+    if formula.loss_chunk_tokens:
+        return formula.transient_logits
+    logits = formula.gathered_tokens * (formula.cfg.model.vocab_size // formula.cfg.parallel.tp)
+    return min(logits * formula.high_precision_bytes, COPIED_LOGIT_BYTES[formula.kernels.device_type])

@@ -1,0 +1,185 @@
+"""Bytes that a site sends in a round: formats of the codes, and the vectors of its ranks by fragment. Torch-free.
+
+Rank r of a site sends its shards of a fragment to rank r of each other site. A coded parameter takes whole blocks of
+the code, so the bytes of a site depend on its mapping only by the padding, and by the weights that tensor-parallel
+ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted here.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moefold.config.schema import Config
+from moefold.cost.adapter_spec import training_weights
+from moefold.cost.optimizers import optimizer_of
+from moefold.cost.param_spec import DataParallelShards, ParamSpec
+from moefold.cost.shard_boxes import WeightSharding
+from moefold.cost.unit_memory import trained_names
+from moefold.topology.fragments import fragment_of, recipe_fragments
+
+BLOCK = 256
+"""Elements with a common scale."""
+CHUNK = 4096
+"""Elements of which the largest are sent; an index has 12 bits."""
+NUM_BINS = 4
+"""Bins of values of 2 bits, whose means are sent for each chunk."""
+SCALE_BYTES = 4
+PART_ELEMENTS = 2**22
+"""Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """Sizes of a code: bits of an element, and bytes for each block."""
+
+    bits: int
+    block: int = 1
+    """Elements that are coded together; a parameter takes whole blocks."""
+    scale_bytes: int = 0
+    """Of the scale of a block; with top-k, of all that is sent of a block."""
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of a coded vector."""
+        return -(-numel * self.bits // 8) + self.scale_bytes * -(-numel // self.block)
+
+    def padded(self, numel: int) -> int:
+        """Return the elements that a parameter takes in a coded vector."""
+        return -(-numel // self.block) * self.block
+
+
+PLAIN = WireFormat(32)
+"""Format without blocks."""
+
+
+def num_kept(density: float) -> int:
+    """Return the elements of a chunk of 4096 that are sent under `sites.density`."""
+    return max(1, round(density * CHUNK))
+
+
+def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: int = 32) -> WireFormat:
+    """Return the format of `sites.precision`, `sites.density` and `sites.values`.
+
+    Args:
+        precision: float32 (the vector itself), bfloat16, int8 or fp4.
+        itemsize: bytes of an element of the vector.
+        density: share of each 4096 elements that is sent, with `values` bits each; 1: all, in `precision`.
+        values: 32 (the elements themselves), 8 or 2.
+    """
+    if density < 1:
+        kept = num_kept(density)
+        index_bytes = 3 * -(-kept // 2)
+        value_bytes = {32: itemsize * kept, 8: kept + SCALE_BYTES, 2: -(-kept // 4) + SCALE_BYTES * NUM_BINS}[values]
+        return WireFormat(0, CHUNK, index_bytes + value_bytes)
+    match precision:
+        case "bfloat16":
+            return WireFormat(16)
+        case "int8":
+            return WireFormat(8, BLOCK, SCALE_BYTES)
+        case "fp4":
+            return WireFormat(4, BLOCK, SCALE_BYTES)
+    return WireFormat(8 * itemsize)
+
+
+def difference_itemsize(cfg: Config) -> int:
+    """Return the bytes of an element of the differences that sites exchange, before they are coded."""
+    return 8 if cfg.run.dtype == "float64" else 4
+
+
+def recipe_format(cfg: Config, precision: str | None = None) -> WireFormat:
+    """Return the format of the differences of a recipe.
+
+    Args:
+        cfg: a recipe with sites.
+        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
+    """
+    sites = cfg.sites
+    itemsize = difference_itemsize(cfg)
+    if precision is not None:
+        return wire_format(precision, itemsize)
+    return wire_format(sites.precision, itemsize, density=sites.density, values=sites.values)
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentTraffic:
+    """Content of a round of one fragment: what all ranks of a site send to one other site."""
+
+    num_coded: int
+    """Elements that are sent as a code, whole blocks of each parameter on each rank."""
+    plain_bytes: int
+    """Bytes of the buffers, and of moments that are averaged, which are sent as they are."""
+    messages: int
+    """Messages of the rank with the most elements, one after the other."""
+
+    def num_bytes(self, code: WireFormat) -> int:
+        """Return the bytes in a format; the blocks must be those of the counted one."""
+        return code.num_bytes(self.num_coded) + self.plain_bytes
+
+
+def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTraffic, ...]:
+    """Return what a site sends to one other site, by fragment.
+
+    Args:
+        cfg: a recipe with sites under a mapping that `check_config` passed.
+        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
+    """
+    code = recipe_format(cfg, precision)
+    count = recipe_fragments(cfg)
+    coded = [0] * count
+    plain = [0] * count
+    # By fragment and pipeline rank, of the first of its ranks, which has the most.
+    largest = Counter[tuple[int, int]]()
+    largest_plain = Counter[tuple[int, int]]()
+    item = difference_itemsize(cfg)
+    optimizer = optimizer_of(cfg)
+    muon_groups = optimizer.matrix_groups(cfg.train)
+    sharding = WeightSharding.from_config(cfg, for_training=True)
+    stage_ranks = cfg.parallel.world_size // cfg.parallel.pp
+    for weight in _trained_weights(cfg):
+        fragment = fragment_of(weight.name, count)
+        shards = _shards(cfg, weight)
+        holders = sharding.pp_ranks_of(weight.name)
+        copies = len(holders) * stage_ranks // shards.degree
+        coded[fragment] += copies * _padded_numel(shards, code)
+        for pp_rank in holders:
+            largest[fragment, pp_rank] += code.padded(shards.numel(0))
+        if cfg.sites.moments == "average":
+            is_matrix = weight.in_muon_groups(muon_groups)
+            num_moments = optimizer.num_matrix_moments if is_matrix else optimizer.num_moments
+            plain[fragment] += copies * num_moments * _padded_numel(shards, PLAIN) * item
+            for pp_rank in holders:
+                largest_plain[fragment, pp_rank] += num_moments * shards.numel(0)
+    for name in sharding.bias_names:
+        fragment = fragment_of(name, count)
+        for pp_rank in sharding.pp_ranks_of(name):
+            plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
+            largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
+    messages = [
+        max(
+            -(-largest[p, rank] // PART_ELEMENTS) + -(-largest_plain[p, rank] // PART_ELEMENTS)
+            for rank in range(cfg.parallel.pp)
+        )
+        for p in range(count)
+    ]
+    return tuple(FragmentTraffic(*numbers) for numbers in zip(coded, plain, messages, strict=True))
+
+
+def num_trained(cfg: Config) -> int:
+    """Return the number of trained parameters of a recipe's model."""
+    return sum(weight.numel for weight in _trained_weights(cfg))
+
+
+def _trained_weights(cfg: Config) -> Iterator[ParamSpec]:
+    part = trained_names(cfg)
+    return (weight for name, weight in training_weights(cfg.model, cfg.lora).items() if part in name)
+
+
+def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
+    p = cfg.parallel
+    degree = (p.edp if weight.is_expert else p.dp * p.cp) if p.zero else 1
+    return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+
+
+def _padded_numel(shards: DataParallelShards, code: WireFormat) -> int:
+    """Return the elements that the shards of a parameter take on all ranks that shard it."""
+    num_full, rest = divmod(shards.total_rows, shards.rows)
+    return num_full * code.padded(shards.rows * shards.row_numel) + code.padded(rest * shards.row_numel)

@@ -1,0 +1,81 @@
+"""Simulation of the steps of a site between two rounds of a fragment: training, meetings, exchanges and waits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moefold.planner.simulator.rounds import Phase
+from moefold.planner.sites import MEETING_MESSAGES, SiteCost, SiteRate
+
+STEP = "training"
+MEETING = "meeting point"
+WAIT = "waiting for the exchange"
+EXCHANGE = "exchange"
+
+
+@dataclass(frozen=True)
+class SiteTimeline:
+    """A period of `every` steps of a site, with a round of each fragment."""
+
+    phases: tuple[Phase, ...]
+    """Steps are numbered from 1, the phases of a round by its fragment."""
+    every: int
+    step_s: float
+    total_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the period in which the site trains."""
+        return self.every * self.step_s / self.total_s
+
+    @property
+    def steps_of_first_round(self) -> list[Phase]:
+        """The steps that begin before the exchange of the first fragment ends, and the one after them."""
+        end_s = next(phase.end_s for phase in self.phases if phase.part == EXCHANGE)
+        steps = [phase for phase in self.phases if phase.part == STEP]
+        return steps[: 1 + sum(step.start_s < end_s for step in steps)]
+
+
+class _Clock:
+    """The time of a site, and its phases."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.phases: list[Phase] = []
+
+    def spend(self, part: str, number: int, seconds: float) -> None:
+        """Add a phase of the site."""
+        if seconds > 0:
+            self.phases.append(Phase(part, number, self.now_s, self.now_s + seconds))
+            self.now_s += seconds
+
+
+def simulate_site(cost: SiteCost, rate: SiteRate) -> SiteTimeline:
+    """Simulate a period of a site, from the round of the first fragment to its next one.
+
+    Fragment p of P has its round after step p * every // P. Its members are asked for, its vector is exchanged while
+    `overlap` steps are trained, and after a vote it is applied.
+
+    Args:
+        cost: cost model of the rounds.
+        rate: settings, and the times of the exchanges under them.
+    """
+    settings = rate.settings
+    exchanges: Sequence[float] = rate.exchanges_s
+    question_s = MEETING_MESSAGES / 2 * cost.link.latency_s
+    count = len(exchanges)
+    begins = {fragment * settings.every // count: fragment for fragment in range(count)}
+    clock = _Clock()
+    flight: tuple[int, int, float] | None = None
+    """Fragment of the exchange under way, step after which it is applied, and its end in seconds."""
+    for step in range(settings.every):
+        if step in begins:
+            fragment = begins[step]
+            clock.spend(MEETING, fragment, question_s)
+            flight = fragment, step + settings.overlap, clock.now_s + exchanges[fragment]
+            clock.phases.append(Phase(EXCHANGE, fragment, clock.now_s, flight[2]))
+        if flight is not None and flight[1] == step:
+            clock.spend(WAIT, flight[0], flight[2] - clock.now_s)
+            clock.spend(MEETING, flight[0], question_s)
+            flight = None
+        clock.spend(STEP, step + 1, cost.step_s)
+    return SiteTimeline(tuple(clock.phases), settings.every, cost.step_s, clock.now_s)

@@ -1,0 +1,332 @@
+"""Plan of sites: how often, in how many bits and how far overlapped they exchange weights over a link. Torch-free.
+
+A site is an ordinary job of step time t. With one fragment after the other, each of which has a round every H steps,
+
+    exchange = messages * (R - 1) * latency + (R - 1) * bytes / bandwidth
+    exposed  = 4 * latency + max(0, exchange - overlap * t)
+    utilisation = H * t / (H * t + sum of exposed over the fragments)
+
+where bytes are those of all ranks of a site, and a round asks the meeting point twice, for its members and for the
+vote. Not counted: copies to the host, coding and the outer step.
+
+Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
+with the whole step, max(t, exchange), which no implementation reaches.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, cast
+
+from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
+from moefold.cost.hardware import Device, SiteLink
+from moefold.cost.site_traffic import difference_itemsize, num_trained, recipe_format, site_traffic
+from moefold.errors import ConfigError
+
+TARGET = 0.95
+"""Utilisation that settings are chosen for."""
+MAX_OVERLAP = 5
+"""Largest overlap that is chosen, in steps: up to it the loss of Streaming DiLoCo changes by less than 0.2 %
+(arXiv:2501.18512)."""
+NEAR = 1.1
+"""Factor above the lowest `every` up to which less overlap or more bits are chosen."""
+MAX_PUBLISHED_EVERY = 500
+"""Largest `every` of published runs (arXiv:2311.08105)."""
+KEEP_LOCAL = 0.5
+"""Share of a site's own weights that stays if rounds overlap, as in Streaming DiLoCo."""
+PRECISIONS = ("float32", "bfloat16", "int8", "fp4")
+"""Values of sites.precision, from the most to the fewest bits."""
+MEETING_MESSAGES = 4
+"""Messages between a site and the meeting point in a round, one after the other: two questions and their answers."""
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundVolume:
+    """Content of a round of one fragment, from a site to one other site."""
+
+    num_bytes: float
+    """Of all ranks of the site."""
+    messages: int = 1
+    """Messages of a rank, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSettings:
+    """Keys of [sites] that the planner chooses."""
+
+    precision: str
+    every: int
+    overlap: int
+
+    @property
+    def text(self) -> str:
+        """The keys as a recipe and the command line have them."""
+        return f"every={self.every} precision={self.precision} overlap={self.overlap}"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRate:
+    """Predicted speed of a site under some settings."""
+
+    settings: RoundSettings
+    exchanges_s: tuple[float, ...]
+    """Seconds of the exchange of each fragment."""
+    exposed_s: float
+    """Seconds of all rounds of a period of `every` steps in which a site does not train."""
+    utilisation: float
+    """Share of the time in which a site trains."""
+    bytes_per_day: float
+    """Bytes that a site sends in a day, and as many that it receives."""
+
+    @property
+    def reaches_target(self) -> bool:
+        """Return whether the utilisation is at least `TARGET`."""
+        # The least `every` of a utilisation may reach it up to rounding.
+        return self.utilisation >= TARGET * (1 - 1e-9)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers, ready for JSON."""
+        settings = self.settings
+        return {
+            "every": settings.every,
+            "precision": settings.precision,
+            "overlap": settings.overlap,
+            "exchange_s": list(self.exchanges_s),
+            "exposed_s": self.exposed_s,
+            "utilisation": self.utilisation,
+            "bytes_per_day": self.bytes_per_day,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRate:
+    """Predicted speed of data parallelism across the sites, at best."""
+
+    step_s: float
+    utilisation: float
+    bytes_per_day: float
+
+
+class SiteCost:
+    """Cost model of the rounds between sites.
+
+    Args:
+        link: connection of each site.
+        count: sites.
+        step_s: step time of a site.
+        volumes: content of the rounds of each fragment, by precision.
+    """
+
+    def __init__(self, link: SiteLink, count: int, step_s: float, volumes: Mapping[str, Sequence[RoundVolume]]) -> None:
+        self.link = link
+        self.count = count
+        self.peers = count - 1
+        """Sites that a site sends to in a round."""
+        self.step_s = step_s
+        self.volumes = volumes
+
+    def exchange_s(self, volume: RoundVolume) -> float:
+        """Return the seconds of the exchange of a fragment: each site sends its vectors to all others."""
+        return self.peers * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
+
+    def exposed_s(self, precision: str, overlap: int) -> float:
+        """Return the seconds in which a site does not train, of one round of every fragment."""
+        hidden_s = overlap * self.step_s
+        return sum(
+            MEETING_MESSAGES * self.link.latency_s + max(0.0, self.exchange_s(volume) - hidden_s)
+            for volume in self.volumes[precision]
+        )
+
+    def rate(self, settings: RoundSettings) -> SiteRate:
+        """Return the speed of a site under some settings."""
+        volumes = self.volumes[settings.precision]
+        exposed_s = self.exposed_s(settings.precision, settings.overlap)
+        training_s = settings.every * self.step_s
+        sent = self.peers * sum(volume.num_bytes for volume in volumes)
+        return SiteRate(
+            settings,
+            tuple(self.exchange_s(volume) for volume in volumes),
+            exposed_s,
+            training_s / (training_s + exposed_s),
+            sent * DAY_S / (training_s + exposed_s),
+        )
+
+    def least_every(self, precision: str, overlap: int, target: float = TARGET) -> int:
+        """Return the fewest steps between the rounds of a fragment with which a site reaches a utilisation."""
+        fewest = math.ceil(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s * (1 - 1e-12))
+        # Each fragment has a round of its own, and its exchange ends before the next one begins.
+        return max(fewest, len(self.volumes[precision]) * (overlap + 1))
+
+    def data_parallel(self, num_bytes: float) -> DataParallelRate:
+        """Return the speed of data parallelism at best: a ring all-reduce overlapped with the whole step.
+
+        Args:
+            num_bytes: bytes of the gradients of the model.
+        """
+        sent = 2 * (self.count - 1) / self.count * num_bytes
+        exchange_s = 2 * (self.count - 1) * self.link.latency_s + sent / self.link.bytes_per_s
+        step_s = max(self.step_s, exchange_s)
+        return DataParallelRate(step_s, self.step_s / step_s, sent * DAY_S / step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitePlan:
+    """Settings of sites over a link, for a site under one mapping."""
+
+    cost: SiteCost
+    recipe: SiteRate
+    """Of the recipe's own settings."""
+    options: tuple[tuple[SiteRate, SiteRate], ...]
+    """Of the least `every` that reaches `TARGET`, for each precision: without overlap, or with as little as may be
+    chosen, and with as much."""
+    chosen: SiteRate
+    keep_local: float
+    """Share of a site's own weights that stays under the chosen settings."""
+    data_parallel: DataParallelRate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan, ready for JSON."""
+        cost = self.cost
+        parallel = self.data_parallel
+        return {
+            "count": cost.count,
+            "bytes_per_s": cost.link.bytes_per_s,
+            "latency_s": cost.link.latency_s,
+            "step_time_s": cost.step_s,
+            "fragments": len(self.recipe.exchanges_s),
+            "recipe": self.recipe.as_dict(),
+            "chosen": self.chosen.as_dict() | {"keep_local": self.keep_local},
+            "options": [rate.as_dict() for pair in self.options for rate in dict.fromkeys(pair)],
+            "data_parallel": {
+                "step_time_s": parallel.step_s,
+                "utilisation": parallel.utilisation,
+                "bytes_per_day": parallel.bytes_per_day,
+            },
+        }
+
+
+def site_volumes(cfg: Config, precision: str | None) -> tuple[RoundVolume, ...]:
+    """Return the content of the rounds of a recipe's fragments under another precision; None: its own settings."""
+    code = recipe_format(cfg, precision)
+    return tuple(RoundVolume(part.num_bytes(code), part.messages) for part in site_traffic(cfg, precision))
+
+
+def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
+    """Return the settings of sites with which they reach `TARGET`.
+
+    If the recipe's settings do, they are chosen. Else the least overlap, and with it the most bits, with which the
+    recipe's `every` is enough; if none is, that with an `every` near the lowest. If rounds overlap in the chosen
+    settings and not in the recipe, half of a site's own weights stays.
+
+    Args:
+        cfg: a recipe with sites under a mapping that `check_config` passed.
+        link: connection of each site.
+        step_s: step time of a site.
+    """
+    sites = cfg.sites
+    # A residual is the rounding error of a code, and float32 has none. A share of local weights stays in an overlap.
+    precisions = [name for name in PRECISIONS if name != "float32" or not sites.residual]
+    if sites.density < 1:
+        precisions = [sites.precision]
+    overlaps = range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
+    volumes = {name: site_volumes(cfg, name if sites.density == 1 else None) for name in precisions}
+    cost = SiteCost(link, sites.count, step_s, volumes)
+    recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
+    choices = {
+        (overlap, name): RoundSettings(precision=name, every=cost.least_every(name, overlap), overlap=overlap)
+        for overlap, name in product(overlaps, precisions)
+    }
+    options = tuple(
+        (cost.rate(choices[overlaps[0], name]), cost.rate(choices[overlaps[-1], name])) for name in precisions
+    )
+    enough = [replace(choice, every=sites.every) for choice in choices.values() if choice.every <= sites.every]
+    fewest = min(choice.every for choice in choices.values())
+    near = [choice for choice in choices.values() if choice.every <= NEAR * fewest]
+    chosen = cost.rate((enough or near)[0])
+    if recipe.reaches_target:
+        chosen = recipe
+    return SitePlan(
+        cost=cost,
+        recipe=recipe,
+        options=options,
+        chosen=chosen,
+        keep_local=sites.keep_local or (KEEP_LOCAL if chosen.settings.overlap > sites.overlap == 0 else 0.0),
+        data_parallel=cost.data_parallel(num_trained(cfg) * difference_itemsize(cfg)),
+    )
+
+
+def with_site_settings(cfg: Config, plan: SitePlan) -> Config:
+    """Return a recipe with the chosen settings.
+
+    Raises:
+        ConfigError: the run has no round of them but the last.
+    """
+    settings = plan.chosen.settings
+    if settings.every > cfg.run.steps:
+        raise ConfigError(
+            f"a utilisation of {TARGET:.0%} needs sites.every={settings.every}, which is above run.steps="
+            f"{cfg.run.steps}; raise run.steps, take a faster --site-link, or merge once after the last step by "
+            "sites.first=run.steps"
+        )
+    sites = replace(
+        cfg.sites,
+        every=settings.every,
+        overlap=settings.overlap,
+        precision=cast(Any, settings.precision),
+        keep_local=plan.keep_local,
+    )
+    return replace(cfg, sites=sites)
+
+
+def resolve_sites(
+    cfg: Config, device: Device, count: int | None, bytes_per_s: float | None, latency_s: float | None
+) -> tuple[Config, SiteLink | None]:
+    """Return a recipe with the sites to plan for, and their link; None if no link is given, or there is one site.
+
+    Args:
+        cfg: the recipe.
+        device: its device, whose link is the default.
+        count: `--sites`; None: the recipe's sites.count.
+        bytes_per_s: `--site-link`.
+        latency_s: `--site-latency`.
+
+    Raises:
+        ConfigError: an option is out of its range, or has no effect.
+    """
+    _check_options(count, bytes_per_s, latency_s)
+    number = cfg.sites.count if count is None else count
+    link = device.site_link
+    if bytes_per_s is not None:
+        link = SiteLink(bytes_per_s=bytes_per_s, latency_s=0.0 if link is None else link.latency_s)
+    if link is not None and latency_s is not None:
+        link = replace(link, latency_s=latency_s)
+    if link is None and (count is not None or latency_s is not None):
+        option = f"--sites {count}" if count is not None else f"--site-latency {latency_s:g}"
+        raise ConfigError(
+            f"{option} needs the bandwidth between sites: add --site-link BYTES_PER_S, or [site_link] with bytes_per_s "
+            "and latency_s to the device's file"
+        )
+    if number == 1:
+        if bytes_per_s is not None or latency_s is not None:
+            option = f"--site-link {bytes_per_s:g}" if bytes_per_s is not None else f"--site-latency {latency_s:g}"
+            raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add --sites")
+        return cfg, None
+    return replace(cfg, sites=_with_count(cfg.sites, number, cfg.run.steps)), link
+
+
+def _check_options(count: int | None, bytes_per_s: float | None, latency_s: float | None) -> None:
+    if count is not None and count < 2:
+        raise ConfigError(f"--sites {count} must be at least 2: one site has nothing to exchange")
+    if bytes_per_s is not None and not 0 < bytes_per_s < math.inf:
+        raise ConfigError(f"--site-link {bytes_per_s:g} must be above 0: bytes a second, one way")
+    if latency_s is not None and not 0 <= latency_s < math.inf:
+        raise ConfigError(f"--site-latency {latency_s:g} must be at least 0: seconds of a message, one way")
+
+
+def _with_count(sites: SitesConfig, count: int, steps: int) -> SitesConfig:
+    """Return [sites] with a number of sites; a recipe without rounds gets one at the latest at its end."""
+    every = sites.every if sites.is_active else min(sites.every, steps)
+    return replace(sites, count=count, every=every)

@@ -1,0 +1,120 @@
+"""Runs with SPSA: replicas, resumes, skipped steps, records, and the loss of a fine-tuning."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.checkpoint.inspect import differing_tensors, stored_tensors
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
+from moefold.verify.distributed_run import DistributedRecord, open_samples, run_distributed
+from tests.train.test_trainer import _train, recipe, records
+from tests.verify.oracle import errors_of_broken_run
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+SPSA = {"optimizer": "spsa", "global_batch_size": 4}
+
+
+def _training(cfg: Config) -> tuple[TrainingStep, BatchSharder]:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    model = parallelize(cfg, groups)
+    return TrainingStep(model, cfg), BatchSharder(open_samples(cfg).train, cfg, groups, model.positions)
+
+
+def _hash_after(cfg: Config, steps: int) -> str:
+    """The bytes of all weights and buffers of this rank after some steps."""
+    training, loader = _training(cfg)
+    for step in range(1, steps + 1):
+        training.run(loader.batch((step - 1) * cfg.train.global_batch_size), step)
+        assert all(parameter.grad is None for parameter in training.parameters.values())
+    digest = hashlib.sha256()
+    for tensor in (*training.parameters.values(), *training.buffers.values()):
+        digest.update(local_tensor(tensor).detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replicas_have_the_same_bits_after_100_steps(pool, dtype):
+    cfg = tiny(train=SPSA, model={"expert_bias": True}, world_size=2, zero=0)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, steps=100))
+    first, second = pool.run(2, _hash_after, cfg, 100)
+    assert first == second
+    (other,) = set(pool.run(2, _hash_after, replace(cfg, run=replace(cfg.run, seed=4)), 2))
+    assert other != first
+
+
+def test_a_resume_gives_the_same_bits_and_stores_weights_alone(pool, tmp_path):
+    whole, first, second = (
+        recipe(tmp_path / name, steps, dtype="float32", train=SPSA, world_size=2, ep=2, zero=3)
+        for name, steps in (("whole", 2), ("parts", 1), ("parts", 2))
+    )
+    for cfg in (whole, first, second):
+        pool.run(2, _train, cfg)
+    last = [tmp_path / name / "checkpoints" / "step-000002" for name in ("whole", "parts")]
+    assert differing_tensors(*last) == []
+    assert not [tensor.name for tensor in stored_tensors(last[0]) if tensor.name.startswith("optimizer.")]
+    found = records(tmp_path / "whole")
+    assert [record["loss"] for record in found] == [record["loss"] for record in records(tmp_path / "parts")]
+    for record in found:
+        code = record["projected_gradient"] * 127 / 10
+        assert code == pytest.approx(round(code), abs=1e-9)
+        assert abs(abs(record["projected_gradient"]) - min(10, record["grad_norm"])) < 10 / 127
+
+
+def _skip_a_step(cfg: Config) -> tuple[str, str, str]:
+    """Hash the weights, skip a step, and return both hashes and the action."""
+    training, loader = _training(cfg)
+    before = {name: local_tensor(p).clone() for name, p in training.parameters.items()}
+    loader_batch = loader.batch(0)
+    training._spsa._train = replace(training._spsa._train, spsa_eps=float("nan"))
+    result = training.run(loader_batch, 1)
+    for name, parameter in training.parameters.items():
+        torch.testing.assert_close(local_tensor(parameter), before[name], rtol=0, atol=1e-15)
+    return result.decision.action, result.decision.reason, result.nonfinite_report.describe()
+
+
+def test_a_step_that_is_not_finite_is_undone(pool):
+    cfg = tiny(train=SPSA, faults={"nonfinite": "skip"}, world_size=1)
+    ((action, reason, report),) = pool.run(1, _skip_a_step, cfg)
+    assert (action, reason) == ("skip", "nonfinite")
+    assert report
+
+
+def _without_router_losses(cfg: Config) -> DistributedRecord:
+    from moefold.train.spsa_passes import SPSAPasses
+
+    SPSAPasses._local_loss = lambda self, terms: terms.double().sum()
+    return run_distributed(cfg, 1)
+
+
+def _with_one_draw_for_all_steps(cfg: Config) -> DistributedRecord:
+    from moefold.optim import spsa
+
+    draw = spsa.normal_rows
+    spsa.normal_rows = lambda key, stream, rows, columns: draw(key, 1, rows, columns)
+    return run_distributed(cfg, 2)
+
+
+def _without_rounding(cfg: Config) -> DistributedRecord:
+    from moefold.train import spsa_passes
+
+    spsa_passes.encode_gradient = lambda gradient, largest, seed, step: gradient * 127 / largest
+    return run_distributed(cfg, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [_without_router_losses, _with_one_draw_for_all_steps, _without_rounding])
+def test_the_oracle_notices(pool, broken):
+    steps = 2 if broken is _with_one_draw_for_all_steps else 1
+    errors = errors_of_broken_run(pool, broken, tiny(train=SPSA), steps)
+    assert any(error.name.startswith("weights") for error in errors)
