@@ -56,7 +56,10 @@ def random_config(seed: int) -> Config:
                 moment_dtype=pick.choice(("float32", "bfloat16")), gradient_delay=int(seed % 4 == 0),
                 delay_correction=float(seed % 8 == 0),
             ),
-            sites=SitesConfig(count=1 + seed % 2, momentum=seed % 4 / 4),
+            sites=SitesConfig(
+                count=1 + seed % 2, momentum=seed % 4 / 4, residual=float(seed % 3 == 1),
+                experts="own" if seed % 4 == 1 else "average",
+            ),
         )  # fmt: skip
         try:
             check_config(cfg)

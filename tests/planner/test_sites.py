@@ -11,11 +11,13 @@ from moefold.cli.main import main
 from moefold.config.sites import METHODS
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import SiteLink
+from moefold.cost.layer_spec import model_weights
 from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
 from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
 from moefold.planner.simulator.site_rounds import EXCHANGE, STEP, WAIT, simulate_site
 from moefold.planner.sites import (
+    CODING_S,
     MAX_OVERLAP,
     TARGET,
     RoundSettings,
@@ -117,6 +119,19 @@ def test_simulated_period_has_the_predicted_utilisation(overlap, volumes):
     assert len(period.steps_of_first_round) == 1 if not overlap else len(period.steps_of_first_round) <= overlap + 2
 
 
+@pytest.mark.parametrize(("seconds", "every"), [(3.0, 20), (17.0, 20), (17.0, 12)])
+def test_a_round_that_is_exchanged_during_the_next_one_is_exposed_beyond_it(seconds, every):
+    """CO2 hides an exchange of up to `every` steps."""
+    link = SiteLink(bytes_per_s=1e6, latency_s=0.01)
+    cost = SiteCost(link, 2, 0.7, {"fp4": [RoundVolume((seconds - 0.01) * 1e6)]})
+    rate = cost.rate(RoundSettings(precision="fp4", every=every, overlap=every))
+    assert rate.exposed_s == pytest.approx(0.04 + max(0.0, seconds - 0.7 * every))
+    assert simulate_site(cost, rate).utilisation == pytest.approx(rate.utilisation, rel=1e-12)
+    least = cost.least_every_of_whole_rounds("fp4")
+    reached = [cost.rate(RoundSettings(precision="fp4", every=n, overlap=n)).reaches_target for n in (least, least - 1)]
+    assert reached == [True, False]
+
+
 @pytest.mark.parametrize("overlap", [0, 3])
 def test_least_every_is_the_least(overlap):
     for bytes_per_s in (1e5, 1e6, 1e7):
@@ -135,6 +150,32 @@ def test_the_exchange_is_overlapped_with_steps_and_the_meeting_is_not():
     assert [cost.exposed_s("fp4", overlap) for overlap in (0, 1, 2, 3)] == pytest.approx([3.2, 2.2, 1.2, 0.4])
     sent = cost.rate(RoundSettings(precision="fp4", every=10, overlap=3)).bytes_per_day
     assert sent == pytest.approx(86400 * 2.5e6 / 10.4)
+
+
+def test_least_round_that_is_exchanged_during_the_next_one():
+    for bytes_per_s, latency_s in ((1e5, 0.0), (1e6, 0.05), (1e9, 2.0)):
+        cost = SiteCost(SiteLink(bytes_per_s=bytes_per_s, latency_s=latency_s), 3, 0.3, {"int8": [RoundVolume(2e6)]})
+        every = cost.least_every_of_whole_rounds("int8")
+        reached = [
+            cost.rate(RoundSettings(precision="int8", every=n, overlap=n)).utilisation for n in (every, every - 1)
+        ]
+        assert reached[0] >= TARGET * (1 - 1e-9) > reached[1]
+
+
+def test_rounds_of_co2_stay_whole_and_top_k_stays_top_k(tmp_path):
+    num_bytes = 2 * sum(part.num_coded for part in site_traffic(planned(tmp_path, bytes_per_s=1e9)[0])) * 4
+    co2 = METHODS["co2"] | {"every": 5, "overlap": 5}
+    cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **co2)
+    settings = with_site_settings(cfg, plan).sites
+    assert settings.overlap == settings.every > 5
+    assert plan.chosen.reaches_target
+    sparse = METHODS["sparseloco"] | {"every": 1}
+    cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **sparse)
+    assert [first.settings.precision for first, _ in plan.options] == ["float32"]
+    settings = with_site_settings(cfg, plan).sites
+    assert (settings.density, settings.precision) == (1 / 64, "float32")
+    # 500 s of 4 bytes; 1/128 of them with top-k in 2 bits, but for the last chunk of each weight.
+    assert 500 / 128 < sum(plan.recipe.exchanges_s) < 500 / 30
 
 
 def planned(tmp_path: Path, words: tuple[str, ...] = (), *, step_s: float = 1.0, bytes_per_s: float, **sites: object):
@@ -180,6 +221,40 @@ def test_a_residual_needs_a_code_and_a_share_of_local_weights_an_overlap(tmp_pat
     assert plan.keep_local == 0.3
     _, plan = planned(tmp_path, bytes_per_s=1e3, fragment_layers=1)
     assert all(rate.settings.every >= 2 * (MAX_OVERLAP + 1) for _, rate in plan.options)
+
+
+def test_what_a_method_fixes_stays(tmp_path):
+    """Top-k has a format of its own, CO2 an overlap of a whole round; averaged moments allow no overlap."""
+    method = METHODS["sparseloco"]
+    values = {key: method[key] for key in ("density", "values", "residual")}
+    cfg, plan = planned(tmp_path, bytes_per_s=1e4, **values)
+    assert [rate.settings.precision for rate, _ in plan.options] == ["float32"]
+    sent = sum(part.num_coded for part in site_traffic(cfg)) // 4096 * (96 + 16 + 16)
+    assert plan.cost.volumes["float32"][0].num_bytes == sent
+    assert with_site_settings(cfg, plan).sites.density == 1 / 64
+    whole, _ = planned(tmp_path, bytes_per_s=1e5)
+    cfg, plan = planned(tmp_path, bytes_per_s=1e5, count=2, experts="own")
+    numel = [sum(part.num_coded for part in site_traffic(one)) for one in (cfg, whole)]
+    weights = model_weights(cfg.model).values()
+    assert numel[1] - numel[0] == sum(weight.numel for weight in weights if weight.is_expert) // 2
+    cfg, plan = planned(tmp_path, bytes_per_s=1e5, overlap=100)
+    assert plan.chosen.settings.overlap == plan.chosen.settings.every > 1
+    assert with_site_settings(cfg, plan).sites.overlaps_whole_round
+    kept, _ = planned(tmp_path, bytes_per_s=1e5)
+    cfg, plan = planned(tmp_path, bytes_per_s=1e5, moments="average")
+    assert {rate.settings.overlap for pair in plan.options for rate in pair} == {0}
+    assert plan.cost.volumes["float32"][0].num_bytes == 3 * sum(part.num_coded for part in site_traffic(kept)) * 4
+
+
+def test_the_time_of_coding_is_that_of_the_fullest_rank(tmp_path):
+    """It encodes its vector, decodes those of all members, and its own again."""
+    cfg, plan = planned(tmp_path, bytes_per_s=1e4)
+    (part,) = site_traffic(cfg, "fp4")
+    encode_s, decode_s = CODING_S["fp4"]
+    assert plan.cost.volumes["fp4"][0].coding_s == pytest.approx(part.rank_coded * (encode_s + 4 * decode_s))
+    assert part.rank_coded * 4 >= part.num_coded
+    (plain,) = site_traffic(cfg, "float32")
+    assert plan.cost.volumes["float32"][0].coding_s == pytest.approx(plain.rank_coded * 3 * CODING_S["float32"][1])
 
 
 def test_a_round_that_never_comes_is_not_written(tmp_path):

@@ -125,3 +125,16 @@ def _refused(cfg: Config) -> str:
 def test_an_evaluation_without_held_out_samples_is_refused(pool):
     cfg = replace(tiny(), data=DataConfig(kind="synthetic", validation_fraction=0.0))
     assert pool.run(1, _refused, cfg)[0].startswith("data.validation_fraction=0 holds no sample out")
+
+
+def _refused_batch(cfg: Config) -> str:
+    with pytest.raises(ConfigError) as error:
+        _read(cfg, 0)
+    return str(error.value)
+
+
+def test_a_placement_of_documents_needs_documents(pool):
+    """A Config made in Python has no given keys, of which `validate/unused_planned.py` would refuse this one."""
+    cfg = tiny(world_size=2, cp=2, context="planned", placement="documents")
+    for message in pool.run(2, _refused_batch, cfg):
+        assert message.startswith("parallel.placement='documents' places documents, and the samples have none; set ")

@@ -88,12 +88,15 @@ def test_a_rank_elsewhere_in_a_stream_is_named(pool, tmp_path):
     pytest.importorskip("datasets")
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{i} words " * 40}) + "\n" for i in range(400)))
-    cfg = _checked(tmp_path / "run", world_size=4, tp=4, ep=4)
-    data = DataConfig(kind="huggingface", path=str(texts), streaming=True)
-    cfg = replace(cfg, data=data, model=replace(cfg.model, vocab_size=256, num_query_groups=4))
-    found = pool.run(4, _message, cfg, _move_in_the_stream, 2)
+
+    def streaming(**parallel: int) -> Config:
+        cfg = _checked(tmp_path / "run", **parallel)
+        data = DataConfig(kind="huggingface", path=str(texts), streaming=True)
+        return replace(cfg, data=data, model=replace(cfg.model, vocab_size=256, num_query_groups=4))
+
+    found = pool.run(4, _message, streaming(world_size=4, tp=4, ep=4), _move_in_the_stream, 2)
     assert "the stream position on rank 2 differs from the 3 other ranks that hold it (tp)" in found[0]
-    assert pool.run(4, _message, cfg, _nothing, 2) == [""] * 4
+    assert pool.run(2, _message, streaming(world_size=2, tp=2, ep=2), _nothing, 1) == [""] * 2
 
 
 def _nothing(trainer: Trainer) -> None:

@@ -183,7 +183,16 @@ MAPPINGS = {
     ),
     "world_size=4 tp=2 train.micro_batch_size=2 train.global_batch_size=10": (
         "train.global_batch_size=10 must be divisible by train.micro_batch_size*dp=2*2=4 (dp = "
-        "world_size/(tp*cp*pp)); choose 8 or 12, or set parallel.elastic=true, which fills the last ranks up with padding"
+        "world_size/(tp*cp*pp)); choose 8 or 12, or set parallel.elastic=true, which fills the last ranks up with "
+        "padding"
+    ),
+    "world_size=4 elastic=true train.global_batch_size=6 moe.trace_every=1": (
+        "train.global_batch_size=6 is no multiple of train.micro_batch_size*dp=1*4, and moe.trace_every does not go "
+        "with the padding that fills it up; choose 4 or 8, or leave moe.trace_every out"
+    ),
+    "world_size=4 elastic=true train.global_batch_size=3": (
+        "train.global_batch_size=3 must be divisible by train.micro_batch_size*dp=1*4=4 (dp = "
+        "world_size/(tp*cp*pp)); choose 4"
     ),
     "world_size=4 pp=4 train.micro_batch_size=4": (
         "parallel.schedule='1f1b' needs at least pp=4 micro-batches, and train.global_batch_size=8 gives each "

@@ -3,10 +3,20 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.topology.fragments import fragment_of, fragments_due, num_fragments
+from moefold.topology.fragments import (
+    fragment_of,
+    fragments_due,
+    is_probed,
+    merge_share,
+    merged_fragments,
+    num_fragments,
+    rounds_until,
+    step_of_round,
+)
 from moefold.validate.config import check_config
 
 TWO = ("sites.count=2", "run.steps=100")
+OWN = (*TWO, "sites.method=spes")
 
 REFUSED = [
     ((*TWO, "sites.number=2", "sites.meet=h:1"), "sites.number=2 must be below sites.count=2"),
@@ -26,6 +36,11 @@ REFUSED = [
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
+    ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.num_layers="),
+    (("sites.method=noloco",), "sites.topology='pairs' (sites.method='noloco') exchanges between two sites"),
+    ((*TWO, "sites.topology=pairs", "sites.overlap=30"), "sites.topology='pairs' needs a sites.overlap below"),
+    ((*TWO, "sites.topology=pairs", "sites.experts=own"), "sites.topology='pairs' exchanges with one other site"),
+    ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
     ((*TWO, "sites.overlap=31"), "choose at most 29, or 30 to exchange a round during the whole next one"),
     ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
@@ -40,6 +55,30 @@ REFUSED = [
         "sites.moments='reset' resets the moments of all layers",
     ),
     ((*TWO, "faults.spike=rollback", "checkpoint.every=5"), "faults.spike='rollback' goes back to weights"),
+    (
+        (*OWN, "sites.merge_experts=0", "sites.overlap=50"),
+        "sites.overlap=50 exchanges a round during the whole next one",
+    ),
+    ((*OWN, "sites.moments=average"), "sites.moments='average' needs moments of the same experts on all sites"),
+    ((*OWN, "model.layer_pattern=D"), 'sites.experts="own" needs MoE layers, and the model has none'),
+    ((*OWN, "sites.count=3"), "sites.count=3 must divide the 8 experts of a rank (parallel.ep=1), so that each rank"),
+    (
+        (*OWN, "parallel.world_size=8", "parallel.ep=4"),
+        "sites.count=2 must divide the 1 experts of a rank (parallel.ep=4, sharded over 2 data-parallel ranks)",
+    ),
+    (
+        (*OWN, "model.num_experts=4", "model.top_k=2"),
+        "merges each expert with the 4 most similar ones, and model.num_ex",
+    ),
+    (
+        (*OWN, "sites.every=30"),
+        "sites.merge_every=500 must be a multiple of sites.every=30, as experts are merged after",
+    ),
+    ((*OWN, "sites.overlap=1"), "sites.overlap=1: sites.merge_experts changes the weights of a round, which training"),
+    (
+        (*OWN, "lora.rank=2", "checkpoint.init_from=x"),
+        "lora.rank=2 freezes the experts that sites.merge_experts would m",
+    ),
     ((*TWO, "moe.trace_every=5"), "moe.trace_every and moe.replay store the routing of one job"),
 ]
 
@@ -61,6 +100,8 @@ def test_method_fills_the_keys_that_are_left_out():
     assert (sites.lr, sites.momentum) == (0.7, 0.9)
     sites = config_from_dict({"sites": {"count": 2, "method": "diloco", "momentum": 0.5}}).sites
     assert (sites.lr, sites.momentum) == (0.7, 0.5)
+    sites = config_from_dict({"sites": {"count": 2, "method": "spes"}}).sites
+    assert (sites.experts, sites.every, sites.merge_experts, sites.lr, sites.momentum) == ("own", 50, 0.01, 1.0, 0.0)
     sites = config_from_dict({"sites": {"count": 2, "method": "co2", "every": 48}}).sites
     assert (sites.overlap, sites.lr, sites.momentum, sites.clip, sites.penalty) == (48, 1.0, 0.2, 1.0, True)
     assert config_from_dict({"sites": {"count": 2, "method": "co2"}}).sites.overlap == 30
@@ -81,6 +122,29 @@ def rounds(*overrides: str) -> dict[int, tuple[int, ...]]:
     return {step: found for step in range(1, 101) if (found := fragments_due(cfg, step))}
 
 
+def test_experts_are_merged_after_rounds_by_a_share_that_falls_to_zero():
+    cfg = load_config(None, [*OWN, "sites.every=10", "sites.merge_every=20", "sites.merge_until=80"])
+    assert [step for step in range(1, 101) if merged_fragments(cfg, step)] == [20, 40, 60]
+    assert [merge_share(cfg, step) for step in (20, 60, 80, 90)] == pytest.approx([0.0075, 0.0025, 0.0, 0.0])
+    cfg = load_config(None, [*OWN, "sites.every=10", "sites.merge_every=20", "sites.fragment_layers=1"])
+    merged = {step: found for step in range(1, 61) if (found := merged_fragments(cfg, step))}
+    count = cfg.model.num_layers
+    assert merged == {
+        20 * k + 10 * p // count: (p,) for k in (0, 1, 2, 3) for p in range(count) if 0 < 20 * k + p <= 60
+    }
+
+
+def test_routing_is_compared_every_tenth_round_and_at_the_end():
+    for words, steps in (
+        (("sites.every=3",), [3, 33, 63, 93, 100]),
+        (("sites.every=3", "sites.first=50"), [51, 81, 100]),
+        (("sites.every=4", "sites.fragment_layers=1"), [4, 44, 84, 100]),
+        (("sites.every=3", "model.layer_pattern=D"), []),
+    ):
+        cfg = load_config(None, [*TWO, *words])
+        assert [step for step in range(1, 101) if is_probed(cfg, step)] == steps
+
+
 def test_fragments_have_rounds_at_steps_of_their_own():
     found = rounds("sites.every=40", "sites.fragment_layers=1", "model.num_layers=4")
     assert found == {
@@ -90,3 +154,15 @@ def test_fragments_have_rounds_at_steps_of_their_own():
     names = ["embedding.weight", "layers.0.ffn.w_up", "layers.5.attention.wq", "head.weight", "mtp.0.projection"]
     assert [fragment_of(name, 3) for name in names] == [2, 0, 2, 2, 2]
     assert {fragment_of(name, 1) for name in names} == {0}
+
+
+@pytest.mark.parametrize("first", [0, 7, 99, 100])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_rounds_are_counted_and_found_again(first, layers):
+    overrides = (f"sites.first={first}", "sites.every=12", f"sites.fragment_layers={layers}", "model.num_layers=4")
+    cfg = load_config(None, [*TWO, *overrides])
+    steps = [step for step in range(1, 101) if fragments_due(cfg, step)]
+    assert [rounds_until(cfg, step) for step in range(101)] == [
+        sum(due <= step for due in steps) for step in range(101)
+    ]
+    assert [step_of_round(cfg, index) for index in range(len(steps) + 1)] == [0, *steps]

@@ -209,10 +209,18 @@ def load_checkpoint(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
+    optimized: Mapping[str, nn.Parameter] | None = None,
 ) -> CheckpointMeta:
     """Load weights, buffers and optimizer moments into this rank's shards; collective over all ranks.
 
     Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep their values.
+
+    Args:
+        path: the checkpoint.
+        parameters: weights to load, by name.
+        buffers: buffers to load, by name.
+        optimizer: the optimizer.
+        optimized: its parameters by name; None: `parameters`.
 
     Raises:
         ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
@@ -220,7 +228,7 @@ def load_checkpoint(
     meta = read_meta(path)
     with translate_read_errors(path):
         _check_has_moments(path, read_metadata(path), is_expected=not isinstance(optimizer, SPSA))
-    _load_state(path, checkpoint_state(parameters, buffers, optimizer))
+    _load_state(path, checkpoint_state(parameters, buffers, optimizer, optimized))
     set_step_count(optimizer, meta.step if meta.moment_updates is None else meta.moment_updates)
     return meta
 
@@ -255,10 +263,21 @@ def _load_state(path: Path, state: dict[str, Tensor]) -> None:
 
 
 def checkpoint_state(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    optimized: Mapping[str, nn.Parameter] | None = None,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of all checkpoint entries, by mapping-independent names; copies nothing."""
-    moments = {f"optimizer.{name}": moment for name, moment in named_moments(optimizer, parameters).items()}
+    """Return this rank's shards of all checkpoint entries, by mapping-independent names; copies nothing.
+
+    Args:
+        parameters: weights by name.
+        buffers: buffers by name.
+        optimizer: the optimizer.
+        optimized: its parameters by name; None: `parameters`.
+    """
+    moments = named_moments(optimizer, parameters if optimized is None else optimized)
+    moments = {f"optimizer.{name}": moment for name, moment in moments.items()}
     return _model_state(parameters, buffers) | moments
 
 

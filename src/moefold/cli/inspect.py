@@ -17,7 +17,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, MetricCurve
+from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, SITE_CURVES, MetricCurve
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -40,11 +40,12 @@ def run(argv: list[str]) -> int:
         reject_existing("--png", arguments.png, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
-    from moefold.metrics.metric_curves import read_attention_curves, read_reward_curves
+    from moefold.metrics.metric_curves import read_attention_curves, read_reward_curves, read_site_curves
 
     balance = read_balance(arguments.run)
     curves = read_reward_curves(arguments.run)
     attention = read_attention_curves(arguments.run)
+    sites = read_site_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
             f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
@@ -53,7 +54,7 @@ def run(argv: list[str]) -> int:
     if arguments.png is not None:
         from moefold.cli.inspect_picture import save_picture
 
-        save_picture(balance, arguments.png, curves)
+        save_picture(balance, arguments.png, curves, sites)
         print_escaped(f"wrote {arguments.png}", file=sys.stderr)
     if arguments.json:
         record = {
@@ -70,6 +71,8 @@ def run(argv: list[str]) -> int:
             record["rl"] = {curve.name: curve.summary() for curve in curves}
         if attention:
             record["attention"] = {curve.name: curve.summary() for curve in attention}
+        if sites:
+            record["sites"] = {curve.name: curve.summary() for curve in sites}
         print(json.dumps(record))
     else:
         from moefold.console import PrintableConsole
@@ -78,6 +81,7 @@ def run(argv: list[str]) -> int:
         print_balance(console, balance, arguments.layer)
         print_curves(console, "reinforcement learning", RL_CURVES, curves)
         print_curves(console, "attention", ATTENTION_CURVES, attention)
+        print_curves(console, "rounds of sites", SITE_CURVES, sites)
     return 0
 
 
@@ -86,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold inspect",
         description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
         "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time; of "
-        "planned attention, the work of the busiest rank over the mean, and the rows and bytes sent.",
+        "planned attention, the work of the busiest rank over the mean, and the rows and bytes sent; of a site, how "
+        "much its weights and its routing differ from those of the other sites.",
         epilog=EPILOG,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")

@@ -1,6 +1,6 @@
 """Picture of a run's load balance: heat maps of each layer's experts over time, with load, dead experts and drops."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
-from moefold.metrics.metric_curves import RL_CURVES, MetricCurve
+from moefold.metrics.metric_curves import RL_CURVES, SITE_CURVES, MetricCurve
 from moefold.metrics.plot import escape_plot_text
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ MAX_LOG2_LOAD = 2.0
 """The colour scale ends at 2**-2 and 2**2 times the mean."""
 
 
-def save_picture(balance: ExpertBalance, path: Path, rewards: Sequence[MetricCurve] = ()) -> None:
-    """Draw a run's load balance, and its curves of reinforcement learning, into a .png, .svg or .pdf file.
+def save_picture(
+    balance: ExpertBalance, path: Path, rewards: Sequence[MetricCurve] = (), sites: Sequence[MetricCurve] = ()
+) -> None:
+    """Draw a run's load balance, and its curves of reinforcement learning and sites, into a .png, .svg or .pdf file.
 
     Raises:
         ConfigError: the file has another suffix or cannot be written.
@@ -50,7 +52,7 @@ def save_picture(balance: ExpertBalance, path: Path, rewards: Sequence[MetricCur
     rows = -(-len(shown) // columns) if balance.counts is not None else 1
     width = max(9.0, 2.0 + 2.9 * columns)
     maps_height = rows * 2.15 if balance.counts is not None else max(2.0, 0.9 + 0.16 * len(balance.layers))
-    heights = [maps_height + 0.8, CURVES_HEIGHT, *([CURVES_HEIGHT] if rewards else [])]
+    heights = [maps_height + 0.8, CURVES_HEIGHT, *[CURVES_HEIGHT for drawn in (rewards, sites) if drawn]]
     figure = Figure(figsize=(width, sum(heights)), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     maps, curves, *further = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
@@ -62,6 +64,8 @@ def save_picture(balance: ExpertBalance, path: Path, rewards: Sequence[MetricCur
     _draw_curves(curves, balance)
     if rewards:
         _draw_rewards(further[0], rewards)
+    if sites:
+        _draw_panels(further[-1], sites, SITE_CURVES)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -197,22 +201,28 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
     """Draw a panel for each curve of reinforcement learning; the held-out reward in that of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
-    row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, curve in zip(row, panels, strict=True):
-        steps, values = curve.binned(MAX_BINS)
-        marker = "o" if len(steps) == 1 else ""
-        axes.plot(steps, values, color=LOAD_COLORS[0], linewidth=1.2, marker=marker, label="samples")
-        held_out = next((one for one in curves if one.name == HELD_OUT), None)
+    held_out = next((one for one in curves if one.name == HELD_OUT), None)
+    for axes, curve in zip(_draw_panels(figure, panels, RL_CURVES), panels, strict=True):
         if curve.name == "reward" and held_out is not None:
             axes.plot(*held_out.binned(MAX_BINS), color="#b5301f", linewidth=1.2, marker="o", markersize=3)
             axes.lines[-1].set_label("held out, greedy")
             axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-        axes.set_title(RL_CURVES[curve.name], fontsize=9.5, color=INK, loc="left", pad=4)
+
+
+def _draw_panels(figure: Any, curves: Sequence[MetricCurve], titles: Mapping[str, str]) -> Sequence[Any]:
+    """Draw a row with a panel for each curve; return their axes."""
+    row: Sequence[Any] = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, curve in zip(row, curves, strict=True):
+        steps, values = curve.binned(MAX_BINS)
+        marker = "o" if len(steps) == 1 else ""
+        axes.plot(steps, values, color=LOAD_COLORS[0], linewidth=1.2, marker=marker, label="samples")
+        axes.set_title(titles[curve.name], fontsize=9.5, color=INK, loc="left", pad=4)
         axes.set_xlabel("step", color=INK, fontsize=9)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.xaxis.get_major_locator().set_params(integer=True, nbins=4)
         _style(axes)
+    return row
 
 
 def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Array) -> None:

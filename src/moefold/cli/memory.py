@@ -16,6 +16,7 @@ from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES, KernelProfile
+from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import ConfigError
 from moefold.launch.fitting import check_training
 from moefold.planner.query import check_imbalance
@@ -28,7 +29,13 @@ from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device
-from moefold.validate.memory_need import BytesByPart, further_weights, min_sampling_memory, sampling_rank_memory
+from moefold.validate.memory_need import (
+    SNAPSHOT_PART,
+    BytesByPart,
+    further_weights,
+    min_sampling_memory,
+    sampling_rank_memory,
+)
 from moefold.validate.moe import check_dispatch_device
 from moefold.validate.train import check_kernel_device
 
@@ -67,14 +74,12 @@ def run(argv: list[str]) -> int:
     check_imbalance(args.imbalance, cfg.model.num_experts)
     if not args.dry and (args.device or args.imbalance != 1):
         raise ConfigError("--device and --imbalance are for formulas: add --dry, or leave them out")
-    if args.dry and cfg.train.offload:
-        raise ConfigError(
-            f"train.offload={list(cfg.train.offload)!r} has no formula: how much of it is offloaded at the peak "
-            "depends on the disk; measure it without --dry, or add train.offload=[]"
-        )
     device = args.device or ("cpu" if cfg.run.device == "cpu" or not args.dry else "cuda")
     cfg, message = _resolve_recompute(cfg, KERNEL_PROFILES[device], args.imbalance)
-    formulas = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device], imbalance=args.imbalance)
+    offload = cfg.train.offload if args.dry else ()
+    if offload:
+        message = f"train.offload={list(offload)!r} as if every copy were in time, as train.offload_waits=true makes it"
+    formulas = compute_rank_memory(cfg, offload=offload, kernels=KERNEL_PROFILES[device], imbalance=args.imbalance)
     if args.dry:
         return _report_formulas(cfg, layout, formulas, device_type=device, message=message, as_json=args.json)
     return _report_measured(cfg, layout, message=message, as_json=args.json)
@@ -127,10 +132,12 @@ def _report_formulas(
     rows = {
         rank: _formula_row(memory) | dict(models) for rank, memory, models in zip(first, formulas, further, strict=True)
     }
+    snapshots = snapshot_bytes(cfg)
     if as_json:
         ranks = [
             {"rank": rank, **asdict(memory), "total": memory.total + models.total(), "further_weights": dict(models)}
-            for rank, memory, models in zip(first, formulas, further, strict=True)
+            | ({"host_snapshots": kept} if kept else {})
+            for rank, memory, models, kept in zip(first, formulas, further, snapshots, strict=True)
         ]
         for record, parts in zip(ranks, sampling, strict=False):
             record["sampling"] = dict(parts)
@@ -138,6 +145,12 @@ def _report_formulas(
         print(json.dumps({"dry": True, "note": message, "ranks": ranks, **of_sampling, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
+    if any(snapshots):
+        print()
+        print_parts(
+            {rank: {SNAPSHOT_PART: kept} for rank, kept in zip(first, snapshots, strict=True)},
+            "and in host memory, for checkpoint.peer_every",
+        )
     if sampling:
         print()
         print_parts(dict(zip(first, sampling, strict=True)), "at least, while rollouts are sampled")

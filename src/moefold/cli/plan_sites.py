@@ -49,14 +49,14 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
     last = [pair[1] for pair in plan.options]
     seconds = [format_seconds(sum(rate.exchanges_s)) for rate in first]
     columns = [
-        Column(name="precision", cells=[rate.settings.precision for rate in first]),
+        Column(name="sent", cells=[_code_text(plan, rate) for rate in first]),
         Column(name="exchange, s", cells=seconds, justify="right"),
     ]
-    for rates in (first, last):
+    for rates in (first, last) if first != last else (first,):
         columns += _columns(rates)
     print_columns(console, columns)
     console.print()
-    print_prose(console, "recipe", f"{describe_rate(plan.recipe)}.")
+    print_prose(console, "recipe", f"{describe_rate(plan, plan.recipe)}.")
     if plan.chosen != plan.recipe:
         print_prose(console, "chosen", f"{describe_chosen(plan)}.")
     parallel = plan.data_parallel
@@ -71,15 +71,26 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
 def describe_chosen(plan: SitePlan) -> str:
     """Describe the chosen settings."""
     is_new = plan.chosen.settings.overlap and not plan.recipe.settings.overlap
-    text = describe_rate(plan.chosen) + (f", with keep_local={plan.keep_local:g}" if is_new else "")
+    text = describe_rate(plan, plan.chosen) + (f", with keep_local={plan.keep_local:g}" if is_new else "")
     if plan.chosen.settings.every > MAX_PUBLISHED_EVERY:
         text += f"; published runs have every={MAX_PUBLISHED_EVERY} at most, so measure the loss"
     return text
 
 
-def describe_rate(rate: SiteRate) -> str:
+def describe_rate(plan: SitePlan, rate: SiteRate) -> str:
     """Describe settings with their utilisation and bytes."""
-    return f"{rate.settings.text}: utilisation {rate.utilisation:.1%}, {format_bytes(rate.bytes_per_day)} a day"
+    settings = rate.settings
+    return (
+        f"every={settings.every} {_code_text(plan, rate)} overlap={settings.overlap}: utilisation "
+        f"{rate.utilisation:.1%}, {format_bytes(rate.bytes_per_day)} a day"
+    )
+
+
+def _code_text(plan: SitePlan, rate: SiteRate) -> str:
+    """Return the keys of a recipe that say what is sent."""
+    if plan.density < 1:
+        return f"density={plan.density:g} values={plan.values}"
+    return f"precision={rate.settings.precision}"
 
 
 def format_bytes(number: float) -> str:
@@ -92,10 +103,11 @@ def format_bytes(number: float) -> str:
 
 
 def _columns(rates: Sequence[SiteRate]) -> list[Column]:
-    overlap = rates[0].settings.overlap
+    settings = rates[0].settings
+    overlap = "=every" if settings.overlap == settings.every else f" {settings.overlap}"
     every = [f"{rate.settings.every:,}" for rate in rates]
     sent = [format_bytes(rate.bytes_per_day) for rate in rates]
     return [
-        Column(name=f"every, overlap {overlap}", cells=every, justify="right"),
+        Column(name=f"every, overlap{overlap}", cells=every, justify="right"),
         Column(name="a day", cells=sent, justify="right"),
     ]

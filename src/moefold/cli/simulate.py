@@ -184,8 +184,8 @@ def _describe_sites(plan: SitePlan) -> str:
     """Describe the rounds of the recipe's settings."""
     rate = plan.recipe
     return (
-        f"{plan.cost.count} sites, {describe_rate(rate)}; an exchange takes up to {max(rate.exchanges_s):.4g} s, and "
-        f"{rate.exposed_s:.4g} s of each {rate.settings.every} steps are not training"
+        f"{plan.cost.count} sites, {describe_rate(plan, rate)}; an exchange takes up to {max(rate.exchanges_s):.4g} "
+        f"s, and {rate.exposed_s:.4g} s of each {rate.settings.every} steps are not training"
     )
 
 

@@ -67,6 +67,16 @@ class SiteRound:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Numbers of this rank that its equals on the other sites compare with theirs."""
+
+    key: int
+    """Below 2**63; probes with different keys or sizes are not exchanged."""
+    values: Tensor
+    """On the host."""
+
+
+@dataclass(frozen=True)
 class Exchanged:
     """Result of an exchange on this rank."""
 
@@ -76,6 +86,11 @@ class Exchanged:
     """What the members decoded of this site's vector; the vector itself if its code loses nothing."""
     sent_bytes: int
     seconds: float
+    of_members: Tensor | None = None
+    """Decoded values of each member of which no mean is taken, [members, values]; zeros of a member of weight 0. None:
+    there are none."""
+    probes: Tensor | None = None
+    """Values of the probe of each member, [members, ...]; None: there are none, or they cannot be compared."""
 
 
 class SiteLinks:
@@ -101,7 +116,15 @@ class SiteLinks:
         self._members: tuple[int, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
 
-    def begin(self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode) -> "Future[Exchanged]":
+    def begin(
+        self,
+        round_: SiteRound,
+        own: Tensor,
+        num_coded: int,
+        code: WireCode,
+        num_gathered: int = 0,
+        probe: Probe | None = None,
+    ) -> "Future[Exchanged]":
         """Start to exchange a vector with the members of a round, in the thread.
 
         Errors of the connection are raised by the result of the future.
@@ -112,8 +135,11 @@ class SiteLinks:
                 before the exchange is done.
             num_coded: elements at the start of the vector that are sent as a code; the others are sent as they are.
             code: the code.
+            num_gathered: the last of the coded elements, of which no mean is taken: the result has those of each
+                member, and its mean is not defined there.
+            probe: exchanged too; all members have one, or none has.
         """
-        return self._thread.submit(self._exchange, round_, own, num_coded, code)
+        return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered, probe)
 
     def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
         """Send the tensors of this rank to its equal on a site that joins; blocks, returns the bytes.
@@ -162,7 +188,15 @@ class SiteLinks:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.drop()
 
-    def _exchange(self, round_: SiteRound, own: Tensor, num_coded: int, code: WireCode) -> Exchanged:
+    def _exchange(
+        self,
+        round_: SiteRound,
+        own: Tensor,
+        num_coded: int,
+        code: WireCode,
+        num_gathered: int,
+        probe: Probe | None,
+    ) -> Exchanged:
         started_s = time.perf_counter()
         # A meeting point that was started again counts epochs from 1.
         if (round_.epoch, round_.members) != (self._epoch, self._members):
@@ -171,25 +205,45 @@ class SiteLinks:
         is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == own.dtype)
         decoded = own.clone() if is_lossy else own
         sent_bytes = 0
-        parts = [
-            (slice(first, min(first + PART_ELEMENTS, num_coded)), code) for first in range(0, num_coded, PART_ELEMENTS)
-        ]
-        parts += [
-            (slice(first, min(first + PART_ELEMENTS, len(own))), PlainCode(own.dtype))
-            for first in range(num_coded, len(own), PART_ELEMENTS)
-        ]
+        num_averaged = num_coded - num_gathered
+        of_members = own.new_zeros(len(round_.members), num_gathered) if num_gathered else None
+        parts = [(part, code) for part in _slices(0, num_averaged)]
+        parts += [(part, code) for part in _slices(num_averaged, num_coded)]
+        parts += [(part, PlainCode(own.dtype)) for part in _slices(num_coded, len(own))]
         for part, part_code in parts:
             payload = part_code.encode(own[part])
             received = [torch.empty_like(payload) for _ in round_.members]
             self._group.allgather([received], [payload]).wait()
             sent_bytes += payload.nbytes * (len(round_.members) - 1)
             total = mean[part].zero_()
-            for weight, values in zip(round_.weights, received, strict=True):
-                if weight:
+            is_gathered = num_averaged <= part.start < num_coded
+            for member, (weight, values) in enumerate(zip(round_.weights, received, strict=True)):
+                if weight and is_gathered:
+                    assert of_members is not None
+                    place = slice(part.start - num_averaged, part.stop - num_averaged)
+                    of_members[member, place] = part_code.decode(values, total)
+                elif weight:
                     total.add_(part_code.decode(values, total), alpha=weight)
             if decoded is not own:
                 decoded[part] = part_code.decode(payload, total)
-        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s)
+        probes = None if probe is None else self._exchange_probe(probe)
+        if probes is not None:
+            sent_bytes += probes[0].nbytes * (len(round_.members) - 1)
+        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, of_members, probes)
+
+    def _exchange_probe(self, probe: Probe) -> Tensor | None:
+        """Return the values of all members; None if their keys or sizes differ."""
+        heads = self._all_gather(torch.tensor([probe.key, probe.values.numel()]))
+        if not probe.values.numel() or not all(torch.equal(head, heads[0]) for head in heads):
+            return None
+        return torch.stack(self._all_gather(probe.values.contiguous()))
+
+    def _all_gather(self, values: Tensor) -> list[Tensor]:
+        """Return the tensors of all members, as bytes on the way: gloo has no int16."""
+        payload = values.view(torch.uint8)
+        received = [torch.empty_like(payload) for _ in self._members]
+        self._group.allgather([received], [payload]).wait()
+        return [payload.view(values.dtype) for payload in received]
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
         """Connect to this rank's equals; returns once all are connected."""
@@ -198,3 +252,8 @@ class SiteLinks:
         self._group = gloo_group(store, members.index(self._number), len(members), self._host, self._timeout)
         self._epoch = epoch
         self._members = members
+
+
+def _slices(first: int, end: int) -> list[slice]:
+    """Return slices of at most `PART_ELEMENTS` elements."""
+    return [slice(at, min(at + PART_ELEMENTS, end)) for at in range(first, end, PART_ELEMENTS)]

@@ -16,6 +16,13 @@ from moefold.cost.site_traffic import BLOCK, CHUNK, NUM_BINS, SCALE_BYTES, WireF
 _INT8_MAX = 127.0
 _FP4_MIN_EXPONENT = -6
 """Smallest magnitude of fp4, a power of two below the scale."""
+_EXPONENT_BIAS = 127
+_MANTISSA_BITS = 23
+_MAGNITUDE_BITS = 0x7FFFFFFF
+"""All bits of a float32 but the sign."""
+_HALF_MANTISSA = 1 << _MANTISSA_BITS - 1
+_HALF_FP4_MIN = _EXPONENT_BIAS + _FP4_MIN_EXPONENT - 1 << _MANTISSA_BITS
+"""Bits of half of the smallest magnitude of fp4, as float32."""
 _GROUPS = 512
 """Groups of a chunk whose maxima are compared first."""
 
@@ -111,21 +118,23 @@ class Fp4Code(_BlockCode):
     format = wire_format("fp4", 4)
 
     def _encode(self, ratios: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(ratios.abs())
-        # mantissa is in [0.5, 1): 0.75 is half-way between two powers of two.
-        power = torch.where(mantissa >= 0.75, exponent, exponent - 1)
-        level = torch.where(power >= _FP4_MIN_EXPONENT, power - _FP4_MIN_EXPONENT + 1, 1)
-        level = torch.where(ratios.abs() >= 2.0 ** (_FP4_MIN_EXPONENT - 1), level, 0)
-        codes = (level + 8 * (ratios < 0)).to(torch.uint8)
-        if len(codes) % 2:
-            codes = torch.cat([codes, codes.new_zeros(1)])
+        padded = functional.pad(ratios, (0, len(ratios) % 2))
+        bits = padded.view(torch.int32)
+        magnitudes = bits & _MAGNITUDE_BITS
+        # Half a mantissa carries into the exponent from 1.5 on, which is half-way between two powers of two.
+        level = (magnitudes + _HALF_MANTISSA >> _MANTISSA_BITS) - (_EXPONENT_BIAS + _FP4_MIN_EXPONENT - 1)
+        # Below the smallest power, half of it is half-way to 0.
+        level = torch.maximum(level, (magnitudes >= _HALF_FP4_MIN).int())
+        codes = (level | (bits < 0).int() << 3).to(torch.uint8)
         return codes[::2] | codes[1::2] << 4
 
     def _decode(self, codes: Tensor, numel: int) -> Tensor:
         both = torch.stack([codes & 15, codes >> 4], 1).flatten()[:numel].int()
-        powers = [0.0, *(2.0**exponent for exponent in range(_FP4_MIN_EXPONENT, 1))]
-        value = torch.tensor(powers)[both & 7]
-        return torch.where(both >= 8, -value, value)
+        level = both & 7
+        bits = level + (_EXPONENT_BIAS + _FP4_MIN_EXPONENT - 1) << _MANTISSA_BITS
+        # A level of 0 is 0; the sign is the highest of 32 bits.
+        bits = bits * (level > 0) | both >> 3 << 31
+        return bits.view(torch.float32)
 
 
 class SparseCode(WireCode):

@@ -510,7 +510,7 @@ class FaultsConfig:
     on_loss: Literal["stop", "regroup"] = "stop"
     """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
     resumes. regroup: the other ranks go on in their processes, with fewer data-parallel replicas and the same global
-    batch, from a snapshot in memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
+    batch, from memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
     min_ranks: int = 1
     """Fewest ranks to go on with after a regroup; with fewer, the job ends."""
 

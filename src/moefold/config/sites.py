@@ -20,15 +20,22 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "precision": "fp4",
             }
         ),
+        "noloco": MappingProxyType({"topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False, "every": 50}),
         "sparseloco": MappingProxyType(
             {"lr": 1.0, "momentum": 0.0, "density": 1 / 64, "values": 2, "residual": 0.95},
         ),
         "co2": MappingProxyType({"lr": 1.0, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1.0}),
+        "spes": MappingProxyType(
+            {"lr": 1.0, "momentum": 0.0, "every": 50, "experts": "own", "merge_experts": 0.01},
+        ),
     }
 )
 """Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. sparseloco:
-arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where every is 48."""
+diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. noloco:
+arXiv:2506.10911 and its code. sparseloco: arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where
+every is 48. spes: arXiv:2602.11543."""
+NUM_SIMILAR = 4
+"""Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
 
 
 def method_values(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,14 +64,21 @@ class SitesConfig:
     secret: str = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco", "streaming", "sparseloco", "co2"] = "mean"
+    method: Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512). sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next
-    round (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265)."""
+    (arXiv:2501.18512). noloco: random pairs of sites, whose outer weights also pull each other (arXiv:2506.10911).
+    sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next round
+    (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265). spes: the mean,
+    and each site trains its own experts (arXiv:2602.11543)."""
     every: int = DEFAULT_EVERY
-    """Steps between two rounds, in which the sites exchange the differences of their weights since the last round."""
+    """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
+    may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
+    topology: Literal["all", "pairs"] = "all"
+    """Sites that exchange with each other in a round. all: every site of the round. pairs: random pairs, drawn from
+    run.seed and the number of the round; an odd site rests. The outer weights then differ between sites, and the round
+    after the last step takes the mean of all sites' weights."""
     first: int = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
@@ -103,8 +117,23 @@ class SitesConfig:
     reset to zero."""
     weigh: Literal["tokens", "even"] = "tokens"
     """Weights of the sites in a mean: tokens since their last round, or all the same."""
+    experts: Literal["average", "own"] = "average"
+    """own: site n trains the routed experts n, n + count, n + 2 * count, ... of each MoE layer and sends those; it
+    routes to all experts, has no optimizer moments of the others, and gets them from their sites (SPES,
+    arXiv:2602.11543). average: every site trains all experts."""
+    merge_experts: float = 0.0
+    """Share alpha of the merging of experts in the warm-up (experts="own"): after a round, each expert E becomes
+    E + alpha * mean(E_d - E) over the 4 experts E_d of the layer with the most similar w_gate. alpha falls linearly to
+    0 at merge_until. 0: no merging."""
+    merge_every: int = 500
+    """Steps between two mergings of experts; a multiple of every."""
+    merge_until: int = 10000
+    """Step at which the share of the merging is 0."""
     quorum: int = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
+    grace_s: float = 0.0
+    """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
+    them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
     timeout_s: float = 60.0
     """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
 
@@ -124,9 +153,24 @@ class SitesConfig:
         return self.overlap == self.every
 
     @property
+    def owns_experts(self) -> bool:
+        """Return whether each site trains experts of its own."""
+        return self.count > 1 and self.experts == "own"
+
+    @property
+    def num_expert_owners(self) -> int:
+        """Return the number of sites among which the experts of a layer are divided; 1: each site trains all."""
+        return self.count if self.owns_experts else 1
+
+    @property
     def num_states(self) -> int:
-        """Return the number of tensors that the outer optimizer keeps for each weight."""
-        return (1 + (self.momentum > 0) + (self.residual > 0)) * self.is_active
+        """Return the number of tensors that the outer optimizer keeps for each weight, without the residual."""
+        return (1 + (self.momentum > 0)) * self.is_active
+
+    @property
+    def has_residual(self) -> bool:
+        """Return whether the outer optimizer keeps a residual for each weight that the site trains."""
+        return self.is_active and self.residual > 0
 
     @property
     def starts_all(self) -> bool:

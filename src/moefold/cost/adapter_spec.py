@@ -121,3 +121,8 @@ def _all_adapters(model: ModelConfig, lora: LoraConfig) -> Iterator[ParamSpec]:
 def training_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec]:
     """Return every parameter of a model in training by its name: those of the model, and those of its adapters."""
     return model_weights(model) | adapter_weights(model, lora)
+
+
+def expert_names(model: ModelConfig, lora: LoraConfig) -> frozenset[str]:
+    """Return the names of the parameters of routed experts in training, those of their adapters included."""
+    return frozenset(name for name, weight in training_weights(model, lora).items() if weight.is_expert)

@@ -58,7 +58,7 @@ BF16_MOMENTUM_MUON_BYTES_PER_PARAM = 68
 
 SPSA_BYTES_PER_PARAM = 26
 """Memory traffic of SPSA: the weight is read and written for each pass and for the update, and the copy written. Normal
-numbers stay in the cache of a CPU; torch operations on a GPU move about 1000 bytes for each, which is not counted."""
+numbers, which stay in the cache of a CPU, are not counted."""
 
 ADAMW = OptimizerSpec(
     name="adamw",

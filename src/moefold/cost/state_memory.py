@@ -194,12 +194,15 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[ParamSpec], 
     """
     for weight in weights:
         numel = weight.dp_shards(shard_spec.degrees[weight.is_expert]).numel(0)
+        own_numel = numel // shard_spec.owners(weight)
         min_bytes = max(min_kib * 2**10, 1)
         offloaded = 0
-        if numel * shard_spec.moment_bytes >= min_bytes:
-            offloaded += numel * shard_spec.moment_bytes * shard_spec.num_moments(weight)
+        if own_numel * shard_spec.moment_bytes >= min_bytes:
+            offloaded += own_numel * shard_spec.moment_bytes * shard_spec.num_moments(weight)
         if numel * shard_spec.master_bytes >= min_bytes:
             offloaded += numel * shard_spec.outer_bytes
+        if own_numel * shard_spec.master_bytes >= min_bytes:
+            offloaded += own_numel * shard_spec.residual_bytes
         if offloaded:
             yield offloaded
 

@@ -89,6 +89,10 @@ class ShardSpec:
     """Whether frozen weights are in the compute type, except for those that are read in the master type."""
     outer_bytes: int = 0
     """Bytes of the outer weights and momentum per weight; 0 without sites."""
+    residual_bytes: int = 0
+    """Bytes of the outer residual per weight; 0 without one."""
+    expert_owners: int = 1
+    """Number of sites among which the experts are divided: moments and residual are of the own ones."""
     delay_bytes: int = 0
     """Bytes of the pending gradient and the last update per weight; 0 without train.gradient_delay."""
 
@@ -104,10 +108,16 @@ class ShardSpec:
             weight_bytes += shards.padded_numel * self.master_bytes
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            moments += shards.numel(dp_ranks[weight.is_expert]) * self.moment_bytes * self.num_moments(weight)
-            moments += shards.numel(dp_ranks[weight.is_expert]) * (self.outer_bytes + self.delay_bytes)
+            numel = shards.numel(dp_ranks[weight.is_expert])
+            moments += numel // self.owners(weight) * self.moment_bytes * self.num_moments(weight)
+            moments += numel // self.owners(weight) * self.residual_bytes
+            moments += numel * (self.outer_bytes + self.delay_bytes)
             moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
+
+    def owners(self, weight: ParamSpec) -> int:
+        """Return the number of sites among which the rows of a weight are divided."""
+        return self.expert_owners if weight.is_expert else 1
 
     def num_moments(self, weight: ParamSpec) -> int:
         """Return the number of moments of a weight."""
@@ -146,6 +156,8 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         trained_names=trained_names(cfg),
         narrows_frozen=cfg.trains_adapters_only,
         outer_bytes=master * cfg.sites.num_states,
+        residual_bytes=master * cfg.sites.has_residual,
+        expert_owners=cfg.sites.num_expert_owners,
         delay_bytes=master * (train.gradient_delay + (train.delay_correction > 0)),
     )
 

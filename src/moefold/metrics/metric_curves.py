@@ -1,4 +1,4 @@
-"""Curves of single metrics over the steps of metrics.jsonl: reinforcement learning and attention. numpy only."""
+"""Curves of single metrics over the steps of metrics.jsonl: reinforcement learning, attention, sites. numpy only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +24,14 @@ ATTENTION_CURVES = {
     "attention_bytes": "bytes sent",
 }
 """Metrics of planned attention, likewise."""
+SITE_CURVES = {
+    "difference": "difference",
+    "agreement": "agreement",
+    "routing_overlap": "routing overlap",
+    "router_distance": "router distance",
+    "spike": "loss spike",
+}
+"""Metrics of the key "sites", likewise."""
 ENDS = 10
 """The start and the end of a curve are means over a tenth of its values."""
 
@@ -33,7 +41,7 @@ class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Key of `RL_CURVES` or `ATTENTION_CURVES`."""
+    """Key of `RL_CURVES`, `ATTENTION_CURVES` or `SITE_CURVES`."""
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -72,6 +80,15 @@ def read_attention_curves(run_dir: Path) -> list[MetricCurve]:
         ConfigError: metrics.jsonl cannot be read.
     """
     return _read_curves(run_dir, ATTENTION_CURVES, None)
+
+
+def read_site_curves(run_dir: Path) -> list[MetricCurve]:
+    """Read the curves of the rounds of a site; none of a run without sites.
+
+    Raises:
+        ConfigError: metrics.jsonl cannot be read.
+    """
+    return _read_curves(run_dir, SITE_CURVES, "sites")
 
 
 def _read_curves(run_dir: Path, names: Iterable[str], section: str | None) -> list[MetricCurve]:

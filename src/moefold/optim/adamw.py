@@ -1,6 +1,6 @@
 """AdamW (arXiv:1711.05101) over local shards: fused over all parameters, or one by one with offloaded moments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ def _fused_adamw(
     counts: list[Tensor],
     group: dict[str, Any],
 ) -> None:
+    weights, grads, first, second, counts = _split_views(weights, grads, first, second, counts)
     assert all(_have_same_strides(w, g) for w, g in zip(weights, grads, strict=True))
     beta1, beta2 = group["betas"]
     rates = {key: group[key] for key in ("lr", "weight_decay", "eps")}
@@ -106,6 +107,27 @@ def _fused_adamw(
         beta2=beta2,
         **rates,
     )
+
+
+def _split_views(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
+    """Split weights that are every n-th row of a tensor into their rows: the fused kernel needs dense memory.
+
+    Args:
+        lists: weights, gradients, first and second moments, and step counts.
+
+    Returns:
+        The same lists, with rows in the place of such weights. Their first row has the step count itself, the others
+        have copies of it.
+    """
+    found: tuple[list[Tensor], ...] = ([], [], [], [], [])
+    for weight, grad, first, second, count in zip(*lists, strict=True):
+        columns: tuple[Sequence[Tensor], ...] = ([weight], [grad], [first], [second], [count])
+        if not _have_same_strides(weight, first):
+            tensors = [tensor.unbind() for tensor in (weight, grad, first, second)]
+            columns = (*tensors, [count, *count.repeat(len(weight) - 1).unbind()])
+        for total, column in zip(found, columns, strict=True):
+            total.extend(column)
+    return found
 
 
 def _have_same_strides(weight: Tensor, grad: Tensor) -> bool:

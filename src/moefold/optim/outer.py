@@ -10,18 +10,24 @@ With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual
 lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
 has rounds of its own (Streaming DiLoCo, arXiv:2501.18512).
 
+In rounds of pairs (NoLoCo, arXiv:2506.10911, eq. 2 with the signs of its code), g is the mean of two sites, and the
+outer weights differ between sites: g + phi - mean(phi) takes the place of g. The last round takes the mean of theta of
+all sites.
+
 Where a round is exchanged during the whole next one (CO2, arXiv:2401.16265), a site sets theta to phi when it sends D.
 The outer step is then taken on phi and theta alike, so that phi - theta stays what the site has moved since. As phi
 has taken an outer step since D was measured, g can be divided by 1 + |that step| / |g|.
+
+Where sites own experts (`optim/owned_experts.py`), a site sends the differences of its own experts alone, and g of an
+expert is the difference of its owner; 0 if the owner is no member of the round.
 
 Every operation is element by element, so that shards of any mapping give the same result, but for the blocks of codes.
 Each parameter begins a block, so that ranks with the same shard of a parameter decode the same values whatever else
 they hold.
 """
 
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +35,8 @@ from torch import Tensor, nn
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
+from moefold.optim.outer_round import OuterNorms, PendingRound, bits_to_float, dot, exact_square, float_to_bits, mix
+from moefold.optim.owned_experts import select_owned
 from moefold.optim.state_offload import StateStore
 from moefold.topology.fragments import fragment_of
 
@@ -37,40 +45,10 @@ STATES = ("weights", "momentum", "residual")
 FragmentsDue = Callable[[int], Sequence[int]]
 PENDING = "outer.pending."
 """Prefix of the checkpoint entries of a mean that is received and not applied yet."""
-
-
-@dataclass(frozen=True)
-class OuterNorms:
-    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its own."""
-
-    difference: float
-    """Of what this site sent: its difference D, with the residual."""
-    mean: float
-    """Of the mean difference g."""
-    product: float
-    """Dot product of both."""
-    weights: float
-    """Of the outer weights before the step."""
-    update: float
-    """Of the change of the outer weights; the same bits on all sites. 0 unless the next round divides by it."""
-
-    def to_tensor(self) -> Tensor:
-        """Return the first four sums, float64 [4]."""
-        return torch.tensor([self.difference, self.mean, self.product, self.weights], dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class PendingRound:
-    """A round that all its members voted for, to be applied after a later step."""
-
-    step: int
-    """Step after which the differences were taken."""
-    due: int
-    """Step after which it is applied."""
-    fragments: tuple[int, ...]
-    own: Tensor
-    """What this site sent."""
-    mean: Tensor
+EXPERT_OWNERS = "experts.owners"
+"""Key of `OuterOptimizer.state`: the number of sites that own experts."""
+EXPERT_OWNER = "experts.owner"
+"""Key of `OuterOptimizer.state`: the site whose experts have moments and residual in the checkpoint."""
 
 
 class OuterOptimizer:
@@ -87,6 +65,7 @@ class OuterOptimizer:
         num_fragments: fragments of the model.
         replicas: number of ranks that hold the same shard of a parameter, by name; 1 if absent. 0: another rank counts
             the parameter.
+        experts: names of the parameters of routed experts.
     """
 
     def __init__(
@@ -98,8 +77,12 @@ class OuterOptimizer:
         *,
         num_fragments: int = 1,
         replicas: Mapping[str, int] | None = None,
+        experts: Collection[str] = (),
     ) -> None:
-        self._parameters = dict(parameters)
+        self.owned = frozenset(experts).intersection(parameters) if settings.owns_experts else frozenset()
+        """Parameters of experts that sites own; empty: every site trains all experts."""
+        # They come last in the vector of a round.
+        self._parameters = {name: parameters[name] for name in sorted(parameters, key=self.owned.__contains__)}
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._settings = settings
         self._store = state_store
@@ -107,7 +90,13 @@ class OuterOptimizer:
         self._replicas = {} if replicas is None else replicas
         kinds = [True, settings.momentum > 0, settings.residual > 0]
         self._states = {
-            kind: {name: state_store.zeros(p.data, p.dtype) for name, p in self._parameters.items()} if is_kept else {}
+            kind: {
+                # Of other sites' experts nothing is sent, so that no code loses anything of it.
+                name: state_store.zeros(self._own(name, p.data) if kind == "residual" else p.data, p.dtype)
+                for name, p in self._parameters.items()
+            }
+            if is_kept
+            else {}
             for kind, is_kept in zip(STATES, kinds, strict=True)
         }
         first = next(iter(self._parameters.values()), None)
@@ -136,12 +125,16 @@ class OuterOptimizer:
 
     @property
     def residual(self) -> dict[str, Tensor]:
-        """Residual e by parameter; empty without one."""
+        """Residual e by parameter, of the site's own experts only; empty without one."""
         return self._states["residual"]
 
     def num_coded(self, fragments: Sequence[int]) -> int:
         """Return the elements of this rank's differences of weights, which come first in the vector of a round."""
         return sum(self._width(name) for name in self._names(fragments))
+
+    def num_gathered(self, fragments: Sequence[int]) -> int:
+        """Return the elements of owned experts, of which no mean is taken; they are the last of `num_coded`."""
+        return sum(self._width(name) for name in self.owned_names(fragments))
 
     @torch.no_grad()
     def start(self) -> None:
@@ -154,15 +147,15 @@ class OuterOptimizer:
         """Return what this site sends in a round of fragments, on the host; changes nothing.
 
         Returns:
-            D = phi - theta of the parameters, plus the decayed residual, each with zeros up to a whole block of the
-            code, then the buffers, [elements of this rank].
+            D = phi - theta of the parameters (of experts that sites own: of the site's own), plus the decayed residual,
+            each with zeros up to a whole block of the code, then the buffers, [elements of this rank].
         """
         num_coded = self.num_coded(fragments)
         buffers = [buffer for _, buffer in self._buffers_of(fragments)]
         flat = torch.zeros(num_coded + sum(buffer.numel() for buffer in buffers), dtype=self.dtype)
         first = 0
         for name, (weights, *residual) in self._visit(self._names(fragments), ["weights", "residual"]):
-            value = weights - local_tensor(self._parameters[name].data)
+            value = self._own(name, weights) - self._own(name, local_tensor(self._parameters[name].data))
             if residual:
                 value.add_(residual[0], alpha=self._settings.residual)
             flat[first : first + value.numel()].copy_(value.flatten())
@@ -171,6 +164,47 @@ class OuterOptimizer:
             flat[first : first + buffer.numel()].copy_(buffer.flatten())
             first += buffer.numel()
         return flat
+
+    @torch.no_grad()
+    def outer_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the outer weights, placed as the differences of `difference`, on the host [num_coded]."""
+        flat = torch.zeros(self.num_coded(fragments), dtype=self.dtype)
+        first = 0
+        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
+            flat[first : first + weights.numel()].copy_(weights.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def local_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the weights theta and the buffers, placed as in `difference`, on the host."""
+        flat = self.difference(fragments)
+        first = 0
+        for name in self._names(fragments):
+            theta = local_tensor(self._parameters[name].data)
+            flat[first : first + theta.numel()].copy_(theta.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
+        """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
+
+        Args:
+            own: what `difference` returned for the round.
+            mean: the weighted mean of what `local_vector` returned on the sites.
+            fragments: the fragments of the round.
+        """
+        sums = [0.0] * 5
+        names = self._names(fragments)
+        parts = zip(self._parts(names, own), self._parts(names, mean), strict=True)
+        for (name, (weights,)), (own_d, merged) in zip(self._visit(names, ["weights"]), parts, strict=True):
+            self._add_norms(sums, name, weights, own_d, weights - merged)
+            weights.copy_(merged)
+            local_tensor(self._parameters[name].data).copy_(merged)
+        self._set_buffers(mean, fragments)
+        difference, mean_square, product, outer, averaged = sums
+        return OuterNorms(difference, mean_square, product, outer, averaged, 0.0)
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
@@ -184,8 +218,41 @@ class OuterOptimizer:
         lost = sent - decoded
         # Of weights that are not finite, which the sites do not read, nothing is left for the next round.
         lost = torch.where(lost.isfinite(), lost, 0.0)
-        for _, (residual,), part in self._split(self._names(fragments), ["residual"], lost):
+        names = self._names(fragments)
+        for (_, (residual,)), part in zip(self._visit(names, ["residual"]), self._parts(names, lost), strict=True):
             residual.copy_(part)
+
+    def assemble(
+        self, fragments: Sequence[int], mean: Tensor, of_members: Tensor | None, members: Sequence[int]
+    ) -> Tensor:
+        """Return g of a round, on the host, where sites own experts; else the mean itself.
+
+        Args:
+            fragments: the fragments of the round.
+            mean: the weighted mean of the members' vectors; not read for owned experts.
+            of_members: the decoded differences of each member's experts, [members, `num_gathered`]; zeros of a member
+                that does not count. None: no experts are owned.
+            members: the sites of the round.
+
+        Returns:
+            g of the parameters, each with zeros up to a whole block of the code, but of owned experts whole and without
+            these zeros, then the means of the buffers.
+        """
+        if not self.owned or of_members is None:
+            return mean
+        num_coded = self.num_coded(fragments)
+        found = [mean[: num_coded - self.num_gathered(fragments)]]
+        first = 0
+        for name in self.owned_names(fragments):
+            theta = local_tensor(self._parameters[name].data)
+            rows = torch.zeros(theta.shape, dtype=self.dtype)
+            owned = rows[: len(rows) // self._settings.count]
+            for member, values in zip(members, of_members, strict=True):
+                part = values[first : first + owned.numel()].view(owned.shape)
+                rows[member :: self._settings.count] = part
+            first += self._width(name)
+            found.append(rows.flatten())
+        return torch.cat([*found, mean[num_coded:]])
 
     @torch.no_grad()
     def begin_next_round(self, fragments: Sequence[int] = (0,)) -> None:
@@ -201,7 +268,8 @@ class OuterOptimizer:
             fragments: the fragments of the round.
             sent: what `difference` returned; the residual is still that of then.
         """
-        for name, residual, part in self._split(self._names(fragments), ["residual"], sent):
+        names = self._names(fragments)
+        for (name, residual), part in zip(self._visit(names, ["residual"]), self._parts(names, sent), strict=True):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
 
@@ -224,7 +292,7 @@ class OuterOptimizer:
         """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
         names = self._names(fragments)
         parts = zip(names, self._parts(names, mean), strict=True)
-        return sum(_exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
+        return sum(exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
 
     @torch.no_grad()
     def step(
@@ -241,7 +309,7 @@ class OuterOptimizer:
 
         Args:
             own: what `difference` returned for the round.
-            mean: the weighted mean of the sites' vectors; `own` itself in a round of one site.
+            mean: what `assemble` returned; `own` itself in a round of one site that owns no experts.
             fragments: the fragments of the round.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
             moves_both: move the weights as the outer weights are moved, and the buffers by what `mean` has for them.
@@ -249,17 +317,15 @@ class OuterOptimizer:
         """
         settings = self._settings
         is_own = mean is own and not keep_local and not settings.residual and not moves_both
-        sums = [0.0] * 4
+        sums = [0.0] * 5
         update_square = 0.0
         names = self._names(fragments)
-        own_parts = self._parts(names, own)
-        for name, (weights, *momentum), mean_g in self._split(names, ["weights", "momentum"], mean):
+        visits = self._visit(names, ["weights", "momentum"])
+        parts = (self._parts(names, own), self._parts(names, mean, is_mean=True))
+        for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
-            own_d = next(own_parts)
             share = self._replicas.get(name, 1)
-            if share:
-                pairs = ((own_d, own_d), (mean_g, mean_g), (own_d, mean_g), (weights, weights))
-                sums = [total + _dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
+            self._add_norms(sums, name, weights, own_d, mean_g)
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -267,21 +333,15 @@ class OuterOptimizer:
             drift = weights - theta if moves_both else None
             update = self._update(mean_g * (1 / penalty) if penalty != 1 else mean_g, momentum)
             if share and settings.penalty:
-                update_square += _exact_square(settings.lr * update) / share
+                update_square += exact_square(settings.lr * update) / share
             weights.add_(update, alpha=-settings.lr)
             if drift is not None:
                 theta.copy_(weights - drift)
             else:
-                _mix(theta, weights, keep_local)
-        first = self.num_coded(fragments)
-        for _, buffer in self._buffers_of(fragments):
-            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
-            first += buffer.numel()
-            if moves_both:
-                buffer.add_(part)
-            else:
-                _mix(buffer, part, keep_local)
-        return OuterNorms(sums[0], sums[1], sums[2], sums[3], update_square)
+                self._take_outer(name, theta, weights, keep_local)
+        self._set_buffers(mean, fragments, keep_local, moves_both=moves_both)
+        difference, mean_g_square, product, outer, averaged = sums
+        return OuterNorms(difference, mean_g_square, product, outer, averaged, update_square)
 
     def _update(self, mean_g: Tensor, momentum: Sequence[Tensor]) -> Tensor:
         """Return the update of outer weights before the learning rate, and move their momentum, if there is one."""
@@ -292,6 +352,53 @@ class OuterOptimizer:
         if settings.clip:
             momentum[0].clamp_(-settings.clip, settings.clip)
         return mean_g.add(momentum[0], alpha=settings.momentum) if settings.nesterov else momentum[0]
+
+    def owned_names(self, fragments: Sequence[int]) -> list[str]:
+        """Return the parameters of experts that sites own, of some fragments."""
+        return [name for name in self._names(fragments) if name in self.owned]
+
+    def visit_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names with this rank's outer weights on the device, to be changed in place."""
+        for name, (weights,) in self._visit(names, ["weights"]):
+            yield name, weights
+
+    @torch.no_grad()
+    def take_weights(self, names: Sequence[str]) -> None:
+        """Set parameters to their outer weights; local."""
+        for name, weights in self.visit_weights(names):
+            local_tensor(self._parameters[name].data).copy_(weights)
+
+    def visit_round(self, pending: PendingRound) -> Iterator[tuple[str, Tensor, Tensor, Tensor, int]]:
+        """Yield what a round does to each parameter, before its outer step.
+
+        Yields:
+            Its name, D of this site, g and phi, of the rows that this site sends; and the number of ranks with the same
+            shard, 0 if another rank counts it.
+        """
+        names = self._names(pending.fragments)
+        visits = self._visit(names, ["weights"])
+        parts = (self._parts(names, pending.own), self._parts(names, pending.mean, is_mean=True))
+        for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
+            yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
+
+    @torch.no_grad()
+    def swap_weights(self) -> None:
+        """Exchange the weights with the outer weights, to evaluate these; local."""
+        for name, weights in self.visit_weights(list(self._parameters)):
+            theta = local_tensor(self._parameters[name].data)
+            present = theta.clone()
+            theta.copy_(weights)
+            weights.copy_(present)
+
+    @torch.no_grad()
+    def has_own_weights(self) -> bool:
+        """Return whether a weight of this rank differs from the outer weight; local."""
+        names = list(self._parameters)
+        # To the end, as the visit writes offloaded weights back.
+        differs = [
+            not torch.equal(local_tensor(self._parameters[name].data), w) for name, w in self.visit_weights(names)
+        ]
+        return any(differs)
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
@@ -305,6 +412,7 @@ class OuterOptimizer:
             "rounds": self.num_rounds,
             **tokens,
             **{kind: 1 for kind in STATES if self._states[kind]},
+            **self._owner_state(),
             **({} if self.pending is None else {"pending.step": self.pending.step, "pending.due": self.pending.due}),
             **({"last_update.bits": float_to_bits(self.last_update)} if self._settings.penalty else {}),
         }
@@ -329,7 +437,8 @@ class OuterOptimizer:
             entries = self.pending_entries(fragments)
             load(entries)
             mean = self.pending_mean(entries)
-            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, mean.clone(), mean)
+            own = self._own_part(fragments, mean)
+            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, own, mean)
 
     @torch.no_grad()
     def adopt(self, num_rounds: int, tokens: int) -> None:
@@ -339,8 +448,9 @@ class OuterOptimizer:
             num_rounds: rounds of these outer weights.
             tokens: tokens that this site has trained on.
         """
-        for name, (weights, *residual) in self._visit(list(self._parameters), ["weights", "residual"]):
-            local_tensor(self._parameters[name].data).copy_(weights)
+        names = list(self._parameters)
+        self.take_weights(names)
+        for _, residual in self._visit(names, ["residual"]):
             for tensor in residual:
                 tensor.zero_()
         self.num_rounds = num_rounds
@@ -356,13 +466,13 @@ class OuterOptimizer:
         """
         entries = {}
         names = self._names(fragments)
-        parts = (None,) * len(names) if mean is None else self._parts(names, mean)
+        parts = (None,) * len(names) if mean is None else self._parts(names, mean, is_mean=True)
         for name, part in zip(names, parts, strict=True):
             tensor = torch.zeros_like(self._parameters[name].data)
             if part is not None:
                 local_tensor(tensor).copy_(part)
             entries[f"{PENDING}{name}"] = tensor
-        first = self.num_coded(fragments)
+        first = self._num_in_mean(fragments)
         for name, buffer in self._buffers_of(fragments):
             tensor = torch.zeros(buffer.shape, dtype=self.dtype)
             if mean is not None:
@@ -377,7 +487,7 @@ class OuterOptimizer:
         for entry, tensor in entries.items():
             values = local_tensor(tensor).flatten().to("cpu", self.dtype)
             name = entry.removeprefix(PENDING)
-            padding = self._width(name) - len(values) if name in self._parameters else 0
+            padding = self._width(name, is_mean=True) - len(values) if name in self._parameters else 0
             parts += [values, values.new_zeros(padding)]
         return torch.cat(parts)
 
@@ -393,9 +503,71 @@ class OuterOptimizer:
         """Return the states that are on the device between rounds."""
         return [tensor for tensor in self.entries().values() if not self._store.is_offloaded(tensor)]
 
-    def _width(self, name: str) -> int:
-        """Return the elements of a parameter in the vector of a round: whole blocks of the code."""
-        return -(-local_tensor(self._parameters[name].data).numel() // self.code.block) * self.code.block
+    def _add_norms(self, sums: list[float], name: str, weights: Tensor, own: Tensor, mean: Tensor) -> None:
+        """Add the part of a parameter to the sums of `OuterNorms`, but for the update."""
+        if share := self._replicas.get(name, 1):
+            zero = own.new_zeros(1)
+            d, g = (zero, zero) if name in self.owned else (own, mean)
+            for index, (x, y) in enumerate(((own, own), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))):
+                sums[index] += dot(x, y) / share
+
+    def _set_buffers(
+        self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0, *, moves_both: bool = False
+    ) -> None:
+        first = self._num_in_mean(fragments)
+        for _, buffer in self._buffers_of(fragments):
+            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
+            first += buffer.numel()
+            if moves_both:
+                buffer.add_(part)
+            else:
+                mix(buffer, part, keep_local)
+
+    def _owner_state(self) -> dict[str, int]:
+        settings = self._settings
+        return {EXPERT_OWNERS: settings.count, EXPERT_OWNER: settings.number} if settings.owns_experts else {}
+
+    def _own(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the rows of this site's experts of a parameter that sites own; another one as it is."""
+        return select_owned(tensor, self._settings.count, self._settings.number) if name in self.owned else tensor
+
+    def _width(self, name: str, *, is_mean: bool = False) -> int:
+        """Return the elements of a parameter in the vector of a round: whole blocks of the code.
+
+        Args:
+            name: name of the parameter.
+            is_mean: the vector is what `assemble` returns, which has all owned experts.
+        """
+        local = local_tensor(self._parameters[name].data)
+        if name in self.owned and is_mean:
+            return local.numel()
+        return -(-self._own(name, local).numel() // self.code.block) * self.code.block
+
+    def _num_in_mean(self, fragments: Sequence[int]) -> int:
+        """Return the elements of what `assemble` returns that are not of buffers."""
+        return sum(self._width(name, is_mean=True) for name in self._names(fragments))
+
+    def _own_part(self, fragments: Sequence[int], mean: Tensor) -> Tensor:
+        """Return the elements of what `assemble` returned that this site would send."""
+        if not self.owned:
+            return mean.clone()
+        names = self._names(fragments)
+        found = []
+        for name, part in zip(names, self._parts(names, mean, is_mean=True), strict=True):
+            values = self._own(name, part).flatten().to("cpu", self.dtype)
+            found += [values, values.new_zeros(self._width(name) - len(values))]
+        return torch.cat([*found, mean[self._num_in_mean(fragments) :]])
+
+    def _take_outer(self, name: str, theta: Tensor, weights: Tensor, keep_local: float) -> None:
+        """Let the outer weights replace a share of the site's own; all of experts that it does not train."""
+        kept = self._own(name, theta)
+        if name in self.owned and keep_local:
+            kept = kept.clone()
+            theta.copy_(weights)
+            mix(kept, self._own(name, weights), keep_local)
+            self._own(name, theta).copy_(kept)
+        else:
+            mix(theta, weights, keep_local)
 
     def _names(self, fragments: Sequence[int]) -> list[str]:
         return [name for name in self._parameters if fragment_of(name, self._num_fragments) in fragments]
@@ -408,52 +580,17 @@ class OuterOptimizer:
         states = [[self._states[kind][name] for kind in kinds if self._states[kind]] for name in names]
         yield from zip(names, self._store.prefetch(states), strict=True)
 
-    def _parts(self, names: Sequence[str], vector: Tensor) -> Iterator[Tensor]:
-        """Yield the part of each parameter in the vector of a round, in the parameter's shape, type and device."""
+    def _parts(self, names: Sequence[str], vector: Tensor, *, is_mean: bool = False) -> Iterator[Tensor]:
+        """Yield the part of each parameter in the vector of a round, in the parameter's shape, type and device.
+
+        Args:
+            names: the parameters of the round.
+            vector: what `difference` returned, with a site's own experts; with `is_mean`, what `assemble` returned.
+            is_mean: see `vector`.
+        """
         first = 0
         for name in names:
             theta = local_tensor(self._parameters[name].data)
-            yield vector[first : first + theta.numel()].to(theta).view_as(theta)
-            first += self._width(name)
-
-    def _split(
-        self, names: Sequence[str], kinds: Sequence[str], vector: Tensor
-    ) -> Iterator[tuple[str, list[Tensor], Tensor]]:
-        """Yield each parameter's name, local states, and part of the vector of a round."""
-        parts = self._parts(names, vector)
-        for name, states in self._visit(names, kinds):
-            yield name, states, next(parts)
-
-
-def _mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
-    if keep_local:
-        mixed = (keep_local * tensor).add_(outer, alpha=1 - keep_local)
-        tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))
-    else:
-        tensor.copy_(outer)
-
-
-def float_to_bits(number: float) -> int:
-    """Return the bits of a float64, for state that is kept as integers."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
-
-
-def bits_to_float(bits: int) -> float:
-    """Return the float64 of what `float_to_bits` returned."""
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
-
-
-def _exact_square(x: Tensor) -> float:
-    """Return the sum of squares in float64, by halves: its bits do not depend on the machine."""
-    total = x.flatten().double().square()
-    while len(total) > 1:
-        half = -(-len(total) // 2)
-        total[: len(total) - half] += total[half:]
-        total = total[:half]
-    return float(total.sum())
-
-
-def _dot(x: Tensor, y: Tensor) -> float:
-    return float((x.double() * y.double()).sum())
+            part = theta if is_mean else self._own(name, theta)
+            yield vector[first : first + part.numel()].to(theta).view(part.shape)
+            first += self._width(name, is_mean=is_mean)

@@ -2,12 +2,13 @@
 
 A site is an ordinary job of step time t. With one fragment after the other, each of which has a round every H steps,
 
-    exchange = messages * (R - 1) * latency + (R - 1) * bytes / bandwidth
+    exchange = (R - 1) * (messages * latency + bytes / bandwidth) + coding
     exposed  = 4 * latency + max(0, exchange - overlap * t)
     utilisation = H * t / (H * t + sum of exposed over the fragments)
 
-where bytes are those of all ranks of a site, and a round asks the meeting point twice, for its members and for the
-vote. Not counted: copies to the host, coding and the outer step.
+where R sites exchange with each other (2 in pairs), bytes are those of all ranks of a site, messages and coding those
+of its fullest rank, and a round asks the meeting point twice, for its members and for the vote. A round that is
+exchanged during the whole next one (CO2) has overlap = H. Not counted: copies to the host and the outer step.
 
 Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
 with the whole step, max(t, exchange), which no implementation reaches.
@@ -17,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any, cast
 
 from moefold.config.schema import Config
@@ -36,6 +38,17 @@ MAX_PUBLISHED_EVERY = 500
 """Largest `every` of published runs (arXiv:2311.08105)."""
 KEEP_LOCAL = 0.5
 """Share of a site's own weights that stays if rounds overlap, as in Streaming DiLoCo."""
+CODING_S = MappingProxyType(
+    {
+        "float32": (0.0, 0.5e-9),
+        "bfloat16": (0.5e-9, 0.6e-9),
+        "int8": (3e-9, 1.2e-9),
+        "fp4": (7e-9, 4e-9),
+    }
+)
+"""Seconds to encode an element, and to decode and add it, on one core of a host, by sites.precision (docs/log.md)."""
+TOP_K_CODING_S = (10e-9, 0.7e-9)
+"""The same with sites.density below 1."""
 PRECISIONS = ("float32", "bfloat16", "int8", "fp4")
 """Values of sites.precision, from the most to the fewest bits."""
 MEETING_MESSAGES = 4
@@ -51,6 +64,8 @@ class RoundVolume:
     """Of all ranks of the site."""
     messages: int = 1
     """Messages of a rank, one after the other."""
+    coding_s: float = 0.0
+    """Seconds in which a rank encodes its vector and decodes those of all members."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +75,7 @@ class RoundSettings:
     precision: str
     every: int
     overlap: int
-
-    @property
-    def text(self) -> str:
-        """The keys as a recipe and the command line have them."""
-        return f"every={self.every} precision={self.precision} overlap={self.overlap}"
+    """Equal to `every`: a round is exchanged during the whole next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +129,29 @@ class SiteCost:
         count: sites.
         step_s: step time of a site.
         volumes: content of the rounds of each fragment, by precision.
+        in_pairs: a site exchanges with one other site in a round, and not with all.
     """
 
-    def __init__(self, link: SiteLink, count: int, step_s: float, volumes: Mapping[str, Sequence[RoundVolume]]) -> None:
+    def __init__(
+        self,
+        link: SiteLink,
+        count: int,
+        step_s: float,
+        volumes: Mapping[str, Sequence[RoundVolume]],
+        *,
+        in_pairs: bool = False,
+    ) -> None:
         self.link = link
         self.count = count
-        self.peers = count - 1
+        self.peers = 1 if in_pairs else count - 1
         """Sites that a site sends to in a round."""
         self.step_s = step_s
         self.volumes = volumes
 
     def exchange_s(self, volume: RoundVolume) -> float:
-        """Return the seconds of the exchange of a fragment: each site sends its vectors to all others."""
-        return self.peers * (volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s)
+        """Return the seconds of the exchange of a fragment: each site sends its vectors to the others."""
+        transfer_s = volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s
+        return self.peers * transfer_s + volume.coding_s
 
     def exposed_s(self, precision: str, overlap: int) -> float:
         """Return the seconds in which a site does not train, of one round of every fragment."""
@@ -156,9 +177,17 @@ class SiteCost:
 
     def least_every(self, precision: str, overlap: int, target: float = TARGET) -> int:
         """Return the fewest steps between the rounds of a fragment with which a site reaches a utilisation."""
-        fewest = math.ceil(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s * (1 - 1e-12))
+        fewest = _round_up(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s)
         # Each fragment has a round of its own, and its exchange ends before the next one begins.
         return max(fewest, len(self.volumes[precision]) * (overlap + 1))
+
+    def least_every_of_whole_rounds(self, precision: str, target: float = TARGET) -> int:
+        """Return the same where a round is exchanged during the whole next one, so that overlap is equal to it."""
+        meeting_s = MEETING_MESSAGES * self.link.latency_s
+        (volume,) = self.volumes[precision]
+        # H * t is at least u / (1 - u) times the exposed time, whether a part of the exchange is exposed or not.
+        part_exposed_s = target * (meeting_s + self.exchange_s(volume))
+        return max(1, _round_up(max(target / (1 - target) * meeting_s, part_exposed_s) / self.step_s))
 
     def data_parallel(self, num_bytes: float) -> DataParallelRate:
         """Return the speed of data parallelism at best: a ring all-reduce overlapped with the whole step.
@@ -177,6 +206,9 @@ class SitePlan:
     """Settings of sites over a link, for a site under one mapping."""
 
     cost: SiteCost
+    density: float
+    """Share of the differences that is sent; below 1, `values` bits of each are, and the precision has no effect."""
+    values: int
     recipe: SiteRate
     """Of the recipe's own settings."""
     options: tuple[tuple[SiteRate, SiteRate], ...]
@@ -197,6 +229,7 @@ class SitePlan:
             "latency_s": cost.link.latency_s,
             "step_time_s": cost.step_s,
             "fragments": len(self.recipe.exchanges_s),
+            "density": self.density,
             "recipe": self.recipe.as_dict(),
             "chosen": self.chosen.as_dict() | {"keep_local": self.keep_local},
             "options": [rate.as_dict() for pair in self.options for rate in dict.fromkeys(pair)],
@@ -208,10 +241,25 @@ class SitePlan:
         }
 
 
-def site_volumes(cfg: Config, precision: str | None) -> tuple[RoundVolume, ...]:
-    """Return the content of the rounds of a recipe's fragments under another precision; None: its own settings."""
+def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume, ...]:
+    """Return the content of the rounds of a recipe's fragments.
+
+    Args:
+        cfg: a recipe with sites under a mapping that `check_config` passed.
+        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
+    """
+    sites = cfg.sites
     code = recipe_format(cfg, precision)
-    return tuple(RoundVolume(part.num_bytes(code), part.messages) for part in site_traffic(cfg, precision))
+    name = precision or sites.precision
+    is_sparse = precision is None and sites.density < 1
+    encode_s, decode_s = TOP_K_CODING_S if is_sparse else CODING_S[name]
+    # A site also decodes its own vector, if its code loses anything.
+    num_members = 2 if sites.topology == "pairs" else sites.count
+    num_decoded = num_members + (is_sparse or name != "float32")
+    return tuple(
+        RoundVolume(part.num_bytes(code), part.messages, part.rank_coded * (encode_s + num_decoded * decode_s))
+        for part in site_traffic(cfg, precision)
+    )
 
 
 def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
@@ -219,7 +267,8 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
 
     If the recipe's settings do, they are chosen. Else the least overlap, and with it the most bits, with which the
     recipe's `every` is enough; if none is, that with an `every` near the lowest. If rounds overlap in the chosen
-    settings and not in the recipe, half of a site's own weights stays.
+    settings and not in the recipe, half of a site's own weights stays. Top-k, averaged moments and rounds that are
+    exchanged during the whole next one stay as they are.
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
@@ -227,35 +276,69 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         step_s: step time of a site.
     """
     sites = cfg.sites
-    # A residual is the rounding error of a code, and float32 has none. A share of local weights stays in an overlap.
-    precisions = [name for name in PRECISIONS if name != "float32" or not sites.residual]
-    if sites.density < 1:
-        precisions = [sites.precision]
-    overlaps = range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
-    volumes = {name: site_volumes(cfg, name if sites.density == 1 else None) for name in precisions}
-    cost = SiteCost(link, sites.count, step_s, volumes)
+    precisions = _precisions(sites)
+    volumes = {name: site_volumes(cfg, None if sites.density < 1 else name) for name in precisions}
+    cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.topology == "pairs")
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
-    choices = {
-        (overlap, name): RoundSettings(precision=name, every=cost.least_every(name, overlap), overlap=overlap)
-        for overlap, name in product(overlaps, precisions)
-    }
+    overlaps = _overlaps(sites)
+    choices = {(overlap, name): _least_settings(cost, name, overlap) for overlap, name in product(overlaps, precisions)}
     options = tuple(
         (cost.rate(choices[overlaps[0], name]), cost.rate(choices[overlaps[-1], name])) for name in precisions
     )
-    enough = [replace(choice, every=sites.every) for choice in choices.values() if choice.every <= sites.every]
+    enough = [_with_every(choice, sites.every) for choice in choices.values() if choice.every <= sites.every]
     fewest = min(choice.every for choice in choices.values())
     near = [choice for choice in choices.values() if choice.every <= NEAR * fewest]
-    chosen = cost.rate((enough or near)[0])
-    if recipe.reaches_target:
-        chosen = recipe
+    chosen = recipe if recipe.reaches_target else cost.rate((enough or near)[0])
+    is_overlapped_now = chosen.settings.overlap > sites.overlap == 0
     return SitePlan(
         cost=cost,
+        density=sites.density,
+        values=sites.values,
         recipe=recipe,
         options=options,
         chosen=chosen,
-        keep_local=sites.keep_local or (KEEP_LOCAL if chosen.settings.overlap > sites.overlap == 0 else 0.0),
+        keep_local=sites.keep_local or (KEEP_LOCAL if is_overlapped_now else 0.0),
         data_parallel=cost.data_parallel(num_trained(cfg) * difference_itemsize(cfg)),
     )
+
+
+WHOLE_ROUND = -1
+"""Overlap that is equal to `every`, whatever that is."""
+
+
+def _precisions(sites: SitesConfig) -> list[str]:
+    """Return the values of sites.precision to choose from."""
+    if sites.density < 1:
+        return [sites.precision]
+    # A residual is what a code has lost, and float32 loses nothing.
+    return [name for name in PRECISIONS if name != "float32" or not sites.residual]
+
+
+def _overlaps(sites: SitesConfig) -> range:
+    """Return the values of sites.overlap to choose from."""
+    if sites.overlaps_whole_round:
+        return range(WHOLE_ROUND, WHOLE_ROUND + 1)
+    if sites.moments == "average":
+        return range(1)
+    # A share of the local weights stays in an overlap alone.
+    return range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
+
+
+def _least_settings(cost: SiteCost, precision: str, overlap: int) -> RoundSettings:
+    if overlap == WHOLE_ROUND:
+        every = cost.least_every_of_whole_rounds(precision)
+        return RoundSettings(precision=precision, every=every, overlap=every)
+    return RoundSettings(precision=precision, every=cost.least_every(precision, overlap), overlap=overlap)
+
+
+def _with_every(settings: RoundSettings, every: int) -> RoundSettings:
+    overlap = every if settings.overlap == settings.every else settings.overlap
+    return replace(settings, every=every, overlap=overlap)
+
+
+def _round_up(steps: float) -> int:
+    """Round up, but for the rounding of floating-point numbers."""
+    return math.ceil(steps * (1 - 1e-12))
 
 
 def with_site_settings(cfg: Config, plan: SitePlan) -> Config:

@@ -1,9 +1,12 @@
 """Fragments of a model: the parts that the sites exchange at different steps (Streaming DiLoCo, arXiv:2501.18512)."""
 
 import re
+from bisect import bisect_left
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 
+PROBED_ROUNDS = 10
+"""Rounds from one comparison of the routing to the next."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -51,6 +54,57 @@ def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
     if step <= sites.first:
         return ()
     return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
+
+
+def rounds_until(cfg: Config, step: int) -> int:
+    """Return the number of rounds up to a step, that after the step included."""
+    sites = cfg.sites
+    if not sites.is_active:
+        return 0
+    count = recipe_fragments(cfg)
+    last = min(step, cfg.run.steps - 1)
+    num_rounds = 0
+    if last > sites.first:
+        for offset in (p * sites.every // count for p in range(count)):
+            num_rounds += (last - offset) // sites.every - (sites.first - offset) // sites.every
+    return num_rounds + (step >= cfg.run.steps)
+
+
+def step_of_round(cfg: Config, index: int) -> int:
+    """Return the step after which a round is due on this site, with rounds counted from 1; 0: before all rounds."""
+    return bisect_left(range(cfg.run.steps + 1), index, key=lambda step: rounds_until(cfg, step))
+
+
+def round_order(cfg: Config) -> list[int]:
+    """Return what sites must share for the same rounds: their number, and the fragment of the first one."""
+    first = fragments_due(cfg, step_of_round(cfg, 1))
+    return [rounds_until(cfg, cfg.run.steps), *first]
+
+
+def is_probed(cfg: Config, step: int) -> bool:
+    """Return whether the sites compare their routing in the round after a step.
+
+    They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
+    """
+    if 0 not in fragments_due(cfg, step) or not has_moe_layers(cfg.model) or cfg.sites.count == 1:
+        return False
+    # Rounds are counted, as sites may take other numbers of steps between them.
+    return step == cfg.run.steps or (rounds_until(cfg, step) - 1) // recipe_fragments(cfg) % PROBED_ROUNDS == 0
+
+
+def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:
+    """Return the fragments whose experts are merged after their round of a step; empty if the share is 0."""
+    sites = cfg.sites
+    if merge_share(cfg, step) == 0:
+        return ()
+    count = recipe_fragments(cfg)
+    return tuple(p for p in fragments_due(cfg, step) if (step - p * sites.every // count) % sites.merge_every == 0)
+
+
+def merge_share(cfg: Config, step: int) -> float:
+    """Return the share of the merging of experts after a step, which falls linearly to 0 at sites.merge_until."""
+    sites = cfg.sites
+    return sites.merge_experts * max(0.0, 1 - step / sites.merge_until) * sites.owns_experts
 
 
 def shortest_gap(count: int, every: int) -> int:

@@ -242,13 +242,18 @@ class DataLoader:
     def close(self) -> None:
         """End the processes that make data."""
 
-    def eval_batches(self) -> list[Batch]:
-        """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`."""
+    def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
+        """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`.
+
+        Args:
+            num_samples: the first samples to read; None: train.eval_samples of them.
+        """
+        count = self._cfg.train.eval_samples if num_samples is None else num_samples
 
         def read() -> tuple[list[WeightedSamples], int]:
             if self.validation_sampler.is_all_dropped:
                 return [], 0
-            return self._validation_sharder.read_eval_samples(self._cfg.train.eval_samples)
+            return self._validation_sharder.read_eval_samples(count)
 
         parts, count = self._read_consistently(read)
         if not parts:

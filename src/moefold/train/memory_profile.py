@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.schema import Config, TrainConfig
+from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes
 from moefold.data import open_dataset
 from moefold.host.processes import block_signals
@@ -22,6 +23,7 @@ from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import MOMENTS, MOMENTUM
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
+from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.registry import make_optimizer
 from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
@@ -140,7 +142,11 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             weights = sum(map(_tensor_bytes, parameters.values()))
             gathered = _cast_copy_bytes(cfg, parameters)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        optimizer = make_optimizer(trained, cfg, groups.attn.stage)
+        experts = expert_names(cfg.model, cfg.lora)
+        # All sites have equally many experts.
+        sites = replace(cfg.sites, number=0)
+        owned = OwnedExperts(trained, experts, sites)
+        optimizer = make_optimizer(owned.parameters, cfg, groups.attn.stage)
         if cfg.train.gradient_delay:
             GradientDelay(optimizer, trained, cfg.train.delay_correction)
         states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]
@@ -149,7 +155,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             for name, shard in states
         )
         if cfg.sites.is_active:
-            outer = OuterOptimizer(trained, {}, cfg.sites, StateStore())
+            outer = OuterOptimizer(trained, {}, sites, StateStore(), experts=experts)
             shards = [local_tensor(tensor) for tensor in outer.entries().values()]
             moments += sum(_tensor_bytes(shard) for shard in shards if not _is_offloaded(cfg.train, shard))
         # `init_weights` keeps the type of integer buffers and makes all others float32.

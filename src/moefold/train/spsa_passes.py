@@ -63,7 +63,7 @@ class SPSAPasses:
             begin_step(step, batch)
             with self._model.cast_copies.fresh(), self._model.weight_cache.step():
                 terms.append(self._model.runner.evaluate(batch))
-            # The next pass must gather the weights anew.
+            # The next pass must gather the changed weights.
             reshard_parameters(self._model.stages)
             self._losses.append(self._local_loss(terms[-1]))
         return torch.stack(terms).mean(0)

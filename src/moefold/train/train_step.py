@@ -6,35 +6,34 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
+from moefold.cost.adapter_spec import expert_names
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
-from moefold.optim.outer import OuterOptimizer
+from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.registry import make_optimizer
 from moefold.optim.spsa import SPSA
-from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
-from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip, num_replicas
+from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.parallel.router_replay_io import RouterReplayBuffer
-from moefold.topology.fragments import recipe_fragments
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
+from moefold.train.outer_state import make_outer_optimizer, trained_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
 from moefold.train.spsa_passes import ProjectedGradient, SPSAPasses
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepDecision, StepGuard
@@ -146,9 +145,10 @@ class ReducedMetrics:
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
-    `parameters` and `buffers` are the model state for checkpoints; `outer` is the outer optimizer of a run with sites,
-    else None; `router_replay` records and replays the routing if
-    the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero.
+    `parameters` and `buffers` are the model state for checkpoints; `optimized` are the parameters of the optimizer,
+    which differ from `parameters` where weights are frozen or sites own experts; `outer` is the outer optimizer of a
+    run with sites, else None; `router_replay` records and replays the routing if the recipe asks for it;
+    `moment_updates` counts the updates since the optimizer moments were zero.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
@@ -156,12 +156,14 @@ class TrainingStep:
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
         state_store = open_state_store(cfg.train, model.groups.device)
-        self.optimizer = _make_optimizer(model, cfg, state_store)
-        self.outer = _make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
+        trained = trained_parameters(model)
+        self._owned = OwnedExperts(trained, expert_names(cfg.model, cfg.lora), cfg.sites)
+        self.optimized = self._owned.parameters
+        self._clipped = {**self.parameters, **self.optimized}
+        self.optimizer = make_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
+        self.outer = make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
         self._delay = (
-            GradientDelay(self.optimizer, _trained_parameters(model), cfg.train.delay_correction)
-            if cfg.train.gradient_delay
-            else None
+            GradientDelay(self.optimizer, trained, cfg.train.delay_correction) if cfg.train.gradient_delay else None
         )
         self._spsa = (
             SPSAPasses(model, self.optimizer, cfg.train, cfg.run.seed) if isinstance(self.optimizer, SPSA) else None
@@ -179,7 +181,7 @@ class TrainingStep:
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
             if faults.replica_check_every:
                 self._replica_checker = ReplicaCheck(
-                    model, named_moments(self.optimizer, self.parameters), zero, self._fsdp_hooks
+                    model, named_moments(self.optimizer, self.optimized), zero, self._fsdp_hooks
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
@@ -230,6 +232,7 @@ class TrainingStep:
         if replica_check is not None:
             replica_check.enable()
         loss, memory_tracker = self._tracked_forward_backward(batch, step)
+        self._owned.take_gradients()
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, step, flags(), data_s, memory_tracker)
@@ -250,7 +253,7 @@ class TrainingStep:
             self._spsa.restore()
         if decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         every = self._cfg.train.reset_moments_every
         if every and step % every == 0:
             self.reset_moments()
@@ -258,6 +261,10 @@ class TrainingStep:
         if replica_check is None:
             return result
         return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._owned.drop_gradients()
 
     def reset_moments(self) -> None:
         """Zero the optimizer moments between two steps: the next update is that of a new optimizer; local.
@@ -284,7 +291,7 @@ class TrainingStep:
             self._spsa.update(totals.projected.rounded)
             return 1
         if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
-            clip_gradients(self.parameters, totals.device_grad_norm, self._cfg.train.clip_grad)
+            clip_gradients(self._clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
         if self._delay is not None:
             return int(self._delay.step())
         self.optimizer.step()
@@ -334,7 +341,7 @@ class TrainingStep:
         device = self.model.groups.device
         has_bad_loss = not is_finite(loss)
         bad_parameters = nonfinite_parameters(self.parameters)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         self.begin_step(step, batch)
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
@@ -428,7 +435,7 @@ class TrainingStep:
         maxima = own_maxima.new_zeros(world.size, len(own_maxima))
         maxima[world.rank] = own_maxima
         packer.add("loss metric maxima", maxima)
-        packer.add("squared grad norm", local_norm_sq(self.parameters, skip=self._duplicate_params))
+        packer.add("squared grad norm", local_norm_sq(self._clipped, skip=self._duplicate_params))
         packer.add("flags", torch.tensor(flags, device=device))
         # One slot per rank, so that a sum over ranks can yield the maximum.
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
@@ -563,35 +570,6 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
-
-
-def _make_optimizer(model: ParallelModel, cfg: Config, state_store: StateStore | None) -> torch.optim.Optimizer:
-    return make_optimizer(_trained_parameters(model), cfg, model.groups.attn.stage, state_store)
-
-
-def _make_outer_optimizer(
-    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
-) -> OuterOptimizer:
-    parameters = _trained_parameters(model)
-    averaged = dict(model.named_buffers)
-    if cfg.sites.moments == "average":
-        averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
-    replicas = {
-        name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
-        for name, parameter in parameters.items()
-    }
-    return OuterOptimizer(
-        parameters,
-        averaged,
-        cfg.sites,
-        state_store or StateStore(),
-        num_fragments=recipe_fragments(cfg),
-        replicas=replicas,
-    )
-
-
-def _trained_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

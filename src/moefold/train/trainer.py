@@ -23,6 +23,7 @@ from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
 from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 from moefold.train.callbacks.run_log import RunLog
+from moefold.train.callbacks.site_evaluation import SiteEvaluation
 from moefold.train.callbacks.sites import SiteRounds
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
@@ -80,6 +81,7 @@ class Trainer:
             *((SiteRounds(cfg),) if cfg.sites.is_active else ()),
             ReferencePass(),
             RewardEvaluation() if cfg.is_rl else PeriodicEvaluation(),
+            *((SiteEvaluation(cfg),) if cfg.sites.is_active else ()),
             RoutingTraceSaving(),
             MetricsLogging(cfg, groups),
             *((RolloutLogging(),) if cfg.is_rl else ()),
@@ -200,6 +202,8 @@ class Trainer:
         if action == "stop":
             raise RunError(step_fault.stop_message())
         found = self._checkpointing.roll_back(context, step_fault)
+        for callback in self._each_callback():
+            callback.on_rollback(context)
         if context.log is not None:
             context.log.rewind(found, self._position.step)
         return False

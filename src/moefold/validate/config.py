@@ -201,10 +201,12 @@ RANGES = (
     RangeRule("must be at least 0 (0: more than half of sites.count)", lambda n: n >= 0, "sites", "quorum"),
     RangeRule(*POSITIVE, "sites", "lr timeout_s"),
     RangeRule(*FRACTION, "sites", "momentum"),
-    RangeRule("must lie between 0 and 1", lambda part: 0 <= part <= 1, "sites", "keep_local residual"),
+    RangeRule("must lie between 0 and 1", lambda part: 0 <= part <= 1, "sites", "keep_local residual merge_experts"),
+    RangeRule(*_at_least(1), "sites", "merge_every merge_until"),
     RangeRule("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1, "sites", "density"),
     RangeRule("must be at least 0 (0: no limit)", lambda limit: limit >= 0, "sites", "clip"),
     RangeRule("must be at least 0 (0: all layers)", lambda layers: layers >= 0, "sites", "fragment_layers"),
+    RangeRule("must be at least 0 (0: from past rounds)", lambda grace_s: grace_s >= 0, "sites", "grace_s"),
     RangeRule("must be at least 0 (0: wait for each round)", lambda steps: steps >= 0, "sites", "overlap"),
     RangeRule("must be at least 0 (0: look the device up)", lambda peak: peak >= 0, "metrics", "peak_tflops"),
 )

@@ -17,6 +17,7 @@ from moefold.cost.recompute_parts import AUTO
 from moefold.cost.rollout_memory import gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
+from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.cost.stages import plan_stages
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names, unit_weights
@@ -38,6 +39,7 @@ STEADY_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage after which the number in flight no longer grows."""
 MAX_LISTED_PARTS = 4
 CACHE_PART = "rollout cache"
+SNAPSHOT_PART = "peer snapshots"
 DISABLING_SETTING = "run.check_memory=false"
 
 BytesByPart = Counter[str]
@@ -77,6 +79,11 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
         device_type: "cpu" or "cuda".
     """
     steps = _step_memory(cfg, device_type)
+    if device_type == "cpu":
+        # Elsewhere they are in other memory than the step.
+        for parts, size in zip(steps, snapshot_bytes(cfg), strict=True):
+            if size:
+                parts[SNAPSHOT_PART] = size
     if not cfg.is_rl:
         return steps
     if cfg.rollout.ranks:

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 from moefold.config.align import REFERENCE_METHODS
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
+from moefold.config.sites import NUM_SIMILAR
+from moefold.cost.adapter_spec import expert_names, training_weights
+from moefold.cost.param_spec import expert_dp_dim
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
@@ -42,6 +45,21 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
     sites = cfg.sites
     if not sites.is_active:
         return
+    if sites.topology == "pairs" and sites.count == 1:
+        yield (
+            f"sites.topology='pairs' (sites.method={sites.method!r}) exchanges between two sites, and sites.count=1; "
+            "set sites.count, or choose sites.method='diloco'"
+        )
+    if sites.topology == "pairs" and sites.owns_experts:
+        yield (
+            "sites.topology='pairs' exchanges with one other site, and sites.experts='own' needs the experts of all "
+            "sites; choose topology='all', or experts='average'"
+        )
+    if sites.topology == "pairs" and sites.overlaps_whole_round:
+        yield (
+            f"sites.topology='pairs' needs a sites.overlap below sites.every={sites.every}, as the pull between the "
+            "outer weights of a pair is that of one round; choose a lower overlap, or topology='all'"
+        )
     if sites.quorum > sites.count:
         yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
     if sites.first > cfg.run.steps:
@@ -66,6 +84,16 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
             f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
+        )
+    if sites.fragment_layers > cfg.model.num_layers:
+        yield (
+            f"sites.fragment_layers={sites.fragment_layers} must be at most model.num_layers={cfg.model.num_layers}; "
+            "choose fewer layers, or 0 for all layers in one fragment"
+        )
+    if sites.grace_s > sites.timeout_s:
+        yield (
+            f"sites.grace_s={sites.grace_s:g} must be at most sites.timeout_s={sites.timeout_s:g}, after which a round "
+            "goes on in any case; lower it, or raise sites.timeout_s"
         )
     if sites.keep_local == 1:
         yield "sites.keep_local=1 never takes the outer weights; choose a share below 1, such as 0.5"
@@ -143,12 +171,80 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         )
 
 
+def validate_owned_experts(cfg: Config) -> Iterator[str]:
+    """Check that every rank has experts of each site, and the settings of the merging of experts."""
+    sites = cfg.sites
+    if not sites.owns_experts:
+        return
+    if not has_moe_layers(cfg.model):
+        yield 'sites.experts="own" needs MoE layers, and the model has none; choose sites.experts="average"'
+        return
+    if cfg.trains_indexers_only:
+        yield (
+            'sites.experts="own" divides the training of experts, and train.indexer_stage="warmup" freezes them; '
+            'choose sites.experts="average"'
+        )
+    if sites.overlaps_whole_round:
+        yield (
+            f"sites.overlap={sites.overlap} exchanges a round during the whole next one, for which the experts of "
+            'other sites would be a round behind their routers; set a lower sites.overlap, or sites.experts="average"'
+        )
+    if sites.moments == "average":
+        yield (
+            "sites.moments='average' needs moments of the same experts on all sites, and sites.experts=\"own\" has "
+            "those of each site's own; choose moments='keep' or 'reset'"
+        )
+    for rows, where in sorted(set(_expert_rows(cfg))):
+        if rows % sites.count:
+            yield (
+                f"sites.count={sites.count} must divide the {rows} experts {where}, so that each rank has experts of "
+                'every site; choose another sites.count, model.num_experts or parallel.ep, or sites.experts="average"'
+            )
+            break
+    if not sites.merge_experts:
+        return
+    if cfg.model.num_experts <= NUM_SIMILAR:
+        yield (
+            f"sites.merge_experts={sites.merge_experts:g} merges each expert with the {NUM_SIMILAR} most similar ones, "
+            f"and model.num_experts={cfg.model.num_experts}; set sites.merge_experts=0"
+        )
+    if sites.merge_every % sites.every:
+        above = -(-sites.merge_every // sites.every) * sites.every
+        yield (
+            f"sites.merge_every={sites.merge_every} must be a multiple of sites.every={sites.every}, as experts are "
+            f"merged after a round; choose {above}"
+        )
+    if sites.overlap:
+        yield (
+            f"sites.overlap={sites.overlap}: sites.merge_experts changes the weights of a round, which training goes "
+            "on from; set overlap=0 or merge_experts=0"
+        )
+    if cfg.lora.rank:
+        yield f"lora.rank={cfg.lora.rank} freezes the experts that sites.merge_experts would merge; set merge_experts=0"
+
+
+def _expert_rows(cfg: Config) -> Iterator[tuple[int, str]]:
+    """Yield the number of experts of which each rank holds whole shards, for each parameter of experts; and where."""
+    p = cfg.parallel
+    for name, weight in training_weights(cfg.model, cfg.lora).items():
+        if name in expert_names(cfg.model, cfg.lora):
+            shape = weight.shard(p.tp, p.ep, p.etp).shape
+            is_by_expert = p.edp > 1 and expert_dp_dim(shape, p.edp) == 0
+            if is_by_expert and shape[0] % p.edp == 0:
+                yield shape[0] // p.edp, f"of a rank (parallel.ep={p.ep}, sharded over {p.edp} data-parallel ranks)"
+            elif is_by_expert:
+                yield 1, f"of a rank, which {p.edp} data-parallel ranks share unevenly"
+            else:
+                yield shape[0], f"of a rank (parallel.ep={p.ep})"
+
+
 SITES_RULES = (
     validate_site_number,
     validate_rounds,
     validate_codes_and_moments,
     validate_site_shards,
     validate_site_training,
+    validate_owned_experts,
 )
 
 UNUSED_SITES_KEYS = (
@@ -207,7 +303,7 @@ UNUSED_SITES_KEYS = (
         "choose a lower sites.overlap",
     ),
     UnusedKeyRule(
-        "sites.number sites.meet sites.secret sites.quorum sites.timeout_s",
+        "sites.number sites.meet sites.secret sites.quorum sites.grace_s sites.timeout_s sites.topology",
         lambda cfg: cfg.sites.count == 1,
         "sites.count=1 exchanges nothing",
         "set sites.count",
@@ -223,6 +319,24 @@ UNUSED_SITES_KEYS = (
         lambda cfg: cfg.sites.momentum == 0,
         "sites.momentum=0 is no momentum",
         "set sites.momentum, or sites.method='diloco'",
+    ),
+    UnusedKeyRule(
+        "sites.experts",
+        lambda cfg: cfg.sites.count == 1,
+        "sites.count=1 trains all experts",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.merge_experts",
+        lambda cfg: not cfg.sites.owns_experts,
+        'only experts that sites own are merged (sites.experts="own")',
+        'set sites.count and sites.method="spes"',
+    ),
+    UnusedKeyRule(
+        "sites.merge_every sites.merge_until",
+        lambda cfg: not (cfg.sites.owns_experts and cfg.sites.merge_experts),
+        "sites.merge_experts=0 merges no experts",
+        "set sites.merge_experts",
     ),
     UnusedKeyRule(
         "sites.secret",

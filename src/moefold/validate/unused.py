@@ -481,7 +481,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "checkpoint.peer_every",
-        lambda cfg: cfg.parallel.dp == 1,
+        lambda cfg: cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.cp * cfg.parallel.pp,
         "one data-parallel replica has no other rank to keep a copy of its shards",
         "set parallel.world_size to more than tp*cp*pp",
     ),

@@ -7,7 +7,7 @@ the optimizers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -95,6 +95,7 @@ class Oracle:
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
         objective: the loss of a micro-batch; None: the weighted cross-entropy of the next tokens.
+        is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Oracle:
         weights: Weights,
         chunks: Sequence[Sequence[int]] = (),
         objective: OracleObjective | None = None,
+        is_frozen_expert: Callable[[int], bool] | None = None,
     ) -> None:
         self.cfg = cfg
+        self._is_frozen_expert = is_frozen_expert
         self._objective = objective
         leaves = {name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()}
         self.weights: Weights = AdaptedWeights(leaves, cfg.lora)
@@ -116,18 +119,20 @@ class Oracle:
 
     def step(self, batch: OracleBatch) -> OracleStep:
         """Run one optimizer step on a global batch."""
-        for weight in self.weights.values():
-            weight.grad = None
-        terms = self.loss(batch, is_training=True)
-        terms.total().backward()
-        gradients = {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        loss, mtp = float(terms.lm.detach()), float(terms.mtp.detach())
-        if not optimizer_of(self.cfg).needs_gradients:
-            (plus, terms), norm = self._spsa_step(batch)
-            loss, mtp = (float(plus.lm + terms.lm) / 2, float(plus.mtp + terms.mtp) / 2)
-        else:
+        gradients: Weights = {}
+        if optimizer_of(self.cfg).needs_gradients:
+            terms = self.loss(batch, is_training=True)
+            gradients = self._gradients(terms)
+            frozen = self._freeze_experts(gradients)
+            norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
             self._optimizer.step(self.weights, gradients, norm)
+            for (name, expert), values in frozen.items():
+                with torch.no_grad():
+                    self.weights[name][expert] = values
+            passes = [terms]
+        else:
+            passes, norm = self._spsa_step(batch)
+            terms = passes[-1]
         self._steps += 1
         layers = []
         for layer, batches in terms.routed.items():
@@ -137,16 +142,33 @@ class Oracle:
             if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
-            loss=loss,
+            loss=sum(float(terms.lm.detach()) for terms in passes) / len(passes),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
-            mtp_loss=mtp,
+            mtp_loss=sum(float(terms.mtp.detach()) for terms in passes) / len(passes),
             indexer_loss=float(terms.indexer.detach()),
             grad_norm=norm,
             dropped=sum(batch.num_dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
             moe_layers=tuple(layers),
         )
+
+    def _gradients(self, terms: _LossTerms) -> Weights:
+        for weight in self.weights.values():
+            weight.grad = None
+        terms.total().backward()
+        return {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
+
+    def _freeze_experts(self, gradients: Weights) -> dict[tuple[str, int], Tensor]:
+        """Zero the gradients of frozen experts; return their weights, by name and index."""
+        found = {}
+        for name, gradient in gradients.items():
+            for expert in range(len(gradient) if ".experts." in name and self._is_frozen_expert else 0):
+                assert self._is_frozen_expert is not None
+                if self._is_frozen_expert(expert):
+                    gradient[expert] = 0.0
+                    found[name, expert] = self.weights[name][expert].detach().clone()
+        return found
 
     @torch.no_grad()
     def _spsa_step(self, batch: OracleBatch) -> tuple[list[_LossTerms], float]:

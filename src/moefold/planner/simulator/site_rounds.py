@@ -1,7 +1,7 @@
 """Simulation of the steps of a site between two rounds of a fragment: training, meetings, exchanges and waits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.planner.simulator.rounds import Phase
 from moefold.planner.sites import MEETING_MESSAGES, SiteCost, SiteRate
@@ -48,12 +48,19 @@ class _Clock:
             self.phases.append(Phase(part, number, self.now_s, self.now_s + seconds))
             self.now_s += seconds
 
+    def finish(self, flight: tuple[int, int, float], question_s: float) -> None:
+        """Wait for an exchange, and vote."""
+        fragment, _, end_s = flight
+        self.spend(WAIT, fragment, end_s - self.now_s)
+        self.spend(MEETING, fragment, question_s)
+
 
 def simulate_site(cost: SiteCost, rate: SiteRate) -> SiteTimeline:
     """Simulate a period of a site, from the round of the first fragment to its next one.
 
     Fragment p of P has its round after step p * every // P. Its members are asked for, its vector is exchanged while
-    `overlap` steps are trained, and after a vote it is applied.
+    `overlap` steps are trained, and after a vote it is applied. The period before it is simulated too, as its last
+    exchange may end in this one.
 
     Args:
         cost: cost model of the rounds.
@@ -67,15 +74,22 @@ def simulate_site(cost: SiteCost, rate: SiteRate) -> SiteTimeline:
     clock = _Clock()
     flight: tuple[int, int, float] | None = None
     """Fragment of the exchange under way, step after which it is applied, and its end in seconds."""
-    for step in range(settings.every):
-        if step in begins:
-            fragment = begins[step]
+    begins_at_s = 0.0
+    for step in range(2 * settings.every):
+        if step == settings.every:
+            begins_at_s = clock.now_s
+        if flight is not None and flight[1] == step:
+            clock.finish(flight, question_s)
+            flight = None
+        fragment = begins.get(step % settings.every)
+        if fragment is not None:
             clock.spend(MEETING, fragment, question_s)
             flight = fragment, step + settings.overlap, clock.now_s + exchanges[fragment]
             clock.phases.append(Phase(EXCHANGE, fragment, clock.now_s, flight[2]))
-        if flight is not None and flight[1] == step:
-            clock.spend(WAIT, flight[0], flight[2] - clock.now_s)
-            clock.spend(MEETING, flight[0], question_s)
-            flight = None
-        clock.spend(STEP, step + 1, cost.step_s)
-    return SiteTimeline(tuple(clock.phases), settings.every, cost.step_s, clock.now_s)
+            if not settings.overlap:
+                clock.finish(flight, question_s)
+                flight = None
+        clock.spend(STEP, step % settings.every + 1, cost.step_s)
+    phases = [phase for phase in clock.phases if phase.start_s >= begins_at_s]
+    moved = (replace(phase, start_s=phase.start_s - begins_at_s, end_s=phase.end_s - begins_at_s) for phase in phases)
+    return SiteTimeline(tuple(moved), settings.every, cost.step_s, clock.now_s - begins_at_s)

@@ -22,12 +22,13 @@ from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.sites import SitesConfig
 from moefold.convert.init_from import load_initial_weights
 from moefold.cost.adapter_spec import is_adapter
-from moefold.errors import RunError
+from moefold.errors import ConfigError, RunError
 from moefold.launch.failure import is_collective_error
 from moefold.optim.adamw import step_counts
-from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
 from moefold.topology.fragments import fragments_due
 from moefold.train.adapter_weights import AdapterWeights, load_initial_adapters
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -224,7 +225,7 @@ class Checkpointing(Callback):
             prepare()
         run.groups.recorder.set_phase("saving a checkpoint")
         training = run.training
-        state = checkpoint_state(*self._stored(run), training.optimizer) | run.data.entries()
+        state = checkpoint_state(*self._stored(run), training.optimizer, training.optimized) | run.data.entries()
         if training.outer is not None:
             state |= training.outer.checkpoint_entries()
         waited_s = self.saver.save(state, self._progress(run))
@@ -261,7 +262,8 @@ class Checkpointing(Callback):
     def _load(self, run: TrainingContext, path: Path) -> None:
         """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = run.training
-        meta = load_checkpoint(path, *self._stored(run), training.optimizer)
+        check_expert_owner(read_meta(path), run.cfg.sites)
+        meta = load_checkpoint(path, *self._stored(run), training.optimizer, training.optimized)
         if training.outer is not None:
             self._load_outer(run.cfg, training.outer, path, meta)
         run.data.restore(path, meta)
@@ -293,6 +295,26 @@ class Checkpointing(Callback):
             outer.start()
             return
         outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, cfg))
+
+
+def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
+    """Check that a checkpoint has the moments of the experts that the site trains.
+
+    Raises:
+        ConfigError: they are those of other experts.
+    """
+    stored = (meta.sites or {}).get(EXPERT_OWNERS, 1), (meta.sites or {}).get(EXPERT_OWNER, 0)
+    found = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0
+    if stored == found:
+        return
+    theirs, ours = (
+        f"the experts of site {number} of {count}" if count > 1 else "all experts" for count, number in (stored, found)
+    )
+    raise ConfigError(
+        f"sites.experts={sites.experts!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "
+        f"and this site trains {ours}; resume with the same sites.experts, sites.count and sites.number, or begin a "
+        "new run from its weights with checkpoint.init_from"
+    )
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
@@ -23,10 +23,20 @@ from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
-from moefold.optim.outer import OuterOptimizer, PendingRound, bits_to_float, float_to_bits
+from moefold.optim.expert_merging import ExpertMerging
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_round import OuterNorms, PendingRound, add_pull, bits_to_float, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import fragments_due
+from moefold.topology.fragments import (
+    fragments_due,
+    is_probed,
+    merge_share,
+    merged_fragments,
+    rounds_until,
+    step_of_round,
+)
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
 
@@ -46,9 +56,13 @@ class _Flight:
     tokens: int
     """Tokens of this site when the differences were taken."""
     members: tuple[int, ...]
-    exchange: "Future[Exchanged] | None"
-    """None in a round of one site."""
+    weights: tuple[float, ...]
+    """Weight of each member."""
+    exchange: "Future[Exchanged] | Exchanged | None"
+    """None in a round of one site that sends its differences."""
     began_s: float
+    outer: Tensor | None = None
+    """Outer weights that were sent in a round of a pair."""
 
 
 class SiteRounds(Callback):
@@ -61,6 +75,7 @@ class SiteRounds(Callback):
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
+        self._probe = RoutingProbe()
         self._logged_wait = ""
         self._gift: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
@@ -78,7 +93,7 @@ class SiteRounds(Callback):
         outer = _outer_of(run)
         frozen = [p.data for p in run.training.parameters.values() if not p.requires_grad]
         self._meeting = SiteMeeting(self._cfg, run.groups.rank, self._digest(run, frozen) if frozen else None)
-        hello = {"step": run.position.step, "version": outer.num_rounds}
+        hello = self._position(run.position.step, outer)
         digest = self._digest(run, list(outer.weights.values()))
         # A pending round is counted, and not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
@@ -86,7 +101,7 @@ class SiteRounds(Callback):
         if found == "stopped":
             return
         # The round after the present step is still to come.
-        self._meeting.connect(lambda: {"step": run.position.step - 1, "version": outer.num_rounds})
+        self._meeting.connect(lambda: self._position(run.position.step - 1, outer))
         if found == "missed":
             self._join(run)
             self._begin_joined(run)
@@ -117,6 +132,11 @@ class SiteRounds(Callback):
             step.sites = self._apply(run, is_overlapped=False)
             self._give(run)
 
+    def on_rollback(self, run: TrainingContext) -> None:
+        """Forget the round under way, whose differences are of weights that are no more; in runs of one site."""
+        self._flight = None
+        self._record = {}
+
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Leave the meeting point."""
         if self._meeting is not None:
@@ -126,6 +146,10 @@ class SiteRounds(Callback):
         """Close the connections, by which the meeting point knows that the site is gone."""
         if self._meeting is not None:
             self._meeting.close()
+
+    def _position(self, step: int, outer: OuterOptimizer) -> Message:
+        """Return where this site is after a step, for the meeting point."""
+        return {"step": step, "round": rounds_until(self._cfg, step), "version": outer.num_rounds}
 
     def _poll(self, run: TrainingContext, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites; collective."""
@@ -152,7 +176,7 @@ class SiteRounds(Callback):
         if answer is None:
             return
         run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
-        header = torch.tensor(_header(run))
+        header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
             self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
@@ -166,7 +190,8 @@ class SiteRounds(Callback):
         before = run.position.step
         _adopt(run, header)
         if run.log is not None:
-            run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
+            taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
+            run.log.message(f"after step {before}: {taken} {run.position.step}")
 
     def _begin_joined(self, run: TrainingContext) -> None:
         """Begin the round that the giver begins after it has given its state, if there is one; collective.
@@ -184,7 +209,7 @@ class SiteRounds(Callback):
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(_header(run)), *_state_tensors(run)]
+        tensors = [torch.tensor(_header(run, order["round"])), *_state_tensors(run)]
         try:
             self._meeting.links.send_state(order["gift"], tensors)
             text = f"gave its state to site {order['to']}"
@@ -208,41 +233,60 @@ class SiteRounds(Callback):
         if self._meeting is None:
             if is_finite:
                 self._flight = _Flight(
-                    step, step + overlap, fragments, own, True, run.position.tokens, (0,), None, began_s
+                    step, step + overlap, fragments, own, True, run.position.tokens, (0,), (1.0,), None, began_s
                 )
                 self._begin_next(outer)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
-        question = {
+        in_pairs = self._sites.topology == "pairs"
+        # Before the other sites wait for this one.
+        probe = self._probe.read(run) if is_probed(self._cfg, step) else None
+        question = self._position(step, outer) | {
             "do": "round",
-            "step": step,
-            "version": outer.num_rounds,
             "tokens": self._weight(run, fragments),
             "finite": is_finite,
-            "digest": self._digest(run, list(outer.weights.values())),
+            # The outer weights of pairs differ.
+            "digest": 0 if in_pairs else self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": step + overlap >= self._cfg.run.steps,
+            "merges": self._is_merge(step),
         }
         answer = self._meeting.ask(question)
         if "missed" in answer:
             return False
         self._meeting.raise_if_refused(answer)
         self._gift = answer.get("give")
+        if "rests" in answer:
+            # An odd site of random pairs: its difference goes on growing.
+            self._record["members"] = 1
+            return True
         if "members" not in answer:
             self._skip(run, step, str(answer.get("skip") or answer.get("unreachable")))
             return True
         if answer["nonfinite"] and run.log is not None:
             run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
         members = tuple(answer["members"])
-        exchange = None
+        sent = own
+        num_coded = outer.num_coded(fragments)
+        phi = None
+        if self._is_merge(step):
+            sent = outer.local_vector(fragments)
+            num_coded = 0
+        elif in_pairs:
+            phi = outer.outer_vector(fragments)
+            sent = torch.cat([own, phi])
+        exchange: Future[Exchanged] | Exchanged | None = Exchanged(sent, sent, 0, 0.0) if in_pairs else None
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            exchange = self._meeting.links.begin(round_, own, outer.num_coded(fragments), outer.code)
+            counts = num_coded, outer.num_gathered(fragments)
+            exchange = self._meeting.links.begin(round_, sent, counts[0], outer.code, counts[1], probe)
         tokens = run.position.tokens
-        self._flight = _Flight(step, step + overlap, fragments, own, is_finite, tokens, members, exchange, began_s)
+        weights = tuple(answer["weights"])
+        due = step + overlap
+        self._flight = _Flight(step, due, fragments, own, is_finite, tokens, members, weights, exchange, began_s, phi)
         self._begin_next(outer)
         return True
 
@@ -264,12 +308,13 @@ class SiteRounds(Callback):
         if flight is None:
             return
         waiting_since_s = time.perf_counter()
+        outer = _outer_of(run)
         exchanged, failure = _result(flight, run)
         waited_s = time.perf_counter() - waiting_since_s
-        outer = _outer_of(run)
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
-            vote = self._meeting.ask({"do": "vote", "step": flight.step, "ok": not failures})
+            index = rounds_until(self._cfg, flight.step)
+            vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
@@ -283,11 +328,15 @@ class SiteRounds(Callback):
         outer.num_rounds += 1
         for fragment in flight.fragments:
             outer.tokens[fragment] = flight.tokens
-        if outer.residual:
+        if outer.residual and not self._is_merge(flight.step):
             # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
-            decoded = exchanged.decoded if flight.is_finite else flight.own
+            decoded = exchanged.decoded[: len(flight.own)] if flight.is_finite else flight.own
             outer.keep_residual(flight.fragments, flight.own, decoded)
-        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean))
+        if flight.outer is not None:
+            mean = add_pull(exchanged.mean, flight.outer)
+        else:
+            mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
+        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean))
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -295,6 +344,11 @@ class SiteRounds(Callback):
             "wait_s": waited_s,
             "round_s": time.perf_counter() - flight.began_s,
         }
+        if is_probed(self._cfg, flight.step):
+            own = flight.members.index(self._sites.number)
+            counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
+            equal, compared = _sum_of_ranks(run, [float(count) for count in counts])
+            self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, run: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
         """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
@@ -304,12 +358,32 @@ class SiteRounds(Callback):
             is_overlapped: the site has trained since the differences were taken.
         """
         outer = _outer_of(run)
-        sites = self._sites
         pending, outer.pending = outer.pending, None
         if pending is None:
             outer.last_update = 0.0
         else:
             reshard_parameters(run.training.model.stages)
+            if has_moe_layers(self._cfg.model) and not self._is_merge(pending.step):
+                squares = _sum_of_ranks(run, router_squares(outer, pending))
+                self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
+            norms = self._step(run, pending, is_overlapped=is_overlapped)
+            if self._sites.moments == "reset":
+                run.training.reset_moments()
+            self._merge_experts(run, pending.step)
+            difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
+            self._record |= {
+                "difference": (difference / weights) ** 0.5 if weights else 0.0,
+                "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
+            }
+        return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _step(self, run: TrainingContext, pending: PendingRound, *, is_overlapped: bool) -> OuterNorms:
+        """Take the outer step of a round, or the mean of all sites after the last step of pairs; collective."""
+        outer = _outer_of(run)
+        sites = self._sites
+        if self._is_merge(pending.step):
+            norms = outer.merge(pending.own, pending.mean, pending.fragments)
+        else:
             penalty = 1.0
             if sites.penalty:
                 square = _same_sum_of_ranks(outer.mean_square(pending.mean, pending.fragments))
@@ -325,14 +399,19 @@ class SiteRounds(Callback):
             )
             if sites.penalty:
                 outer.last_update = math.sqrt(_same_sum_of_ranks(norms.update))
-            if sites.moments == "reset":
-                run.training.reset_moments()
-            difference, mean, product, weights = _sum_of_ranks(run, norms.to_tensor().tolist())
-            self._record |= {
-                "difference": (difference / weights) ** 0.5 if weights else 0.0,
-                "agreement": product / (difference * mean) ** 0.5 if difference * mean else 0.0,
-            }
-        return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+        return norms
+
+    def _is_merge(self, step: int) -> bool:
+        """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
+        return self._sites.topology == "pairs" and step == self._cfg.run.steps
+
+    def _merge_experts(self, run: TrainingContext, step: int) -> None:
+        """Merge similar experts after the round of a step, if it is due; collective."""
+        if fragments := merged_fragments(self._cfg, step):
+            groups = run.groups
+            share = merge_share(self._cfg, step)
+            ExpertMerging(groups.moe.ep, groups.moe.edp, groups.attn.stage).run(_outer_of(run), fragments, share)
+            self._record["merged"] = share
 
     def _skip(self, run: TrainingContext, step: int, why: str) -> None:
         self._num_skipped += 1
@@ -349,8 +428,13 @@ class SiteRounds(Callback):
 
 def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
+    if isinstance(flight.exchange, Exchanged):
+        return flight.exchange, ""
     if flight.exchange is None:
-        return Exchanged(flight.own, flight.own, 0, 0.0), ""
+        outer = _outer_of(run)
+        last = outer.num_coded(flight.fragments)
+        experts = flight.own[last - outer.num_gathered(flight.fragments) : last].unsqueeze(0)
+        return Exchanged(flight.own, flight.own, 0, 0.0, experts), ""
     try:
         while True:
             try:
@@ -368,37 +452,63 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
+def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
+    """Return two sums of squares over the routers of this rank, each logical element counted once.
+
+    They are those of the distance of this site's weights to the mean weights of the sites, and of the outer weights.
+    """
+    distance = weights_square = 0.0
+    for name, own_d, mean_g, weights, replicas in outer.visit_round(pending):
+        if ".router." in name and replicas:
+            distance += float((own_d - mean_g).double().square().sum()) / replicas
+            weights_square += float(weights.double().square().sum()) / replicas
+    return [distance, weights_square]
+
+
 def describe_wait(answer: Message, address: str) -> str:
     """Return the line of the log that says for what a site waits, by the answer of the meeting point."""
     if "unreachable" in answer:
         return f"waiting for `moefold meet`: {answer['unreachable']}"
     awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
-    return f"waiting for {awaited} at {address}"
+    refused = "".join(f"; site {n} cannot take part: {why}" for n, why in answer.get("refused_sites", {}).items())
+    return f"waiting for {awaited} at {address}{refused}"
 
 
-def _header(run: TrainingContext) -> list[int]:
-    """Return the numbers of the state that a site gives: step, rounds, updates of the moments, last outer step."""
+def _header(run: TrainingContext, index: int) -> list[int]:
+    """Return the numbers of the state that a site gives.
+
+    They are round, steps since, rounds applied, updates of the moments, and the norm of the last outer step.
+    """
     outer = _outer_of(run)
-    return [run.position.step, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
+    since = run.position.step - step_of_round(run.cfg, index)
+    return [index, since, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
-    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers."""
+    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
+
+    Each site has the moments of its own experts, where sites own them; those stay.
+    """
     training = run.training
-    moments = named_moments(training.optimizer, training.parameters)
+    owned = _outer_of(run).owned
+    shared = {name: p for name, p in training.optimized.items() if name not in owned}
+    moments = named_moments(training.optimizer, shared)
     outer = _outer_of(run).entries(("weights", "momentum"))
     tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
     return [local_tensor(tensors[name]) for name in sorted(tensors)]
 
 
 def _adopt(run: TrainingContext, header: Tensor) -> None:
-    """Go on from a received state: the weights become the outer weights."""
-    step, num_rounds, moment_updates, last_update = header.tolist()
+    """Go on from a received state: the weights become the outer weights.
+
+    The step is that of this site, which may take more or fewer of them between two rounds.
+    """
+    index, since, num_rounds, moment_updates, last_update = header.tolist()
     reshard_parameters(run.training.model.stages)
     _outer_of(run).last_update = bits_to_float(last_update)
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
-    run.position.step = step
+    run.position.step = step_of_round(run.cfg, index) + min(since, run.cfg.sites.overlap)
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:

@@ -1,0 +1,158 @@
+"""Compare measured exchanges between two sites over a cable of limited rate with those that `moefold plan` predicts.
+
+`python -m benchmarks.site_link`: two sites of one rank in two network namespaces, joined by a cable whose ends send at
+a limited rate (`tc qdisc ... tbf`). It needs root for `ip netns`, and changes nothing outside of the namespaces.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from moefold.cost.hardware import SiteLink
+from moefold.planner.sites import SiteCost, site_volumes
+from moefold.recipe import load_config
+from moefold.topology.fragments import recipe_fragments
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+[run]
+steps = 4
+device = "cpu"
+[model]
+preset = "tiny"
+num_layers = 2
+hidden_size = 256
+moe_ffn_hidden_size = 512
+vocab_size = 2048
+[train]
+seq_len = 32
+global_batch_size = 2
+[data]
+kind = "synthetic"
+[sites]
+count = 2
+every = 2
+timeout_s = 120
+[faults]
+timeout_s = 600
+"""
+HOSTS = ("10.214.0.1", "10.214.0.2")
+PORT = 29600
+
+
+@contextmanager
+def cable(bytes_per_s: float) -> Iterator[list[str]]:
+    """Create two network namespaces joined by a cable of a rate in both directions; yield their names."""
+    names = [f"moefold{os.getpid()}{letter}" for letter in "ab"]
+    rate = f"{round(8 * bytes_per_s)}bit"
+    limit = ("rate", rate, "burst", "32kb", "latency", "200ms")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable0", "netns", names[1])
+        for name, host in zip(names, HOSTS, strict=True):
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", "cable0")
+            ip("-n", name, "link", "set", "cable0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "cable0", "root", "tbf", *limit)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def start(name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start `moefold` in a network namespace."""
+    with log.open("w") as opened:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, "-m", "moefold", *words],
+            stdout=opened,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable0"},
+        )
+
+
+def measured_rounds(folder: Path, bytes_per_s: float, words: Sequence[str]) -> list[dict[str, float]]:
+    """Train two sites over a cable, and return the metrics of the rounds of the first one after the connection."""
+    folder.mkdir(parents=True)
+    recipe = folder / "sites.toml"
+    recipe.write_text(RECIPE)
+    secret = folder / "secret.txt"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    with cable(bytes_per_s) as names:
+        meet = start(
+            names[0], ["meet", "--host", HOSTS[0], "--port", str(PORT), "--secret", str(secret)], folder / "meet"
+        )
+        try:
+            sites = [
+                start(
+                    name,
+                    [
+                        "train",
+                        str(recipe),
+                        *words,
+                        f"sites.number={number}",
+                        f"sites.meet={HOSTS[0]}:{PORT}",
+                        f"sites.secret={secret}",
+                        f"run.dir={folder / f'site-{number}'}",
+                    ],
+                    folder / f"site-{number}.log",
+                )
+                for number, name in enumerate(names)
+            ]
+            codes = [site.wait(600) for site in sites]
+        finally:
+            meet.terminate()
+            meet.wait()
+    if any(codes):
+        raise RuntimeError("\n".join((folder / f"site-{number}.log").read_text() for number in (0, 1)))
+    records = [json.loads(line) for line in (folder / "site-0" / "metrics.jsonl").read_text().splitlines()]
+    # The first exchange connects.
+    return [record["sites"] for record in records if record["sites"]][1:]
+
+
+def main() -> None:
+    """Print a row for each rate and precision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[20, 100, 400], help="rates of the cable, in Mbit/s")
+    parser.add_argument("--precision", nargs="+", default=["float32", "int8", "fp4"], help="values of sites.precision")
+    args = parser.parse_args()
+    print("| Mbit/s | precision | MB sent | predicted, s | measured, s | measured / predicted |\n|" + " --- |" * 6)
+    with tempfile.TemporaryDirectory() as temporary:
+        for mbit in args.mbit:
+            for precision in args.precision:
+                folder = Path(temporary) / f"{mbit:g}-{precision}"
+                words = [f"sites.precision={precision}"]
+                rounds = measured_rounds(folder, mbit * 1e6 / 8, words)
+                cfg = load_config(folder / "sites.toml", words)
+                volumes = site_volumes(cfg, precision)
+                assert recipe_fragments(cfg) == len(volumes) == 1
+                cost = SiteCost(SiteLink(bytes_per_s=mbit * 1e6 / 8, latency_s=0.0), 2, 1.0, {precision: volumes})
+                predicted = cost.exchange_s(volumes[0])
+                assert all(round_["sent_bytes"] == volumes[0].num_bytes for round_ in rounds)
+                seconds = statistics.median(round_["exchange_s"] for round_ in rounds)
+                row = (
+                    f"{mbit:g}",
+                    precision,
+                    f"{volumes[0].num_bytes / 1e6:.2f}",
+                    f"{predicted:.3f}",
+                    f"{seconds:.3f}",
+                )
+                print(f"| {' | '.join(row)} | {seconds / predicted:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Host memory of the snapshots that `checkpoint.peer_every` takes. Torch-free."""
+
+from moefold.config.schema import Config
+from moefold.cost.shard_boxes import WeightSharding
+from moefold.cost.state_memory import StateMemory
+
+NUM_KEPT = 2
+"""Snapshots in memory: the last complete one, and the one that is being taken."""
+
+
+def snapshot_bytes(cfg: Config) -> tuple[int, ...]:
+    """Return the most bytes of snapshots on a rank of each pipeline stage: its own state, and that of one other rank.
+
+    Exact but for the padding of uneven shards and for buffers. With ZeRO 1 to 3 a rank has the copy of all shards of
+    another one. With ZeRO 0 the other replicas have the weights, and copies are of experts with one owner; owners that
+    are all on one node, which adds a copy of their shards, are not counted.
+
+    Args:
+        cfg: a recipe that `check_config` passed.
+    """
+    p = cfg.parallel
+    if not cfg.checkpoint.peer_every or p.dp == 1:
+        return (0,) * p.pp
+    sharding = WeightSharding.from_config(cfg, for_training=True)
+    view = sharding.layout.attention
+    first = {view.coordinate(rank, "pp"): rank for rank in reversed(range(p.world_size))}
+    sizes = []
+    for pp_rank, states in enumerate(StateMemory(cfg).max_by_pp_rank):
+        # Like checkpoints, snapshots have only the adapters where no other weight is trained: weight and two moments.
+        own = states.optimizer * 3 // 2 if cfg.trains_adapters_only else states.weights + states.optimizer
+        copied = 1.0
+        if p.zero == 0:
+            boxes = sharding.boxes(first[pp_rank])
+            experts = sum(box.numel for name, box in boxes.items() if ".experts." in name)
+            copied = experts / sum(box.numel for box in boxes.values()) if p.edp == 1 else 0.0
+        sizes.append(NUM_KEPT * round(own * (1 + copied)))
+    return tuple(sizes)

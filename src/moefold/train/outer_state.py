@@ -1,0 +1,49 @@
+"""The outer optimizer of a model: what it averages, and how often each shard counts in its norms."""
+
+import torch
+from torch import nn
+
+from moefold.config.schema import Config
+from moefold.cost.adapter_spec import expert_names
+from moefold.model.local_param import local_tensor
+from moefold.optim.adamw import named_moments
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.state_offload import StateStore
+from moefold.parallel.gradients import num_replicas
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.topology.fragments import recipe_fragments
+
+
+def make_outer_optimizer(
+    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
+) -> OuterOptimizer:
+    """Return the outer optimizer of a run with sites over this rank's shards.
+
+    Args:
+        model: the model.
+        cfg: the recipe.
+        optimizer: the inner optimizer, whose moments the sites may average.
+        state_store: store of the outer states; None: on the device.
+    """
+    parameters = trained_parameters(model)
+    averaged = dict(model.named_buffers)
+    if cfg.sites.moments == "average":
+        averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
+    replicas = {
+        name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
+        for name, parameter in parameters.items()
+    }
+    return OuterOptimizer(
+        parameters,
+        averaged,
+        cfg.sites,
+        state_store or StateStore(),
+        num_fragments=recipe_fragments(cfg),
+        replicas=replicas,
+        experts=expert_names(cfg.model, cfg.lora),
+    )
+
+
+def trained_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
+    """Return the parameters of this rank that learn, by their names in the full model."""
+    return {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}

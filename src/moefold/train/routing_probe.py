@@ -1,0 +1,90 @@
+"""Comparison of the sites' routing: the experts that each chooses for the same held-out samples, before a round."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefold.comm.site_links import Probe
+from moefold.model.moe.router import Router
+from moefold.ops.tensor_hash import TensorHasher
+from moefold.parallel.batch import Batch
+from moefold.train.callbacks.callback import TrainingContext
+
+NUM_SAMPLES = 8
+"""Held-out samples on which the routing is compared."""
+
+
+class _ChoiceRecorder:
+    """Records the choices of a router for the first samples of a batch, and changes none."""
+
+    in_evaluation = True
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.chosen: list[Tensor] = []
+        """Choices of each micro-batch, int16 [tokens, K]."""
+
+    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
+        """See `RouterOverride`."""
+        ids_SBK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1])
+        counted = ids_SBK[:, sample_ids_B < self.num_samples]
+        self.chosen.append(counted.flatten(0, 1).to("cpu", torch.int16))
+        return ids_TK
+
+
+class RoutingProbe:
+    """Reads the choices of all routers of this rank for `NUM_SAMPLES` held-out samples, which stay the same.
+
+    Equal ranks of the sites have the same layers and, with the same held-out samples and global batch size, the same
+    tokens: a hash of them tells whether their choices can be compared.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[Batch] | None = None
+
+    def read(self, run: TrainingContext) -> Probe:
+        """Evaluate the held-out samples and return the choices of this rank's routers; collective.
+
+        The probe is empty in a run without evaluation, or if all held-out samples are lost.
+        """
+        if self._batches is None:
+            self._batches = run.data.eval_batches(NUM_SAMPLES) if run.cfg.train.eval_every else []
+        layers = run.training.model.moe_layers()
+        routers: Sequence[Router] = [layers[number].router for number in sorted(layers)]
+        recorders = [_ChoiceRecorder() for _ in routers]
+        for router, recorder in zip(routers, recorders, strict=True):
+            router.override = recorder
+        try:
+            for number, batch in enumerate(self._batches):
+                for recorder in recorders:
+                    recorder.num_samples = NUM_SAMPLES - number * run.cfg.train.global_batch_size
+                run.training.evaluate([batch])
+        finally:
+            for router in routers:
+                router.override = None
+        top_k = run.cfg.model.top_k
+        chosen = [part for recorder in recorders for part in recorder.chosen]
+        hasher = TensorHasher(run.groups.device)
+        # Sites without samples have nothing to compare.
+        keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [run.cfg.sites.number]
+        return Probe(sum(keys) % 2**62, torch.cat([torch.empty(0, top_k, dtype=torch.int16), *chosen]))
+
+
+def count_equal_choices(of_members: Tensor, weights: Sequence[float], own: int) -> tuple[int, int]:
+    """Count the choices of one member that another made too, for the same token; local.
+
+    Args:
+        of_members: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.
+        weights: weight of each member; choices of members of weight 0 are not read.
+        own: index of this site among the members.
+
+    Returns:
+        Equal choices, and all that were compared, over the other members.
+    """
+    others = [number for number, weight in enumerate(weights) if weight and number != own]
+    if not weights[own]:
+        return 0, 0
+    ids_TK = of_members[own]
+    equal = sum(int((ids_TK[:, :, None] == of_members[other][:, None, :]).sum()) for other in others)
+    return equal, ids_TK.numel() * len(others)

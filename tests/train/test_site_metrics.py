@@ -1,0 +1,83 @@
+"""Metrics of rounds: routing compared between sites, distance of the routers, loss of the outer weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.train.routing_probe import count_equal_choices
+from moefold.verify.compare import oracle_batch
+from moefold.verify.distributed_run import open_samples
+from moefold.verify.oracle import Oracle
+from tests.train.test_sites import STREAMING, TOLERANCE, checkpoint, recipe, records, tensors, train_sites
+from tests.verify.recipes import without_mapping
+
+
+def test_equal_choices_are_counted_as_sets_of_each_token():
+    ids_MTK = torch.tensor([[[0, 1], [2, 3]], [[1, 0], [4, 3]], [[5, 6], [2, 3]]])
+    assert count_equal_choices(ids_MTK, (0.3, 0.3, 0.4), 0) == (3 + 2, 8)
+    assert count_equal_choices(ids_MTK, (0.5, 0.5, 0.0), 0) == (3, 4)
+    assert count_equal_choices(ids_MTK, (0.0, 0.5, 0.5), 0) == (0, 0)
+
+
+def site_records(tmp_path, number: int) -> dict[int, dict[str, Any]]:
+    return {record["step"]: record["sites"] for record in records(tmp_path / f"site-{number}") if record["sites"]}
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}])
+def test_loss_of_the_outer_weights_is_that_of_the_oracle(pool, tmp_path, mapping):
+    """The sites go on from mixed weights: the validation loss of phi is another one than that of the site."""
+    cfg = recipe(tmp_path, 4, STREAMING, every=1, **mapping)
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, expert_bias=False),
+        moe=replace(cfg.moe, bias_update_rate=0.0),
+        train=replace(cfg.train, eval_every=1, eval_samples=6),
+        data=replace(cfg.data, validation_fraction=0.2),
+    )
+    train_sites(pool, cfg)
+    alone = without_mapping(cfg)
+    held_out = oracle_batch(open_samples(alone).validation, alone, range(6))
+    for number in (0, 1):
+        rounds = site_records(tmp_path, number)
+        assert list(rounds) == [3, 4]
+        for step, metrics in rounds.items():
+            path = checkpoint(tmp_path / f"site-{number}", step)
+            expected = Oracle(alone, tensors(path, "outer.weights.")).evaluate(held_out)
+            assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+        losses = {record["step"]: record["eval_loss"] for record in records(tmp_path / f"site-{number}")}
+        assert losses[3] != pytest.approx(rounds[3]["eval_loss"], rel=1e-6)
+        assert losses[4] == pytest.approx(rounds[4]["eval_loss"], rel=TOLERANCE)
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mapping", "batch"), [({}, 4), ({"world_size": 4, "tp": 2, "ep": 4}, 4), ({"world_size": 4, "pp": 2, "cp": 2}, 16)]
+)
+def test_routing_of_equal_sites_is_equal_and_that_of_trained_ones_is_not(pool, tmp_path, mapping, batch):
+    for lr in (1e-13, 3e-2):
+        cfg = recipe(tmp_path / str(lr), 2, {"count": 2, "every": 2}, **mapping)
+        train = replace(cfg.train, lr=lr, eval_every=100, global_batch_size=batch)
+        cfg = replace(cfg, train=train, moe=replace(cfg.moe, bias_update_rate=0.0))
+        train_sites(pool, cfg)
+        overlaps = [site_records(tmp_path / str(lr), number)[2] for number in (0, 1)]
+        assert overlaps[0]["routing_overlap"] == overlaps[1]["routing_overlap"]
+        assert overlaps[0]["router_distance"] == pytest.approx(overlaps[1]["router_distance"], rel=1e-6)
+        if lr == 1e-13:
+            assert overlaps[0]["routing_overlap"] == 1.0
+            assert overlaps[0]["router_distance"] < 1e-10
+        else:
+            assert 0.1 < overlaps[0]["routing_overlap"] < 1.0
+            assert overlaps[0]["router_distance"] > 1e-3
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+def test_sites_without_the_same_held_out_samples_have_no_overlap(pool, tmp_path):
+    cfg = recipe(tmp_path, 2, {"count": 2, "every": 2})
+    train_sites(pool, replace(cfg, train=replace(cfg.train, eval_every=0)))
+    assert [site_records(tmp_path, number)[2]["routing_overlap"] for number in (0, 1)] == [None, None]
