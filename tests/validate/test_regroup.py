@@ -28,7 +28,10 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
 def test_sizes_after_a_loss():
     cfg = load_config(None, [*EIGHT, "faults.min_ranks=2", "parallel.ep=2"])
     assert fitting_after_loss(cfg) == [2, 4, 6]
-    assert after_loss(cfg, 4).faults.on_loss == "regroup"
+    fewer = after_loss(cfg, 6)
+    check_config(fewer)
+    # The last ranks of three replicas have padding.
+    assert (fewer.train.global_batch_size, fewer.num_padding_micro_batches) == (8, 4)
     # One replica is left, which a loss ends.
     one = load_config(None, [*EIGHT, "parallel.tp=2"])
     assert fitting_after_loss(one) == [2, 4, 6]
