@@ -249,6 +249,25 @@ class PeerSnapshots:
         """
         self._plan = None
 
+    def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
+        """Return the generations of which this process has snapshots: number, rank and `held` of each; local.
+
+        The first is the confirmed one. A second one has the first snapshot, of which this rank does not know whether
+        all ranks have completed it.
+        """
+        found = [(self.generation, self.rank, self.held())]
+        if self._unconfirmed is not None:
+            slot, _, rank = self._unconfirmed
+            assert slot.step is not None
+            found.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return found
+
+    def layout_of(self, generation: int) -> SnapshotLayout | None:
+        """Return the layout of the snapshots of a generation that this process has; None if it has none."""
+        if generation == self.generation:
+            return self.layout
+        return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
+
     def settle(self, generation: int) -> None:
         """Keep the snapshots of one generation alone; local.
 
@@ -281,6 +300,18 @@ class PeerSnapshots:
     def old_rank_of(self, rank: int) -> int | None:
         """Return the rank in the old mapping of a rank that took part in the last `restore`."""
         return self._old_ranks[rank]
+
+    def share_progress(self, step: int, world: Group) -> None:
+        """Give ranks that were spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
+
+        Args:
+            step: a step that every member of the lost mapping holds.
+            world: all ranks of the new mapping.
+        """
+        has_step = any(slot.step == step for slot in self._slots)
+        known = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
+        if not has_step:
+            self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
 
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step that `held` lists."""
