@@ -81,13 +81,16 @@ ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 RunError if the survivors cannot go on, and CannotChooseError where another rank has to choose."""
 
 
-def report_lost(store: dist.Store, rank: int) -> None:
+def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
     """Record in the store of a job that the process of a rank is gone.
 
     Args:
         store: the store, without a prefix.
         rank: its job rank.
+        how: how the process ended, if that is known.
     """
+    if how:
+        store.set(f"{PREFIX}/how/{rank}", how)
     store.append(f"{PREFIX}/{LOST_KEY}", f"{rank}\n")  # type: ignore[attr-defined]
 
 
@@ -186,6 +189,11 @@ class Regroup:
     def lost(self) -> set[int]:
         """Return the job ranks that are lost so far."""
         return lost_ranks(self._base)
+
+    def how_it_ended(self, rank: int) -> str:
+        """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
+        key = f"how/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def is_broken(self) -> bool:
         """Return whether a member of the current generation is lost."""
