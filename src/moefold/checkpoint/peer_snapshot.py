@@ -243,7 +243,10 @@ class PeerSnapshots:
         return sum(slot.num_bytes for slot in self._slots)
 
     def forget_groups(self) -> None:
-        """Drop the references to process groups before they are destroyed; the snapshots stay."""
+        """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
+
+        Also after a rollback: the steps that it discards are not gone back to once every rank has the new snapshot.
+        """
         self._plan = None
 
     def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
@@ -336,6 +339,9 @@ class PeerSnapshots:
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
+        # The last snapshot of the generation before is complete on every rank; the older one would be a third.
+        last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
+        self._slots = [last, Snapshot()]
         shards = local_boxes(state)
         plan = self._make_plan(shards, groups)
         slot = Snapshot()
@@ -454,6 +460,8 @@ class PeerSnapshots:
             exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
         self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
         self._restored = held
+        # A loss of another rank before the first snapshot of this mapping leads back to this step.
+        self._slots = [slot, Snapshot()]
         self._old_ranks = all_gather_objects(self.rank, world)
         return slot.train_state
 

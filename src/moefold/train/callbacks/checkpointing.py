@@ -186,6 +186,9 @@ class Checkpointing(Callback):
             )
         self._load(run, found.path)
         run.training.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
+        if self.snapshots is not None:
+            self.snapshots.forget_groups()
+            self._take_snapshot(run)
         return found
 
     def check(self) -> None:
