@@ -85,9 +85,9 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
             path = checkpoint(run_dir, step)
             state = expected[step - 1]
             assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
-            assert largest_error(tensors(path, "outer.weights."), state.outer) <= TOLERANCE
+            assert largest_error(tensors(path, "outer.weights."), state.outer[number]) <= TOLERANCE
             if cfg.sites.momentum:
-                assert largest_error(tensors(path, "outer.momentum."), state.momentum) <= TOLERANCE
+                assert largest_error(tensors(path, "outer.momentum."), state.momentum[number]) <= TOLERANCE
         losses = [record["loss"] for record in records(run_dir)]
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
