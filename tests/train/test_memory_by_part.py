@@ -84,6 +84,18 @@ def test_with_a_saver(pool, name):
         assert peak.get("norms", 0) < kept["norms"]
 
 
+def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
+    cfg = _recipe(TRAINS["offload"])
+    cfg = replace(cfg, model=replace(cfg.model, num_layers=6))
+    memory = pool.run(1, run_distributed, _measured(cfg, 2), 2)[0].steps[1].memory_by_part
+    # No formula has the workspace of the backward pass.
+    measured = sum(sizes[0] for part, sizes in memory.peak_bytes.items() if part != "workspace")
+    whole, left = (compute_rank_memory(cfg, offload=parts, kernels=CPU_KERNELS)[0] for parts in ((), ("layer",)))
+    assert left.total == pytest.approx(measured, rel=0.02)
+    assert whole.total > 1.04 * measured
+    assert left.activations.total < 0.4 * whole.activations.total
+
+
 def test_two_micro_batches_at_a_time_are_in_memory(pool):
     """The ledger sees of a pair the activations of two micro-batches, and what goes backward is not among them."""
     mapping = MAPPINGS["overlap"]

@@ -24,7 +24,7 @@ from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
-LAST, STEPS = 3, 5
+LAST, STEPS = 2, 3
 """The step before the loss, and the last one."""
 
 

@@ -22,6 +22,7 @@ from moefold.cost.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfe
 from moefold.cost.shard_boxes import Box
 from moefold.errors import RunError
 from moefold.model.init import local_slice
+from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.topology.layout import Layout
 
@@ -195,10 +196,13 @@ class _Plan:
     layout: SnapshotLayout
     rounds: tuple[tuple[BoxTransfer, ...], ...]
     dtypes: Mapping[str, torch.dtype]
+    boxes: tuple[BoxKey, ...]
+    """Boxes of this rank; to find them takes longer than to copy small ones."""
     sent: tuple[BoxKey, ...]
     """Boxes that this rank sends."""
     copied: tuple[tuple[int, BoxKey], ...]
     """Boxes that this rank gets, by the rank that sends them."""
+    hasher: TensorHasher
 
 
 class PeerSnapshots:
@@ -294,13 +298,14 @@ class PeerSnapshots:
         if groups.layout.dp == 1:
             # A job that has lost all other replicas cannot lose another one.
             return
-        shards = local_boxes(state)
         self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
+            shards = {(name, box): local_tensor(state[name]) for name, box in self._plan.boxes}
             slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
+        shards = local_boxes(state)
         plan = self._make_plan(shards, groups)
         slot = Snapshot()
         self._fill(slot, plan, shards, train_state)
@@ -351,8 +356,7 @@ class PeerSnapshots:
     def _exchange_digests(self, plan: _Plan, shards: Mapping[BoxKey, Tensor]) -> dict[tuple[int, BoxKey], Digest]:
         """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
         groups = plan.groups
-        hasher = TensorHasher(groups.device)
-        rows = torch.stack([hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
+        rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
         own = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
         rank = groups.rank
         counts = [0] * groups.world.size
@@ -383,7 +387,8 @@ class PeerSnapshots:
         sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
         # The order of the sender: by its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
-        return _Plan(groups, layout, rounds, dtypes, sent, tuple((t.source, (t.name, t.box)) for t in copied))
+        received = tuple((t.source, (t.name, t.box)) for t in copied)
+        return _Plan(groups, layout, rounds, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:

@@ -10,20 +10,52 @@ from moefold.cost.memory_columns import FORWARD_POINTS, RECIPE_COLUMNS, RECOMPUT
 from moefold.cost.saved_tensors import PARTS, BytesByPart
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
 
+MAX_OFFLOADED_PARTS_IN_TRANSIT = 2
+"""Maximum number of offloaded parts in memory: one being copied, and the next (docs/memory.md)."""
 
-def activation_table(formula: ActivationMemory) -> ByteTable:
-    """Return the bytes of each column of a recipe by part, [`PARTS`, `RECIPE_COLUMNS`]."""
+OFFLOADED_LABELS = {
+    "norms": ("norms", "residual stream"),
+    "core_attention": ("core attention", "attention"),
+    "dense_mlp": ("dense MLP",),
+    "expert_activation": ("experts", "dispatch buffers"),
+    "shared_experts": ("shared experts",),
+    "moe": ("router", "dispatch buffers", "experts", "shared experts"),
+}
+"""Labels of `PARTS` that each part of train.offload offloads; `layer` offloads everything."""
+
+
+def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> ByteTable:
+    """Return the bytes of each column of a recipe by part, [`PARTS`, `RECIPE_COLUMNS`].
+
+    Args:
+        formula: activation memory of the recipe.
+        offload: parts of `train.offload` whose saved tensors are offloaded between the passes, all of them in time.
+    """
     columns = RECIPE_COLUMNS
     table = np.zeros((len(PARTS), columns.size))
     sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
+    largest = BytesByPart()
     for kind in formula.saved_by_kind:
         layer = layer_columns(formula, kind)
+        offloaded = offloaded_bytes(layer["saved"], offload)
+        layer["saved"] = layer["saved"] - offloaded
+        largest = _larger(offloaded, largest)
         column = BLOCK_KINDS.index(kind)
         sizes |= {columns.layer_column(name) + column: parts for name, parts in layer.items()}
+    sizes[columns.end_column("in_transit")] = BytesByPart(
+        {part: MAX_OFFLOADED_PARTS_IN_TRANSIT * size for part, size in largest.items()}
+    )
     for column, parts in sizes.items():
         for part, size in parts.items():
             table[PARTS.index(part), column] = size
     return table
+
+
+def offloaded_bytes(saved: BytesByPart, offload: Iterable[str]) -> BytesByPart:
+    """Return which of the saved bytes of a layer leave its device with these parts of `train.offload`."""
+    parts = tuple(offload)
+    labels = {label for part in parts for label in OFFLOADED_LABELS.get(part, ())}
+    return BytesByPart({label: size for label, size in saved.items() if "layer" in parts or label in labels})
 
 
 def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:

@@ -66,6 +66,7 @@ def compute_rank_memory(
     cfg: Config,
     *,
     recompute: Iterable[str] | None = None,
+    offload: Iterable[str] = (),
     kernels: KernelProfile = CUDA_KERNELS,
     imbalance: float = 1.0,
     states: StateMemory | None = None,
@@ -75,6 +76,8 @@ def compute_rank_memory(
     Args:
         cfg: a recipe that `check_config` passed.
         recompute: parts that are recomputed; None: those of the recipe.
+        offload: parts whose saved tensors are offloaded between the passes, all of them in time: with
+            `train.offload_waits`, or where copies keep up, and with `train.offload_min_kib` = 0.
         kernels: kernel profile of the device.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
         states: state memory of the recipe, if the caller has it already.
@@ -83,7 +86,7 @@ def compute_rank_memory(
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
     if not optimizer_of(cfg).needs_gradients:
         return _forward_rank_memory(formula, states)
-    table = activation_table(formula)
+    table = activation_table(formula, offload)
     chunks, _ = recipe_stages(cfg)
     found = []
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)

@@ -7,7 +7,7 @@ ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
@@ -110,13 +110,16 @@ class FragmentTraffic:
     are."""
     rank_coded: int
     """Elements that the rank with the most of all sends as a code."""
+    rank_owned: int
+    """Of these, elements of experts that sites own, which are in messages of their own."""
     rank_plain: int
     """Elements that it sends as they are."""
 
     @property
     def messages(self) -> int:
         """Messages of the rank with the most elements, one after the other."""
-        return -(-self.rank_coded // PART_ELEMENTS) + -(-self.rank_plain // PART_ELEMENTS)
+        numels = (self.rank_coded - self.rank_owned, self.rank_owned, self.rank_plain)
+        return sum(-(-numel // PART_ELEMENTS) for numel in numels)
 
     def num_bytes(self, code: WireFormat) -> int:
         """Return the bytes in a format; the blocks must be those of the counted one."""
@@ -136,6 +139,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     plain = [0] * count
     # By fragment and pipeline rank, of the first of its ranks, which has the most.
     largest = Counter[tuple[int, int]]()
+    largest_owned = Counter[tuple[int, int]]()
     largest_plain = Counter[tuple[int, int]]()
     item = difference_itemsize(cfg)
     optimizer = optimizer_of(cfg)
@@ -147,9 +151,13 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         shards = _shards(cfg, weight)
         holders = sharding.pp_ranks_of(weight.name)
         copies = len(holders) * stage_ranks // shards.degree
-        coded[fragment] += copies * _padded_numel(shards, code)
+        # A site sends its own experts alone, if sites own them.
+        owners = cfg.sites.num_expert_owners if weight.is_expert else 1
+        coded[fragment] += copies * _padded_numel(shards, code, owners)
         for pp_rank in holders:
-            largest[fragment, pp_rank] += code.padded(shards.numel(0))
+            numel = code.padded(shards.numel(0) // owners)
+            largest[fragment, pp_rank] += numel
+            largest_owned[fragment, pp_rank] += numel if owners > 1 else 0
         if cfg.sites.moments == "average":
             is_matrix = weight.in_muon_groups(muon_groups)
             num_moments = optimizer.num_matrix_moments if is_matrix else optimizer.num_moments
@@ -165,7 +173,10 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
         largest_plain += largest
     of_rank = [
-        max(((largest[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)), key=sum)
+        max(
+            ((largest[p, rank], largest_owned[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)),
+            key=lambda numels: numels[0] + numels[2],
+        )
         for p in range(count)
     ]
     return tuple(FragmentTraffic(coded[p], plain[p], *of_rank[p]) for p in range(count))
@@ -182,12 +193,18 @@ def _trained_weights(cfg: Config) -> Iterator[ParamSpec]:
 
 
 def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
+    """Return the shards of a weight that a site sends: of experts that sites own, those of its own."""
     p = cfg.parallel
     degree = (p.edp if weight.is_expert else p.dp * p.cp) if p.zero else 1
-    return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+    shards = weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+    owners = cfg.sites.num_expert_owners if weight.is_expert else 1
+    if shards.row_numel % owners:
+        return replace(shards, total_rows=shards.total_rows // owners, rows=shards.rows // owners)
+    return replace(shards, row_numel=shards.row_numel // owners)
 
 
-def _padded_numel(shards: DataParallelShards, code: WireFormat) -> int:
-    """Return the elements that the shards of a parameter take on all ranks that shard it."""
+def _padded_numel(shards: DataParallelShards, code: WireFormat, owners: int = 1) -> int:
+    """Return the elements that the shards of a parameter take on all ranks that shard it, of one of its owners."""
     num_full, rest = divmod(shards.total_rows, shards.rows)
-    return num_full * code.padded(shards.rows * shards.row_numel) + code.padded(rest * shards.row_numel)
+    full = code.padded(shards.rows * shards.row_numel // owners)
+    return num_full * full + code.padded(rest * shards.row_numel // owners)

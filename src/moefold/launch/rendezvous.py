@@ -180,7 +180,7 @@ class _WaitNotice:
 
     @property
     def is_due(self) -> bool:
-        """Whether the line is to be printed."""
+        """True from `WAIT_NOTICE_S` on, until the line is printed."""
         return time.monotonic() > self._due_s
 
     def poll(self, missing_ranks: Sequence[int], stderr_fd: int = STDERR_FD) -> None:

@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.cost.activation_columns import end_columns, layer_columns, recomputes_comm
+from moefold.cost.activation_columns import (
+    MAX_OFFLOADED_PARTS_IN_TRANSIT,
+    OFFLOADED_LABELS,
+    end_columns,
+    layer_columns,
+    recomputes_comm,
+)
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
@@ -25,19 +31,6 @@ PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "
 
 UNSUPPORTED_LAYER = "foreign"
 """Label of the saved tensors of a layer that the runtime does not support."""
-
-MAX_OFFLOADED_PARTS_IN_TRANSIT = 2
-"""Maximum number of offloaded parts in memory: one being copied, and the next (docs/memory.md)."""
-
-OFFLOADED_LABELS = {
-    "norms": ("norms", "residual stream"),
-    "core_attention": ("core attention", "attention"),
-    "dense_mlp": ("dense MLP",),
-    "expert_activation": ("experts", "dispatch buffers"),
-    "shared_experts": ("shared experts",),
-    "moe": ("router", "dispatch buffers", "experts", "shared experts"),
-}
-"""Labels of the memory ledger that each part of train.offload offloads; `layer` offloads everything."""
 
 OFFLOADABLE_LABELS = (
     *dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels),
