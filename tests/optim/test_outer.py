@@ -320,7 +320,7 @@ NOLOCO = SitesConfig(count=4, topology="pairs", lr=0.7, momentum=0.5, nesterov=F
 def exchange_in_pairs(sites: list[Site], pairs: list[tuple[int, ...]], pull_sign: float = 1.0) -> None:
     for pair in pairs:
         own = [sites[number].outer.difference() for number in pair]
-        outer = [sites[number].outer.outer_vector((0,)) for number in pair]
+        outer = [sites[number].outer.difference((0,), "outer") for number in pair]
         mean = sum((torch.cat(parts) / 2 for parts in zip(own, outer, strict=True)), torch.zeros(()))
         for number, values, phi in zip(pair, own, outer, strict=True):
             pulled = add_pull(mean, phi)
@@ -366,10 +366,10 @@ def test_last_round_of_pairs_is_the_mean_of_all_sites():
         site.move(gradients(number, 1))
         site.buffers["bias"].fill_(number)
     own = [site.outer.difference() for site in sites]
-    local = [site.outer.local_vector((0,)) for site in sites]
+    local = [site.outer.difference((0,), "local") for site in sites]
     expected = sum(site.flat() for site in sites) / 3
     mean = local[0] / 3 + local[1] / 3 + local[2] / 3
-    norms = [site.outer.merge(values, mean, (0,)) for site, values in zip(sites, own, strict=True)]
+    norms = [site.outer.step(values, mean, is_merge=True) for site, values in zip(sites, own, strict=True)]
     for site, found, values in zip(sites, norms, own, strict=True):
         assert torch.equal(site.flat(), sites[0].flat())
         torch.testing.assert_close(site.flat(), expected, rtol=1e-14, atol=1e-14)

@@ -189,9 +189,9 @@ def test_a_pending_round_is_restored():
     coded, gathered = sites[0].outer.num_coded((0,)), sites[0].outer.num_gathered((0,))
     of_members = torch.stack([values[coded - gathered : coded] for values in own])
     mean = sites[1].outer.assemble((0,), sum(own) / 3, of_members, [0, 1, 2])
-    entries = sites[1].outer.pending_entries((0,), mean)
+    entries = sites[1].outer._pending_entries((0,), mean)
     assert entries["outer.pending.experts.w_up"].shape == (6, 3, 2)
-    again = resumed.outer.pending_mean(entries)
+    again = resumed.outer._pending_mean(entries)
     assert torch.equal(again, mean)
     norms = sites[1].outer.step(own[1], mean)
     assert resumed.outer.step(own[1], again) == norms

@@ -28,6 +28,7 @@ they hold.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from moefold.optim.owned_experts import select_owned
 from moefold.optim.state_offload import StateStore
 from moefold.topology.fragments import fragment_of
 
+VectorKind = Literal["difference", "outer", "local"]
 STATES = ("weights", "momentum", "residual")
 """Names of the states in checkpoints."""
 FragmentsDue = Callable[[int], Sequence[int]]
@@ -143,20 +145,26 @@ class OuterOptimizer:
             weights.copy_(local_tensor(self._parameters[name].data))
 
     @torch.no_grad()
-    def difference(self, fragments: Sequence[int] = (0,)) -> Tensor:
+    def difference(self, fragments: Sequence[int] = (0,), kind: VectorKind = "difference") -> Tensor:
         """Return what this site sends in a round of fragments, on the host; changes nothing.
+
+        Args:
+            fragments: the fragments of the round.
+            kind: difference; or in pairs, in the same places: outer, phi without the buffers, or local, theta.
 
         Returns:
             D = phi - theta of the parameters (of experts that sites own: of the site's own), plus the decayed residual,
             each with zeros up to a whole block of the code, then the buffers, [elements of this rank].
         """
         num_coded = self.num_coded(fragments)
-        buffers = [buffer for _, buffer in self._buffers_of(fragments)]
+        buffers = [buffer for _, buffer in self._buffers_of(fragments)] if kind != "outer" else []
         flat = torch.zeros(num_coded + sum(buffer.numel() for buffer in buffers), dtype=self.dtype)
         first = 0
         for name, (weights, *residual) in self._visit(self._names(fragments), ["weights", "residual"]):
-            value = self._own(name, weights) - self._own(name, local_tensor(self._parameters[name].data))
-            if residual:
+            theta = self._own(name, local_tensor(self._parameters[name].data))
+            phi = self._own(name, weights)
+            value = {"difference": phi - theta, "outer": phi, "local": theta}[kind]
+            if residual and kind == "difference":
                 value.add_(residual[0], alpha=self._settings.residual)
             flat[first : first + value.numel()].copy_(value.flatten())
             first += self._width(name)
@@ -164,47 +172,6 @@ class OuterOptimizer:
             flat[first : first + buffer.numel()].copy_(buffer.flatten())
             first += buffer.numel()
         return flat
-
-    @torch.no_grad()
-    def outer_vector(self, fragments: Sequence[int]) -> Tensor:
-        """Return the outer weights, placed as the differences of `difference`, on the host [num_coded]."""
-        flat = torch.zeros(self.num_coded(fragments), dtype=self.dtype)
-        first = 0
-        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
-            flat[first : first + weights.numel()].copy_(weights.flatten())
-            first += self._width(name)
-        return flat
-
-    @torch.no_grad()
-    def local_vector(self, fragments: Sequence[int]) -> Tensor:
-        """Return the weights theta and the buffers, placed as in `difference`, on the host."""
-        flat = self.difference(fragments)
-        first = 0
-        for name in self._names(fragments):
-            theta = local_tensor(self._parameters[name].data)
-            flat[first : first + theta.numel()].copy_(theta.flatten())
-            first += self._width(name)
-        return flat
-
-    @torch.no_grad()
-    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
-        """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
-
-        Args:
-            own: what `difference` returned for the round.
-            mean: the weighted mean of what `local_vector` returned on the sites.
-            fragments: the fragments of the round.
-        """
-        sums = [0.0] * 5
-        names = self._names(fragments)
-        parts = zip(self._parts(names, own), self._parts(names, mean), strict=True)
-        for (name, (weights,)), (own_d, merged) in zip(self._visit(names, ["weights"]), parts, strict=True):
-            self._add_norms(sums, name, weights, own_d, weights - merged)
-            weights.copy_(merged)
-            local_tensor(self._parameters[name].data).copy_(merged)
-        self._set_buffers(mean, fragments)
-        difference, mean_square, product, outer, averaged = sums
-        return OuterNorms(difference, mean_square, product, outer, averaged, 0.0)
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
@@ -304,6 +271,7 @@ class OuterOptimizer:
         keep_local: float = 0.0,
         moves_both: bool = False,
         penalty: float = 1.0,
+        is_merge: bool = False,
     ) -> OuterNorms:
         """Take the outer step of a round; local.
 
@@ -314,6 +282,7 @@ class OuterOptimizer:
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
             moves_both: move the weights as the outer weights are moved, and the buffers by what `mean` has for them.
             penalty: divisor of the mean.
+            is_merge: `mean` is that of the weights theta, which becomes phi and theta.
         """
         settings = self._settings
         is_own = mean is own and not keep_local and not settings.residual and not moves_both
@@ -325,7 +294,11 @@ class OuterOptimizer:
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
             share = self._replicas.get(name, 1)
-            self._add_norms(sums, name, weights, own_d, mean_g)
+            self._add_norms(sums, name, weights, own_d, weights - mean_g if is_merge else mean_g)
+            if is_merge:
+                weights.copy_(mean_g)
+                theta.copy_(mean_g)
+                continue
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -357,16 +330,22 @@ class OuterOptimizer:
         """Return the parameters of experts that sites own, of some fragments."""
         return [name for name in self._names(fragments) if name in self.owned]
 
-    def visit_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names with this rank's outer weights on the device, to be changed in place."""
-        for name, (weights,) in self._visit(names, ["weights"]):
-            yield name, weights
+    def visit_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield names with this rank's weights, and its outer weights on the device, to be changed in place.
+
+        A visit must go on to its end, as it writes offloaded weights back.
+
+        Args:
+            names: the parameters; None: all.
+        """
+        for name, (weights,) in self._visit(list(self._parameters) if names is None else names, ["weights"]):
+            yield name, local_tensor(self._parameters[name].data), weights
 
     @torch.no_grad()
     def take_weights(self, names: Sequence[str]) -> None:
         """Set parameters to their outer weights; local."""
-        for name, weights in self.visit_weights(names):
-            local_tensor(self._parameters[name].data).copy_(weights)
+        for _, theta, weights in self.visit_weights(names):
+            theta.copy_(weights)
 
     def visit_round(self, pending: PendingRound) -> Iterator[tuple[str, Tensor, Tensor, Tensor, int]]:
         """Yield what a round does to each parameter, before its outer step.
@@ -381,29 +360,10 @@ class OuterOptimizer:
         for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
             yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
 
-    @torch.no_grad()
-    def swap_weights(self) -> None:
-        """Exchange the weights with the outer weights, to evaluate these; local."""
-        for name, weights in self.visit_weights(list(self._parameters)):
-            theta = local_tensor(self._parameters[name].data)
-            present = theta.clone()
-            theta.copy_(weights)
-            weights.copy_(present)
-
-    @torch.no_grad()
-    def has_own_weights(self) -> bool:
-        """Return whether a weight of this rank differs from the outer weight; local."""
-        names = list(self._parameters)
-        # To the end, as the visit writes offloaded weights back.
-        differs = [
-            not torch.equal(local_tensor(self._parameters[name].data), w) for name, w in self.visit_weights(names)
-        ]
-        return any(differs)
-
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
         pending = self.pending
-        return self.entries() | ({} if pending is None else self.pending_entries(pending.fragments, pending.mean))
+        return self.entries() | ({} if pending is None else self._pending_entries(pending.fragments, pending.mean))
 
     def state(self) -> dict[str, int]:
         """Return the part of the state that is no tensor."""
@@ -434,9 +394,9 @@ class OuterOptimizer:
         self.pending = None
         if "pending.due" in state:
             fragments = tuple(due(state["pending.step"]))
-            entries = self.pending_entries(fragments)
+            entries = self._pending_entries(fragments)
             load(entries)
-            mean = self.pending_mean(entries)
+            mean = self._pending_mean(entries)
             own = self._own_part(fragments, mean)
             self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, own, mean)
 
@@ -457,7 +417,7 @@ class OuterOptimizer:
         self.tokens = [tokens] * self._num_fragments
         self.pending = None
 
-    def pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
+    def _pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
         """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
 
         Args:
@@ -481,7 +441,7 @@ class OuterOptimizer:
             entries[f"{PENDING}{name}"] = tensor
         return entries
 
-    def pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
+    def _pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of loaded entries, on the host."""
         parts = [torch.empty(0, dtype=self.dtype)]
         for entry, tensor in entries.items():

@@ -1,4 +1,4 @@
-"""What a round of the sites leaves: its norms, a mean that is not applied yet; and arithmetic of the outer step."""
+"""Results of a round of the sites (norms, a mean that is not applied yet), and arithmetic of the outer step."""
 
 import struct
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def add_pull(mean: Tensor, outer: Tensor) -> Tensor:
     """Return what takes the place of the mean difference in a round of a pair: g + phi - mean(phi), then the buffers.
 
     Args:
-        mean: mean of the pair's vectors: differences and buffers of `difference`, then outer weights of `outer_vector`.
+        mean: mean of the pair's vectors: differences and buffers, then outer weights.
         outer: the outer weights of this site, as they were sent.
     """
     size = len(mean) - len(outer)

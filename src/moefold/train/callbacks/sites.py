@@ -272,10 +272,10 @@ class SiteRounds(Callback):
         num_coded = outer.num_coded(fragments)
         phi = None
         if self._is_merge(step):
-            sent = outer.local_vector(fragments)
+            sent = outer.difference(fragments, "local")
             num_coded = 0
         elif in_pairs:
-            phi = outer.outer_vector(fragments)
+            phi = outer.difference(fragments, "outer")
             sent = torch.cat([own, phi])
         exchange: Future[Exchanged] | Exchanged | None = Exchanged(sent, sent, 0, 0.0) if in_pairs else None
         if len(members) > 1:
@@ -382,7 +382,7 @@ class SiteRounds(Callback):
         outer = _outer_of(run)
         sites = self._sites
         if self._is_merge(pending.step):
-            norms = outer.merge(pending.own, pending.mean, pending.fragments)
+            norms = outer.step(pending.own, pending.mean, pending.fragments, is_merge=True)
         else:
             penalty = 1.0
             if sites.penalty:
