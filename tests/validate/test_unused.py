@@ -27,6 +27,7 @@ LONGROPE = [
 ]
 CASES = [
     ("sites.number=1", [], ["sites.count=2", "sites.meet=host:1"]),
+    ("faults.min_ranks=2", [], ["faults.on_loss=regroup"]),
     ("sites.meet=host:1", [], ["sites.count=2", "sites.number=1"]),
     ("sites.secret=file", [], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
     ("sites.secret=file", ["sites.count=2"], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),

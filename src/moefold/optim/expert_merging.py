@@ -46,11 +46,11 @@ class ExpertMerging:
         names = outer.owned_names(fragments)
         for gate in [name for name in names if name.endswith(GATE)]:
             num_experts = outer.weights[gate].shape[0]
-            for _, _, weights in outer.visit_weights([gate]):
+            for _, weights in outer.visit_weights([gate]):
                 similar_EK = self._similar(weights, num_experts)
             layer = gate.removesuffix(GATE)
             in_layer = [name for name in names if name.rpartition(".")[0] == layer]
-            for _, _, weights in outer.visit_weights(in_layer):
+            for _, weights in outer.visit_weights(in_layer):
                 parts_EN = self._to_parts(weights, num_experts)
                 mean_EN = torch.zeros_like(parts_EN)
                 for column_E in similar_EK.unbind(1):

@@ -27,8 +27,6 @@ they hold.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +39,6 @@ from moefold.optim.owned_experts import select_owned
 from moefold.optim.state_offload import StateStore
 from moefold.topology.fragments import fragment_of
 
-VectorKind = Literal["difference", "outer", "local"]
 STATES = ("weights", "momentum", "residual")
 """Names of the states in checkpoints."""
 FragmentsDue = Callable[[int], Sequence[int]]
@@ -121,11 +118,6 @@ class OuterOptimizer:
         return self._states["weights"]
 
     @property
-    def momentum(self) -> dict[str, Tensor]:
-        """Momentum m by parameter; empty without momentum."""
-        return self._states["momentum"]
-
-    @property
     def residual(self) -> dict[str, Tensor]:
         """Residual e by parameter, of the site's own experts only; empty without one."""
         return self._states["residual"]
@@ -145,26 +137,20 @@ class OuterOptimizer:
             weights.copy_(local_tensor(self._parameters[name].data))
 
     @torch.no_grad()
-    def difference(self, fragments: Sequence[int] = (0,), kind: VectorKind = "difference") -> Tensor:
+    def difference(self, fragments: Sequence[int] = (0,)) -> Tensor:
         """Return what this site sends in a round of fragments, on the host; changes nothing.
-
-        Args:
-            fragments: the fragments of the round.
-            kind: difference; or in pairs, in the same places: outer, phi without the buffers, or local, theta.
 
         Returns:
             D = phi - theta of the parameters (of experts that sites own: of the site's own), plus the decayed residual,
             each with zeros up to a whole block of the code, then the buffers, [elements of this rank].
         """
         num_coded = self.num_coded(fragments)
-        buffers = [buffer for _, buffer in self._buffers_of(fragments)] if kind != "outer" else []
+        buffers = [buffer for _, buffer in self._buffers_of(fragments)]
         flat = torch.zeros(num_coded + sum(buffer.numel() for buffer in buffers), dtype=self.dtype)
         first = 0
         for name, (weights, *residual) in self._visit(self._names(fragments), ["weights", "residual"]):
-            theta = self._own(name, local_tensor(self._parameters[name].data))
-            phi = self._own(name, weights)
-            value = {"difference": phi - theta, "outer": phi, "local": theta}[kind]
-            if residual and kind == "difference":
+            value = self._own(name, weights) - self._own(name, local_tensor(self._parameters[name].data))
+            if residual:
                 value.add_(residual[0], alpha=self._settings.residual)
             flat[first : first + value.numel()].copy_(value.flatten())
             first += self._width(name)
@@ -172,6 +158,47 @@ class OuterOptimizer:
             flat[first : first + buffer.numel()].copy_(buffer.flatten())
             first += buffer.numel()
         return flat
+
+    @torch.no_grad()
+    def outer_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the outer weights, placed as the differences of `difference`, on the host [num_coded]."""
+        flat = torch.zeros(self.num_coded(fragments), dtype=self.dtype)
+        first = 0
+        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
+            flat[first : first + weights.numel()].copy_(weights.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def local_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the weights theta and the buffers, placed as in `difference`, on the host."""
+        flat = self.difference(fragments)
+        first = 0
+        for name in self._names(fragments):
+            theta = local_tensor(self._parameters[name].data)
+            flat[first : first + theta.numel()].copy_(theta.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
+        """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
+
+        Args:
+            own: what `difference` returned for the round.
+            mean: the weighted mean of what `local_vector` returned on the sites.
+            fragments: the fragments of the round.
+        """
+        sums = [0.0] * 5
+        names = self._names(fragments)
+        parts = zip(self._parts(names, own), self._parts(names, mean), strict=True)
+        for (name, (weights,)), (own_d, merged) in zip(self._visit(names, ["weights"]), parts, strict=True):
+            self._add_norms(sums, name, weights, own_d, weights - merged)
+            weights.copy_(merged)
+            local_tensor(self._parameters[name].data).copy_(merged)
+        self._set_buffers(mean, fragments)
+        difference, mean_square, product, outer, averaged = sums
+        return OuterNorms(difference, mean_square, product, outer, averaged, 0.0)
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
@@ -222,14 +249,8 @@ class OuterOptimizer:
         return torch.cat([*found, mean[num_coded:]])
 
     @torch.no_grad()
-    def begin_next_round(self, fragments: Sequence[int] = (0,)) -> None:
-        """Set the weights to the outer weights, once `difference` is sent and the next round begins; local."""
-        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
-            local_tensor(self._parameters[name].data).copy_(weights)
-
-    @torch.no_grad()
     def put_back(self, fragments: Sequence[int], sent: Tensor) -> None:
-        """Undo `begin_next_round`, as the round is not applied: the weights move by the difference again; local.
+        """Move the weights by their difference again, as the round is not applied whose end set them to phi; local.
 
         Args:
             fragments: the fragments of the round.
@@ -241,27 +262,6 @@ class OuterOptimizer:
             local_tensor(self._parameters[name].data).sub_(own_d)
 
     @torch.no_grad()
-    def keep_round(self, pending: PendingRound) -> None:
-        """Keep a round that is certain until it is applied; local.
-
-        Buffers have no outer weights: where a site goes on from its own during a whole round, their mean becomes what
-        it differs from those that were sent.
-        """
-        if self._settings.overlaps_whole_round and pending.due > pending.step:
-            first = self.num_coded(pending.fragments)
-            corrected = pending.mean.clone()
-            corrected[first:] -= pending.own[first:]
-            pending = replace(pending, mean=corrected)
-        self.pending = pending
-
-    @torch.no_grad()
-    def mean_square(self, mean: Tensor, fragments: Sequence[int] = (0,)) -> float:
-        """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
-        names = self._names(fragments)
-        parts = zip(names, self._parts(names, mean), strict=True)
-        return sum(exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
-
-    @torch.no_grad()
     def step(
         self,
         own: Tensor,
@@ -271,7 +271,6 @@ class OuterOptimizer:
         keep_local: float = 0.0,
         moves_both: bool = False,
         penalty: float = 1.0,
-        is_merge: bool = False,
     ) -> OuterNorms:
         """Take the outer step of a round; local.
 
@@ -282,7 +281,6 @@ class OuterOptimizer:
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
             moves_both: move the weights as the outer weights are moved, and the buffers by what `mean` has for them.
             penalty: divisor of the mean.
-            is_merge: `mean` is that of the weights theta, which becomes phi and theta.
         """
         settings = self._settings
         is_own = mean is own and not keep_local and not settings.residual and not moves_both
@@ -294,11 +292,7 @@ class OuterOptimizer:
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
             share = self._replicas.get(name, 1)
-            self._add_norms(sums, name, weights, own_d, weights - mean_g if is_merge else mean_g)
-            if is_merge:
-                weights.copy_(mean_g)
-                theta.copy_(mean_g)
-                continue
+            self._add_norms(sums, name, weights, own_d, mean_g)
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -330,22 +324,16 @@ class OuterOptimizer:
         """Return the parameters of experts that sites own, of some fragments."""
         return [name for name in self._names(fragments) if name in self.owned]
 
-    def visit_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield names with this rank's weights, and its outer weights on the device, to be changed in place.
-
-        A visit must go on to its end, as it writes offloaded weights back.
-
-        Args:
-            names: the parameters; None: all.
-        """
-        for name, (weights,) in self._visit(list(self._parameters) if names is None else names, ["weights"]):
-            yield name, local_tensor(self._parameters[name].data), weights
+    def visit_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names with this rank's outer weights on the device, to be changed in place."""
+        for name, (weights,) in self._visit(names, ["weights"]):
+            yield name, weights
 
     @torch.no_grad()
     def take_weights(self, names: Sequence[str]) -> None:
         """Set parameters to their outer weights; local."""
-        for _, theta, weights in self.visit_weights(names):
-            theta.copy_(weights)
+        for name, weights in self.visit_weights(names):
+            local_tensor(self._parameters[name].data).copy_(weights)
 
     def visit_round(self, pending: PendingRound) -> Iterator[tuple[str, Tensor, Tensor, Tensor, int]]:
         """Yield what a round does to each parameter, before its outer step.
@@ -359,6 +347,18 @@ class OuterOptimizer:
         parts = (self._parts(names, pending.own), self._parts(names, pending.mean, is_mean=True))
         for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
             yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
+
+    @torch.no_grad()
+    def swap_weights(self) -> bool:
+        """Exchange weights and outer weights, to evaluate these; return whether one of them differed; local."""
+        differs = False
+        for name, weights in self.visit_weights(list(self._parameters)):
+            theta = local_tensor(self._parameters[name].data)
+            differs |= not torch.equal(theta, weights)
+            present = theta.clone()
+            theta.copy_(weights)
+            weights.copy_(present)
+        return differs
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
@@ -396,7 +396,7 @@ class OuterOptimizer:
             fragments = tuple(due(state["pending.step"]))
             entries = self._pending_entries(fragments)
             load(entries)
-            mean = self._pending_mean(entries)
+            mean = self.pending_mean(entries)
             own = self._own_part(fragments, mean)
             self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, own, mean)
 
@@ -441,7 +441,7 @@ class OuterOptimizer:
             entries[f"{PENDING}{name}"] = tensor
         return entries
 
-    def _pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
+    def pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of loaded entries, on the host."""
         parts = [torch.empty(0, dtype=self.dtype)]
         for entry, tensor in entries.items():

@@ -147,20 +147,15 @@ class OracleSites:
     def _buffer(self, site: int, name: str) -> Tensor:
         return self.sites[site].router.biases[name]
 
-    def _mean_difference(self, name: str, site: int, shares: dict[int, float]) -> Tensor:
-        """Return what takes the place of the gradient in the outer step of a site, for the shares of the members."""
-        phi = self.outer[site][name]
-        if ".experts." in name and self.cfg.sites.experts == "own":
-            owners = [self.sites[expert % len(self.sites)] for expert in range(len(phi))]
-            return torch.stack([phi[expert] - owner.weights[name][expert] for expert, owner in enumerate(owners)])
-        g = torch.zeros_like(phi)
+    @torch.no_grad()
+    def _mean_difference(self, site: int, name: str, shares: dict[int, float]) -> Tensor:
+        g = torch.zeros_like(self.outer[site][name])
         for j, share in shares.items():
             g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
             if self.cfg.sites.topology == "pairs":
-                g = g + share * (phi - self.outer[j][name])
+                g = g + share * (self.outer[site][name] - self.outer[j][name])
         return g
 
-    @torch.no_grad()
     def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
         """Return for each site the mean difference of each weight, and the mean of each buffer; None: it rests.
 
@@ -180,8 +175,12 @@ class OracleSites:
             }
             for site in group:
                 mean = dict(buffers)
-                names = [name for name in self.outer[site] if self._fragment(name) in fragments]
-                mean |= {name: self._mean_difference(name, site, shares) for name in names}
+                for name in (name for name in self.outer[site] if self._fragment(name) in fragments):
+                    g = self._mean_difference(site, name, shares)
+                    for expert in range(len(g) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                        owner = expert % len(self.sites)
+                        g[expert] = self.outer[site][name][expert] - self.sites[owner].weights[name][expert]
+                    mean[name] = g
                 means[site] = mean
         return means
 

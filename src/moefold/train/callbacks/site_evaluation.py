@@ -1,7 +1,5 @@
 """Callback that adds to the metrics of a round: the validation loss of the outer weights, and spikes of the loss."""
 
-import torch
-
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config
 from moefold.metrics.loss_spike import LossSpike
@@ -37,30 +35,13 @@ class SiteEvaluation(Callback):
         """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""
         outer = run.training.outer
         assert outer is not None
-        if not any(current_world().all_gather_object(_has_own_weights(outer))):
+        if not any(current_world().all_gather_object(self._swap(run, outer))):
             return own_loss
-        self._swap(run, outer)
         eval_loss, _ = run.training.evaluate_or_stop(run.data.eval_batches(), lambda: run.stop.flags)
         self._swap(run, outer)
         return eval_loss
 
     @staticmethod
-    def _swap(run: TrainingContext, outer: OuterOptimizer) -> None:
+    def _swap(run: TrainingContext, outer: OuterOptimizer) -> bool:
         reshard_parameters(run.training.model.stages)
-        _swap_weights(outer)
-
-
-@torch.no_grad()
-def _has_own_weights(outer: OuterOptimizer) -> bool:
-    """Return whether a weight of this rank differs from the outer weight; local."""
-    differs = [not torch.equal(theta, weights) for _, theta, weights in outer.visit_weights()]
-    return any(differs)
-
-
-@torch.no_grad()
-def _swap_weights(outer: OuterOptimizer) -> None:
-    """Exchange the weights with the outer weights, to evaluate these; local."""
-    for _, theta, weights in outer.visit_weights():
-        present = theta.clone()
-        theta.copy_(weights)
-        weights.copy_(present)
+        return outer.swap_weights()
