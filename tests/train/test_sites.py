@@ -22,7 +22,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
-from moefold.cost.site_traffic import recipe_format, site_traffic
+from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
@@ -130,8 +130,10 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
     """
     in_pairs = cfg.sites.topology == "pairs"
     if in_pairs and is_last:
-        cfg = replace(cfg, sites=replace(cfg.sites, topology="all", precision="float32"))
-        in_pairs = False
+        # In whole blocks of the code, and not coded.
+        traffic = site_traffic(replace(cfg, sites=replace(cfg.sites, topology="all")))
+        sent = sum(difference_itemsize(cfg) * part.num_coded + part.plain_bytes for part in traffic)
+        return (cfg.sites.count - 1) * sent
     traffic = site_traffic(cfg)
     code = recipe_format(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
