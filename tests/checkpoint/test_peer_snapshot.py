@@ -30,6 +30,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 
@@ -61,7 +62,7 @@ def _restore_after_loss(
     """Take three snapshots under one mapping, and restore the last under another mapping of the ranks that are left."""
     rank = dist.get_rank()
     groups = ParallelGroups.create(check_config(old), torch.device("cpu"))
-    snapshots = PeerSnapshots(max_scratch_bytes=2000)
+    snapshots = PeerSnapshots(max_scratch_bytes=20_000)
     training = _build(old, groups)
     for step in (1, 2, 3):
         snapshots.take(
@@ -158,13 +159,13 @@ def _certify(
 
 DAMAGES = {
     "nothing": "",
-    "flipped bit": "model.embedding.weight in the memory of rank 1, which had it, has changed since the snapshot",
-    "stale shard": "the copy of model.embedding.weight of rank 3 in the memory of rank 4 is not what was sent",
+    "flipped bit": "model.embedding.weight in the memory of rank 2, which had it, has changed since the snapshot",
+    "stale shard": "the copy of model.embedding.weight of rank 3 in the memory of rank 0 is not what was sent",
     "swapped moments": "optimizer.layers.0.attention.wq.exp_avg on rank 1 differs from that of rank",
     "wrong weight": "model.embedding.weight on rank 1 differs from that of rank",
     "wrong step count": "the optimizer has counted 8 updates of embedding.weight on rank 1, and 7 in the snapshot",
     "wrong position": "samples is 25 on rank 1, and 24 in the snapshot",
-    "sample twice": "sample 3 of the next batch, and its random numbers, belong to 2 replicas",
+    "sample twice": "sample 11 of the next batch, and its random numbers, belong to 2 replicas",
 }
 
 
@@ -179,7 +180,7 @@ def _recipe(world_size: int, **changes: Any) -> Config:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
-    "expert parallelism": ({"world_size": 8, "ep": 2, "zero": 2}, {"world_size": 6, "ep": 2, "zero": 2}, (3,)),
+    "expert parallelism": ({"world_size": 4, "ep": 2, "zero": 2}, {"world_size": 2, "ep": 2, "zero": 1}, (3,)),
     "pipeline": (
         {"world_size": 8, "pp": 2, "ep": 2, "zero": 1},
         {"world_size": 4, "tp": 2, "etp": 2, "zero": 3},
@@ -189,11 +190,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["expert parallelism", *slow([("pipeline",)])])
 def test_the_others_restore_every_byte_of_lost_ranks_under_another_mapping(pool, tmp_path: Path, name: str):
     old, new, lost = CASES[name]
     damages = tuple(DAMAGES) if name == "expert parallelism" else ("nothing",)
-    found = pool.run(8, _restore_after_loss, _recipe(**old), _recipe(**new), lost, damages, tmp_path)
+    found = pool.run(old["world_size"], _restore_after_loss, _recipe(**old), _recipe(**new), lost, damages, tmp_path)
     assert {one["step"] for one in found} == {3}
     assert sorted(found[0]["held"]) == [2, 3]
     with_snapshots = replace(_recipe(**old), checkpoint=CheckpointConfig(peer_every=1))

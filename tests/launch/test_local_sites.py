@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from moefold.errors import ConfigError
+from moefold.host.listen import listen
 from moefold.host.rank_env import RankEnv
-from moefold.launch.local_sites import MAX_LINE_BYTES, _pass_on, site_environments
+from moefold.launch.local_sites import MAX_LINE_BYTES, _fork, _pass_on, site_environments
 from moefold.recipe import LoadedRecipe, load_config
 from moefold.train.start import set_up_run
 
@@ -59,3 +60,36 @@ def test_program_cannot_start_all_sites():
         ConfigError, match="sites.count=2 without a number starts all sites, which only `moefold train`"
     ):
         set_up_run(recipe, None)
+
+
+def _open_pipes(first: int = 0) -> set[str]:
+    """The pipes that this process has open, from a descriptor on."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        if int(descriptor) >= first and target.startswith("pipe:"):
+            found.add(target)
+    return found
+
+
+def test_site_holds_no_pipe_of_another_one():
+    """A site would not notice that nothing reads its output, as another one could."""
+    before = _open_pipes()
+    with listen("127.0.0.1", 0) as listener:
+
+        def main(number: int, port: int) -> int:
+            # Its own output has the descriptors 1 and 2.
+            os.write(1, f"{number} {sorted(_open_pipes(3) - before)}".encode())
+            return 0
+
+        sites: list = []
+        for _ in range(3):
+            sites.append(_fork(main, sites, 1, listener, {}))
+        for site in sites:
+            (out, _), (err, _) = site.outputs
+            with os.fdopen(out) as output, os.fdopen(err):
+                assert output.read() == f"{site.number} []"
+            assert os.waitpid(site.pid, 0)[1] == 0

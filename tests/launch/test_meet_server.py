@@ -12,7 +12,14 @@ from moefold.launch.signed_lines import MAX_LINE_BYTES
 from tests.train.site_jobs import Server
 
 SECRET = b"a secret of the sites"
-HELLO = {"do": "hello", "host": "here", "settings": {"sites.count": 2, "sites.quorum": 0}, "weights": 1, "step": 0}
+HELLO = {
+    "do": "hello",
+    "host": "here",
+    "settings": {"sites.count": 2, "sites.quorum": 0},
+    "weights": 1,
+    "step": 0,
+    "round": 0,
+}
 
 
 @pytest.fixture
@@ -32,7 +39,7 @@ def hello(server: Server, site: int) -> MeetConnection:
 
 
 def round_question(site: int) -> dict[str, object]:
-    question = {"do": "round", "site": site, "step": 2, "version": 0, "tokens": 8}
+    question = {"do": "round", "site": site, "round": 2, "version": 0, "tokens": 8}
     return question | {"finite": True, "digest": 3, "timeout_s": 60.0}
 
 
@@ -45,7 +52,7 @@ def test_two_sites_meet_and_a_lost_one_ends_the_wait(server):
     asking.join(10)
     assert answers[0]["members"] == [0, 1]
     voting = threading.Thread(
-        target=lambda: answers.append(first.ask({"do": "vote", "site": 0, "step": 2, "ok": True}))
+        target=lambda: answers.append(first.ask({"do": "vote", "site": 0, "round": 2, "ok": True}))
     )
     voting.start()
     # The connection is lost while the vote of this site is awaited, as when its process is killed.

@@ -11,9 +11,11 @@ from torch.nn import functional
 
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
+from moefold.launch.site_round import pair_members
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import PendingRound, bits_to_float, float_to_bits
+from moefold.optim.outer_round import PendingRound, add_pull, bits_to_float, float_to_bits
 from moefold.optim.state_offload import StateStore
+from moefold.train.callbacks.sites import mean_square
 
 SHAPES = {"a": (3, 4), "b": (5,), "empty": (0, 2), "c": ()}
 BUFFERS = {"bias": torch.tensor([0.5, -1.0]), "counts": torch.tensor([3, 4])}
@@ -203,7 +205,7 @@ def test_a_wrong_outer_step_is_noticed(broken):
         for site, values in zip(wrong, own, strict=True):
             before = site.flat().clone()
             if broken == "momentum not saved":
-                for tensor in site.outer.momentum.values():
+                for tensor in site.outer.entries(("momentum",)).values():
                     tensor.zero_()
             site.outer.step(values, mean)
             if broken == "weights stay":
@@ -313,6 +315,70 @@ def test_fragments_are_exchanged_apart():
     assert outer.difference((1,)).tolist() == [-1.0] * 7
 
 
+NOLOCO = SitesConfig(count=4, topology="pairs", lr=0.7, momentum=0.5, nesterov=False)
+
+
+def exchange_in_pairs(sites: list[Site], pairs: list[tuple[int, ...]], pull_sign: float = 1.0) -> None:
+    for pair in pairs:
+        own = [sites[number].outer.difference() for number in pair]
+        outer = [sites[number].outer.outer_vector((0,)) for number in pair]
+        mean = sum((torch.cat(parts) / 2 for parts in zip(own, outer, strict=True)), torch.zeros(()))
+        for number, values, phi in zip(pair, own, outer, strict=True):
+            pulled = add_pull(mean, phi)
+            if pull_sign < 0:
+                pulled = 2 * mean[: len(pulled)] - pulled
+            sites[number].outer.step(values, pulled)
+
+
+@pytest.mark.parametrize("pull_sign", [1.0, -1.0])
+def test_pairs_take_the_step_of_noloco(pull_sign):
+    """delta = a delta + (b/n) sum(theta - phi) - g (phi - mean(phi)); phi = phi + delta, with b = g as in its code.
+
+    Negative control: with the other sign of the pull, the outer weights differ.
+    """
+    sites = [Site(NOLOCO) for _ in range(4)]
+    phi = [site.flat().clone() for site in sites]
+    delta = [torch.zeros_like(values) for values in phi]
+    for round_ in range(6):
+        pairs = pair_members(0, round_, range(4))
+        for number, site in enumerate(sites):
+            site.move(gradients(number, round_))
+        moved = [site.flat().clone() for site in sites]
+        for i, j in pairs:
+            pushed = (moved[i] - phi[i] + moved[j] - phi[j]) / 2
+            middle = (phi[i] + phi[j]) / 2
+            for number in (i, j):
+                delta[number] = 0.5 * delta[number] + 0.7 * pushed - 0.7 * (phi[number] - middle)
+            for number in (i, j):
+                phi[number] = phi[number] + delta[number]
+        exchange_in_pairs(sites, pairs, pull_sign)
+    errors = [float((site.flat() - values).abs().max()) for site, values in zip(sites, phi, strict=True)]
+    assert all(error < 1e-12 for error in errors) if pull_sign > 0 else min(errors) > 1e-3
+    assert (sites[0].flat() - sites[1].flat()).abs().max() > 1e-3
+
+
+def test_last_round_of_pairs_is_the_mean_of_all_sites():
+    sites = [Site(NOLOCO) for _ in range(3)]
+    for number, site in enumerate(sites):
+        site.move(gradients(number, 0))
+        site.buffers["bias"].fill_(number)
+    exchange_in_pairs(sites, [(0, 2)])
+    for number, site in enumerate(sites):
+        site.move(gradients(number, 1))
+        site.buffers["bias"].fill_(number)
+    own = [site.outer.difference() for site in sites]
+    local = [site.outer.local_vector((0,)) for site in sites]
+    expected = sum(site.flat() for site in sites) / 3
+    mean = local[0] / 3 + local[1] / 3 + local[2] / 3
+    norms = [site.outer.merge(values, mean, (0,)) for site, values in zip(sites, own, strict=True)]
+    for site, found, values in zip(sites, norms, own, strict=True):
+        assert torch.equal(site.flat(), sites[0].flat())
+        torch.testing.assert_close(site.flat(), expected, rtol=1e-14, atol=1e-14)
+        assert torch.equal(torch.cat([w.flatten() for w in site.outer.weights.values()]), site.flat())
+        torch.testing.assert_close(site.buffers["bias"], torch.ones(2))
+        assert math.isclose(found.difference, float(values[:-2].square().sum()), rel_tol=1e-12)
+
+
 def test_sparseloco_is_the_formula_of_its_paper():
     """e = beta e + D; s = topk(e); e = e - s; phi = phi - mean of s (arXiv:2508.15706, algorithm 1)."""
     settings = SitesConfig(count=2, residual=0.95, density=3 / 4096)
@@ -371,11 +437,11 @@ class WholeRounds:
             if self.mean is not None and fails:
                 site.outer.put_back((0,), self.own[number])
             elif self.mean is not None:
-                norm = math.sqrt(site.outer.mean_square(self.mean)) or 1.0
+                norm = math.sqrt(mean_square(site.outer, PendingRound(3, 6, (0,), self.own[number], self.mean))) or 1.0
                 gap = {"no gap": 0.0, "gap of two rounds": 2 * self.last_update}.get(broken, self.last_update)
                 mean = -self.mean if broken == "sign" else self.mean
                 if broken == "momentum not saved":
-                    for tensor in site.outer.momentum.values():
+                    for tensor in site.outer.entries(("momentum",)).values():
                         tensor.zero_()
                 norms = site.outer.step(
                     self.own[number], mean, moves_both=broken != "difference lost", penalty=1 + gap / norm
@@ -386,7 +452,7 @@ class WholeRounds:
         self.mean = (self.own[0] + self.own[1]) / 2
         for site in self.sites:
             if broken != "sent twice":
-                site.outer.begin_next_round()
+                site.outer.take_weights(list(site.outer.weights))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -459,9 +525,9 @@ def test_buffers_of_co2_go_on_from_their_own():
     own = [site.outer.difference() for site in sites]
     mean = (own[0] + own[1]) / 2
     for site, values in zip(sites, own, strict=True):
-        site.outer.keep_round(PendingRound(3, 6, (0,), values, mean))
+        pending = PendingRound(3, 6, (0,), values, mean).with_corrections(site.outer.num_coded((0,)))
         site.buffers["bias"].add_(0.25)
-        site.outer.step(site.outer.pending.own, site.outer.pending.mean, moves_both=True)
+        site.outer.step(values, pending.mean, moves_both=True)
     assert sites[0].buffers["bias"].tolist() == sites[1].buffers["bias"].tolist() == [1.25, 1.25]
 
 

@@ -11,6 +11,7 @@ from moefold.cli.main import main
 from moefold.config.sites import METHODS
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import SiteLink
+from moefold.cost.layer_spec import model_weights
 from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
 from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
@@ -231,6 +232,11 @@ def test_what_a_method_fixes_stays(tmp_path):
     sent = sum(part.num_coded for part in site_traffic(cfg)) // 4096 * (96 + 16 + 16)
     assert plan.cost.volumes["float32"][0].num_bytes == sent
     assert with_site_settings(cfg, plan).sites.density == 1 / 64
+    whole, _ = planned(tmp_path, bytes_per_s=1e5)
+    cfg, plan = planned(tmp_path, bytes_per_s=1e5, count=2, experts="own")
+    numel = [sum(part.num_coded for part in site_traffic(one)) for one in (cfg, whole)]
+    weights = model_weights(cfg.model).values()
+    assert numel[1] - numel[0] == sum(weight.numel for weight in weights if weight.is_expert) // 2
     cfg, plan = planned(tmp_path, bytes_per_s=1e5, overlap=100)
     assert plan.chosen.settings.overlap == plan.chosen.settings.every > 1
     assert with_site_settings(cfg, plan).sites.overlaps_whole_round

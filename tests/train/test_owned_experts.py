@@ -10,14 +10,20 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.schema import Config, ParallelConfig
+from moefold.cost.adapter_spec import is_adapter
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.testing.pool import WorkerError
+from moefold.train.train_step import TrainingStep
 from moefold.verify.oracle_sites import OracleSites
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.test_sites import (
     TOLERANCE,
+    adapted,
     checkpoint,
     largest_error,
+    planned_bytes,
     recipe,
     records,
     tensors,
@@ -63,6 +69,11 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
         {"world_size": 2, "ep": 2},
         {"model": {"shared_expert_ffn_hidden_size": 8}},
     ),
+    "offloaded moments": (
+        MERGED,
+        {"world_size": 2, "ep": 2},
+        {"train": {"offload_optimizer": "host", "offload_min_kib": 0}},
+    ),
     "all axes": (OWN, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}),
     "all axes, edp": (MERGED, {"world_size": 8, "tp": 2, "cp": 2, "ep": 2, "etp": 2}, {}),
 }
@@ -73,25 +84,90 @@ FAST = "tp ep zero 2"
 
 @pytest.mark.parametrize("case", [FAST, *slow([(name,) for name in ORACLE_CASES if name != FAST])])
 def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
-    """Weights between and after rounds, outer weights, losses and gradient norms, under each mapping."""
+    """Weights between and after rounds, outer weights, momentum, losses and bytes, under each mapping."""
     sites, mapping, options = ORACLE_CASES[case]
-    cfg = owned(tmp_path, 5, sites, mapping, options)
+    num_steps = 3 if case == FAST else 5
+    cfg = owned(tmp_path, num_steps, sites, mapping, options)
     train_sites(pool, cfg)
     count = cfg.sites.count
-    expected = OracleSites(without_mapping(cfg)).run(5)
+    expected = OracleSites(without_mapping(cfg)).run(num_steps)
     for number in range(count):
         run_dir = tmp_path / f"site-{number}"
-        for step in (2, 3, 5):
+        for step in (2, 3, num_steps):
             path = checkpoint(run_dir, step)
             state = expected[step - 1]
             assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
-            assert largest_error(tensors(path, "outer.weights."), state.outer) <= TOLERANCE
+            assert largest_error(tensors(path, "outer.weights."), state.outer[number]) <= TOLERANCE
             if cfg.sites.momentum:
-                assert largest_error(tensors(path, "outer.momentum."), state.momentum) <= TOLERANCE
+                assert largest_error(tensors(path, "outer.momentum."), state.momentum[number]) <= TOLERANCE
         losses = [record["loss"] for record in records(run_dir)]
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
-        assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
-        assert records(run_dir)[-1]["sites"]["members"] == count
+        assert (
+            differing_tensors(*(checkpoint(folder, num_steps) for folder in (run_dir, tmp_path / "site-0")), "outer.")
+            == []
+        )
+        last = records(run_dir)[-1]["sites"]
+        assert (last["members"], last["sent_bytes"]) == (count, planned_bytes(cfg, -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}])
+def test_sites_own_the_adapters_of_their_experts(pool, tmp_path, mapping):
+    cfg = adapted(tmp_path, **mapping)
+    cfg = replace(cfg, sites=replace(cfg.sites, experts="own"))
+    train_sites(pool, cfg)
+    expected = OracleSites(without_mapping(cfg)).run(4)
+    for number, step in ((0, 2), (1, 3), (1, 4)):
+        path = checkpoint(tmp_path / f"site-{number}", step)
+        for prefix, weights in (
+            ("model.", expected[step - 1].weights[number]),
+            ("outer.weights.", expected[step - 1].outer[number]),
+        ):
+            adapters = {name: value for name, value in weights.items() if is_adapter(name)}
+            assert any(".experts." in name for name in adapters)
+            assert largest_error(tensors(path, prefix), adapters) <= TOLERANCE
+
+
+def train_broken(cfg: Config, broken: str) -> int:
+    """Train with one mistake."""
+    drop_gradients, assemble, init = OwnedExperts.drop_gradients, OuterOptimizer.assemble, TrainingStep.__init__
+
+    def decay_others(self: OwnedExperts) -> None:
+        drop_gradients(self)
+        for name, whole in self._whole.items():
+            other = 1 - cfg.sites.number
+            select_owned(whole.data, 2, other).mul_(1 - cfg.train.lr * cfg.train.weight_decay)
+            assert name.rpartition(".")[0].endswith("experts")
+
+    def swap_owners(self: OuterOptimizer, fragments: Any, mean: Any, of_members: Any, members: Any) -> Any:
+        return assemble(self, fragments, mean, of_members, members[::-1])
+
+    def count_all(self: TrainingStep, *args: Any) -> None:
+        init(self, *args)
+        self._clipped = dict(self.parameters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if broken == "weight decay of other experts":
+            patch.setattr(OwnedExperts, "drop_gradients", decay_others)
+        elif broken == "experts of the wrong site":
+            patch.setattr(OuterOptimizer, "assemble", swap_owners)
+        elif broken == "norm of all experts":
+            patch.setattr(TrainingStep, "__init__", count_all)
+        return train(cfg)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "broken", ["", "weight decay of other experts", "experts of the wrong site", "norm of all experts"]
+)
+def test_a_mistake_is_noticed(pool, tmp_path, broken):
+    """The comparison with the oracle would fail for each of these."""
+    cfg = owned(tmp_path, 3, OWN, {}, {})
+    with Server().running() as server:
+        run_sites(pool, [of_site(cfg, n, server.port) for n in (0, 1)], train_broken, broken)
+    state = OracleSites(cfg).run(3)[-1]
+    error = largest_error(tensors(checkpoint(tmp_path / "site-0", 3), "model."), state.weights[0])
+    assert (error > 1e-5) if broken else (error <= TOLERANCE)
 
 
 IN_FLIGHT = STREAMED | {"precision": "int8", "residual": 0.9}

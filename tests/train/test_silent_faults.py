@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, DataConfig, FaultsConfig, RunConfig
+from moefold.config.sites import SitesConfig
 from moefold.errors import RunError
 from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Embedding
@@ -368,3 +370,18 @@ def test_a_replica_that_diverges_ends_the_run_before_it_is_saved(pool, tmp_path)
     (fault,) = read_faults(tmp_path / "run")
     assert {tuple(one["ranks"]) for one in fault["found"]} == {(2,)}
     assert [line["replicas"] is not None for line in records(tmp_path / "run")] == [False, True, False, True]
+
+
+@pytest.mark.slow
+def test_rollback_forgets_the_round_under_way(pool, tmp_path):
+    """The outer step of one site, overlapped: the differences of steps that are no more are not counted as a round."""
+    data = write_tokens(tmp_path / "data.npy", poisoned=(5 * BATCH,))
+    cfg = recipe(tmp_path / "run", data, 8, {"nonfinite": "rollback"})
+    cfg = replace(cfg, sites=SitesConfig(method="diloco", lr=0.7, momentum=0.9, every=5, overlap=2))
+    # The round of step 5 is under way when step 6 fails; the checkpoint of step 4 is damaged, that of step 2 loads.
+    assert pool.run(1, train, cfg, _Damage(tmp_path / "run" / "checkpoints", 2)) == [""]
+    assert [fault["step"] for fault in read_faults(tmp_path / "run")] == [6]
+    saved = {step: read_meta(tmp_path / "run" / "checkpoints" / f"step-{step:06d}").sites for step in (4, 8)}
+    assert saved[4]["rounds"] == 0
+    assert "pending.due" not in saved[4]
+    assert saved[8]["rounds"] == 2

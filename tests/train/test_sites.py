@@ -4,6 +4,7 @@ import json
 import signal
 import time
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,18 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.site_traffic import recipe_format, site_traffic
 from moefold.launch.meet_client import MeetConnection
+from moefold.launch.meeting import describe_sites
+from moefold.launch.signed_lines import Message
+from moefold.launch.site_round import pair_members
 from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.sites import describe_wait
+from moefold.train.callbacks.sites import SiteRounds, describe_wait
 from moefold.train.signals import StopSignals
-from moefold.train.site_meeting import equal_settings
+from moefold.train.site_meeting import ROUNDS_SETTING, equal_settings
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from moefold.verify.compare import oracle_batch
+from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle_sites import OracleSites
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
@@ -117,15 +123,23 @@ def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     )
 
 
-def planned_bytes(cfg: Config, fragment: int) -> int:
-    """The bytes that the planner counts for a round of a fragment, or of all fragments (-1)."""
+def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
+    """The bytes that the planner counts for a round of a fragment, or of all fragments (-1).
+
+    The last round of sites that met in pairs is one of all sites, which send their weights.
+    """
+    in_pairs = cfg.sites.topology == "pairs"
+    if in_pairs and is_last:
+        cfg = replace(cfg, sites=replace(cfg.sites, topology="all", precision="float32"))
+        in_pairs = False
     traffic = site_traffic(cfg)
     code = recipe_format(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
-    return (cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
+    return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
 
 
 STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
+NOLOCO = {"count": 4, "every": 2, "topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False}
 CO2 = {"count": 2, "every": 2, "overlap": 2, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1e-3}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank, mean": (MEAN, {}),
@@ -139,6 +153,15 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp ep zero 2, streaming": (STREAMING, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
     "pp zero 3, streaming": (STREAMING, {"world_size": 4, "pp": 2, "zero": 3}),
     "all axes, streaming": (STREAMING | {"overlap": 0}, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    "one rank, noloco": (NOLOCO, {}),
+    "tp, noloco": (NOLOCO, {"world_size": 2, "tp": 2}),
+    "ep, noloco": (NOLOCO, {"world_size": 2, "ep": 2}),
+    "pp, noloco": (NOLOCO, {"world_size": 2, "pp": 2}),
+    "zero 1, noloco": (NOLOCO, {"world_size": 2, "zero": 1}),
+    "zero 2, noloco": (NOLOCO, {"world_size": 2, "zero": 2}),
+    "zero 3, noloco": (NOLOCO, {"world_size": 2, "zero": 3}),
+    "three sites, noloco": (NOLOCO | {"count": 3}, {}),
+    "one rank, pairs of fragments": (STREAMING | {"count": 3, "topology": "pairs"}, {}),
     "one rank, co2": (CO2, {}),
     "tp ep zero 2, co2": (CO2, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
     "pp zero 3, co2, nesterov": (CO2 | {"nesterov": True}, {"world_size": 4, "pp": 2, "zero": 3}),
@@ -168,16 +191,21 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
             path = checkpoint(run_dir, step)
             state = expected[step - 1]
             assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
-            assert largest_error(tensors(path, "outer.weights."), state.outer) <= TOLERANCE
+            assert largest_error(tensors(path, "outer.weights."), state.outer[number]) <= TOLERANCE
             if cfg.sites.momentum:
-                assert largest_error(tensors(path, "outer.momentum."), state.momentum) <= TOLERANCE
+                assert largest_error(tensors(path, "outer.momentum."), state.momentum[number]) <= TOLERANCE
         losses = [record["loss"] for record in records(run_dir)]
         assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
-        assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), "outer.") == []
+        # Pairs end with the mean of all, and with momentum of their own.
+        prefix = "outer." if cfg.sites.topology == "all" else "outer.weights."
+        assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), prefix) == []
         rounds = [record["step"] for record in records(run_dir) if record["sites"]]
-        assert rounds == {0: [2, 4, 5], 1: [3, 5], 2: [4, 5]}[cfg.sites.overlap]
-        sent = [planned_bytes(cfg, round_["sites"]["fragment"]) for round_ in records(run_dir) if round_["sites"]]
-        assert [record["sites"]["sent_bytes"] for record in records(run_dir) if record["sites"]] == sent
+        if cfg.sites.topology == "all" or count % 2 == 0:
+            assert rounds == {0: [2, 4, 5], 1: [3, 5], 2: [4, 5]}[cfg.sites.overlap]
+        exchanged = [one["sites"] for one in records(run_dir) if one["sites"] and one["sites"]["members"] > 1]
+        assert [round_["sent_bytes"] for round_ in exchanged] == [
+            planned_bytes(cfg, round_["fragment"], is_last=round_["members"] == count) for round_ in exchanged
+        ]
         assert records(run_dir)[-1]["sites"]["members"] == count
 
 
@@ -201,7 +229,7 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
         path = checkpoint(tmp_path / f"site-{number}", step)
         assert records(tmp_path / f"site-{number}")[-1]["sites"]["sent_bytes"] == planned_bytes(cfg, -1)
         state = expected[step - 1]
-        for prefix, weights in (("model.", state.weights[number]), ("outer.weights.", state.outer)):
+        for prefix, weights in (("model.", state.weights[number]), ("outer.weights.", state.outer[number])):
             adapters = {name: value for name, value in weights.items() if is_adapter(name)}
             assert largest_error(tensors(path, prefix), adapters) <= TOLERANCE
 
@@ -212,7 +240,8 @@ def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
     with Server().running() as server:
         settings = equal_settings(of_site(cfg, 0, server.port)) | {"the hash of the frozen weights": 1}
         first = MeetConnection("127.0.0.1", server.port, b"", 10.0)
-        hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "version": 0}
+        hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "round": 0}
+        hello["version"] = 0
         assert "missing" in first.ask(hello)
         with pytest.raises(WorkerError, match="the hash of the frozen weights=[0-9]+ must be that of site 0, 1"):
             pool.run(1, train, of_site(cfg, 1, server.port), timeout_s=60.0)
@@ -241,13 +270,15 @@ CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 
 
 SPARSE = {"count": 2, "every": 2, "density": 1 / 64, "values": 2, "residual": 0.95}
+CODED_PAIRS = CODED | {"topology": "pairs"}
 
 
 @pytest.mark.parametrize(
     ("sites", "last", "mapping"),
     [
-        (CODED, 2, {}),
-        *slow([(CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2}), (CODED, 4, {})]),
+        (CODED_PAIRS, 2, {}),
+        *slow([(CODED, 2, {}), (CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2})]),
+        *slow([(CODED, 4, {}), (CODED_PAIRS, 4, {"world_size": 2, "tp": 2})]),
         *slow(
             [(CO2, 2, {}), (CO2, 3, {"world_size": 2, "tp": 2}), (CO2 | {"precision": "int8", "residual": 0.9}, 4, {})]
         ),
@@ -297,38 +328,6 @@ def test_sites_resume_under_another_mapping(pool, tmp_path, sites):
         assert largest_error(other, one) <= TOLERANCE
 
 
-def test_moments_are_averaged_and_sites_count_alike_if_asked(pool, tmp_path):
-    """Site 1 has half the batch, so that the mean by tokens is another one. Moments are those before the round."""
-    before = recipe(tmp_path / "keep", 2, MEAN | {"first": 2}, every=1)
-    after = recipe(tmp_path / "average", 2, MEAN | {"first": 2, "moments": "average", "weigh": "even"}, every=1)
-    for cfg in (before, after):
-        with Server().running() as server:
-            jobs = [of_site(cfg, n, server.port) for n in (0, 1)]
-            jobs[1] = replace(jobs[1], train=replace(cfg.train, global_batch_size=2))
-            run_sites(pool, jobs, train)
-        assert [records(tmp_path / cfg.run.dir / "site-0")[-1]["sites"]["sent_bytes"]] == [planned_bytes(cfg, -1)]
-    paths = {run: [checkpoint(tmp_path / run / f"site-{n}", 2) for n in (0, 1)] for run in ("keep", "average")}
-    own = [tensors(path, "optimizer.") for path in paths["keep"]]
-    mean = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
-    assert any("exp_avg_sq" in name for name in mean)
-    assert largest_error(own[0], mean) > 1e-3
-    for path in paths["average"]:
-        assert largest_error(tensors(path, "optimizer."), mean) <= TOLERANCE
-    weights = [tensors(paths[run][0], "model.") for run in ("keep", "average")]
-    assert largest_error(*weights) > 1e-6
-
-
-@pytest.mark.slow
-def test_moments_are_reset_after_a_round(pool, tmp_path):
-    cfg = recipe(tmp_path, 3, MEAN | {"moments": "reset"}, every=1, world_size=2, tp=2)
-    train_sites(pool, cfg)
-    for step, is_zero, updates in ((1, False, 1), (2, True, 0), (3, True, 0)):
-        path = checkpoint(tmp_path / "site-1", step)
-        moments = tensors(path, "optimizer.")
-        assert all(not moment.any() for moment in moments.values()) == is_zero
-        assert read_meta(path).moment_updates == updates
-
-
 def train_and_fail(cfg: Config, at: int) -> str:
     """Train; site 2 raises after step `at`, as a bug or a lost machine would end it."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -372,28 +371,146 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     assert differing_tensors(*paths, "model.") != []
 
 
+def train_and_fail_before_the_vote(cfg: Config) -> str:
+    """Train; site 2 raises while its first exchange is done and not voted on."""
+    trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
+
+    class FailingInARound(Callback):
+        def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+            rounds = trainer._callbacks[0]
+            assert isinstance(rounds, SiteRounds)
+            if cfg.sites.number == 2 and rounds._flight is not None:
+                assert isinstance(rounds._flight.exchange, Future)
+                rounds._flight.exchange.result(60)
+                raise ArithmeticError
+
+    trainer._further_callbacks = (FailingInARound(),)
+    try:
+        trainer.run(StopSignals())
+    except ArithmeticError:
+        return "lost"
+    return "done"
+
+
 @pytest.mark.slow
-def test_differences_of_co2_whose_exchange_fails_go_into_the_next_round(pool, tmp_path):
-    """Site 2 is lost before the others vote on the differences of step 2, which they have taken from their weights."""
-    cfg = recipe(tmp_path, 6, CO2 | {"count": 3})
+def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(pool, tmp_path):
+    cfg = recipe(tmp_path, 8, NOLOCO | {"every": 3, "overlap": 1})
     with Server().running() as server:
-        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_fail, 3)
-    assert ends == [["done"], ["done"], ["lost"]]
-    paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, 1)]
-    assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.") == []
-    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
-    assert [round_["members"] for round_ in rounds] == [0, 2]
-    assert rounds[0]["skipped"]
-    assert rounds[1]["gap"] > 0
+        jobs = [of_site(cfg, n, server.port) for n in range(4)]
+        ends = run_sites(pool, jobs, train_and_fail_before_the_vote)
+    assert ends == [["done"], ["done"], ["lost"], ["done"]]
+    (pair,) = (pair for pair in pair_members(cfg.run.seed, 1, range(4)) if 2 in pair)
+    assert any(line.startswith(f"round 1 of {describe_sites(pair)} is not applied") for line in server.log)
+    members = {}
+    for number in (0, 1, 3):
+        rounds = [record["sites"]["members"] for record in records(tmp_path / f"site-{number}") if record["sites"]]
+        assert rounds[0] == (0 if number in pair else 2)
+        members[number] = rounds[1]
+        assert rounds[2] == 3
+        assert differing_tensors(*(checkpoint(tmp_path / f"site-{n}", 8) for n in (0, number)), "model.") == []
+    # Of the three sites that are left, two exchange in the second round, and one rests.
+    assert sorted(members.values()) == [1, 2, 2]
 
 
-def train_and_come_back(cfg: Config, go: Path) -> str:
-    """Train; site 2 fails after step 3, and starts again once the others wait for that after step 6."""
+def train_and_be_late(cfg: Config, go: Path) -> None:
+    """Train; site 2 waits after step 3 until the others have gone on without it."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    late = [Waiting(3, go)] if cfg.sites.number == 2 else []
+    Trainer(cfg, groups, callbacks=late).run(StopSignals())
+
+
+@pytest.mark.slow
+def test_late_site_of_pairs_is_left_out_of_a_round_and_takes_part_in_the_next(pool, tmp_path):
+    cfg = recipe(tmp_path, 6, NOLOCO | {"count": 3, "grace_s": 0.5})
+    go = tmp_path / "go"
+    with Server().running() as server:
+        # The last round waits for all sites.
+        server.watch(lambda line: line == "round 2: sites 0, 1; site 2 did not come within 0.5 s", go)
+        run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_be_late, go)
+    rounds = {record["step"]: record["sites"] for record in records(tmp_path / "site-2") if record["sites"]}
+    assert rounds[4]["skipped"] == "it came after round 2 was over"
+    assert rounds[6]["members"] == 3
+    for number in (1, 2):
+        paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, number)]
+        assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.weights.") == []
+
+
+@pytest.mark.slow
+def test_slow_site_takes_fewer_steps_between_the_rounds(pool, tmp_path):
+    """Sites of 4 and 2 steps with two rounds: each counts for the tokens that it has trained on."""
+    cfg = recipe(tmp_path, 4, DILOCO)
+    slow_cfg = replace(cfg, run=replace(cfg.run, steps=2), sites=replace(cfg.sites, every=1))
+    with Server().running() as server:
+        run_sites(pool, [of_site(cfg, 0, server.port), of_site(slow_cfg, 1, server.port)], train)
+    oracle = OracleSites(without_mapping(cfg))
+    phi = {name: p.clone() for name, p in oracle.outer[0].items()}
+    momentum = {name: torch.zeros_like(p) for name, p in phi.items()}
+    data = open_samples(cfg).train
+    shares = (2 / 3, 1 / 3)
+    for round_ in range(2):
+        for number, (site, steps) in enumerate(zip(oracle.sites, (2, 1), strict=True)):
+            for step in range(round_ * steps, (round_ + 1) * steps):
+                site.step(
+                    oracle_batch(data, without_mapping(cfg), [number + 2 * i for i in range(4 * step, 4 * step + 4)])
+                )
+        with torch.no_grad():
+            for name in phi:
+                g = sum(
+                    share * (phi[name] - site.weights[name]) for share, site in zip(shares, oracle.sites, strict=True)
+                )
+                momentum[name] = 0.9 * momentum[name] + g
+                phi[name] = phi[name] - 0.7 * (g + 0.9 * momentum[name])
+            for site in oracle.sites:
+                for name, value in phi.items():
+                    site.weights[name].copy_(value)
+            for name, bias in oracle.sites[0].router.biases.items():
+                of_sites = [site.router.biases[name] for site in oracle.sites]
+                mean = sum(share * one.double() for share, one in zip(shares, of_sites, strict=True)) + 0 * bias
+                for one in of_sites:
+                    one.copy_(mean)
+    biases = oracle.sites[0].router.biases
+    for number, last in ((0, 4), (1, 2)):
+        path = checkpoint(tmp_path / f"site-{number}", last)
+        assert largest_error(tensors(path, "outer.weights."), phi) <= TOLERANCE
+        assert largest_error(tensors(path, "outer.momentum."), momentum) <= TOLERANCE
+        stored = tensors(path, "model.")
+        assert largest_error({name: stored[name] for name in biases}, biases) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_sites_with_other_numbers_of_rounds_are_refused(pool, tmp_path):
+    """The site that waits is told why, and ends if the other one does not come back."""
+    cfg = recipe(tmp_path, 4, DILOCO)
+    with Server().running() as server:
+        first = of_site(cfg, 0, server.port, timeout_s=1.0)
+        other = replace(first, sites=replace(first.sites, every=1, number=1))
+        refused = MeetConnection("127.0.0.1", server.port, b"", 10.0)
+        hello = {"do": "hello", "site": 1, "host": "other", "settings": equal_settings(other)}
+
+        def come_late() -> Message:
+            deadline = time.monotonic() + 60
+            while not any(line.startswith("site 0 on") for line in server.log):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            return refused.ask(hello | {"step": 0, "round": 0, "version": 0})
+
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(come_late)
+            with pytest.raises(
+                WorkerError, match="site 1 cannot take part in the run, and did not come back within 1 s"
+            ):
+                pool.run(1, train, first, timeout_s=60.0)
+        refused.close()
+    assert f"{ROUNDS_SETTING}=[4, 0] must be that of site 0, [2, 0]" in answer.result()["refused"]
+
+
+def train_and_come_back(cfg: Config, go: Path, at: int) -> str:
+    """Train; site 2 fails after step `at`, and starts again once the others wait for that after step 6."""
     if cfg.sites.number < 2:
         groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
         Trainer(cfg, groups, callbacks=[Waiting(6, go)]).run(StopSignals())
         return "done"
-    assert train_and_fail(cfg, 3) == "lost"
+    assert train_and_fail(cfg, at) == "lost"
     wait_for(go.with_name("site-0 waits"))
     wait_for(go.with_name("site-1 waits"))
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -420,37 +537,48 @@ class Waiting(Callback):
 
 
 @pytest.mark.parametrize(
-    ("sites", "mapping"),
+    ("sites", "mapping", "every"),
     [
-        (DILOCO, {}),
+        (DILOCO, {}, 2),
         *slow(
             [
-                (CODED | {"every": 2, "fragment_layers": 0}, {}),
-                (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}),
-                (CO2, {}),
-                (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2}),
+                (CODED | {"every": 2, "fragment_layers": 0}, {}, 2),
+                (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}, 2),
+                (CO2, {}, 2),
+                (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2}, 2),
+                (DILOCO, {}, 1),
             ]
         ),
     ],
 )
-def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
+def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping, every):
+    """The others take 2 steps between rounds; the lost site may take fewer."""
     is_co2 = sites.get("overlap") == 2
-    last = 13 if is_co2 else 10
-    cfg = recipe(tmp_path, last, sites | {"count": 3}, every=3, **mapping)
+    cfg = recipe(tmp_path, 13 if is_co2 else 10, sites | {"count": 3}, every=3, **mapping)
     go = tmp_path / "go"
+    at = 3 if every == 2 else 1
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(3)]
-        server.watch(lambda line: line.startswith("site 2 on ") and "is here, at step 3" in line, go)
-        ends = run_sites(pool, jobs, train_and_come_back, go)
+        if every == 1:
+            job = jobs[2]
+            jobs[2] = replace(
+                job,
+                run=replace(job.run, steps=5),
+                sites=replace(job.sites, every=1),
+                checkpoint=replace(job.checkpoint, every=1),
+            )
+        server.watch(lambda line: line.startswith("site 2 on ") and f"is here, at step {at}" in line, go)
+        ends = run_sites(pool, jobs, train_and_come_back, go, at)
     assert [end[0] for end in ends] == ["done", "done", "back"]
     rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
     assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3, *([3] if is_co2 else [])]
-    assert any("site 2 takes the state of site 0 after step 8" in line for line in server.log)
+    assert any("site 2 takes the state of site 0 after round 4" in line for line in server.log)
     steps = [record["step"] for record in records(tmp_path / "site-2")]
-    taken = 8 + cfg.sites.overlap
-    assert steps == [1, 2, 3, *range(taken + 1, last + 1)]
+    taken = 4 * every + cfg.sites.overlap
+    last = jobs[2].run.steps
+    assert steps == [*range(1, at + 1), *range(taken + 1, last + 1)]
     for number in (1, 2):
-        paths = [checkpoint(tmp_path / f"site-{n}", last) for n in (0, number)]
+        paths = [checkpoint(tmp_path / f"site-{n}", jobs[n].run.steps) for n in (0, number)]
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
     assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == (7 if is_co2 else 5)
@@ -458,6 +586,10 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
 
 def test_the_log_says_for_what_a_site_waits():
     assert describe_wait({"missing": [1]}, "host:1") == "waiting for site 1 at host:1"
+    refused = {"missing": [1], "refused_sites": {"1": "run.seed=1 must be that of site 0, 0"}}
+    assert describe_wait(refused, "host:1").endswith(
+        "site 1 at host:1; site 1 cannot take part: run.seed=1 must be that of site 0, 0"
+    )
     assert describe_wait({"wait": True}, "host:1") == "waiting for the state of another site at host:1"
     reason = "the meeting point host:1 did not answer (Connection refused)"
     assert describe_wait({"unreachable": reason}, "host:1") == f"waiting for `moefold meet`: {reason}"

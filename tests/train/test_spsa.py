@@ -1,6 +1,7 @@
 """Runs with SPSA: replicas, resumes, skipped steps, records, and the loss of a fine-tuning."""
 
 import hashlib
+import json
 from dataclasses import replace
 
 import pytest
@@ -118,3 +119,25 @@ def test_the_oracle_notices(pool, broken):
     steps = 2 if broken is _with_one_draw_for_all_steps else 1
     errors = errors_of_broken_run(pool, broken, tiny(train=SPSA), steps)
     assert any(error.name.startswith("weights") for error in errors)
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_fine_tuning_falls(pool, tmp_path):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Is {n} even?"},
+                {"role": "assistant", "content": "Yes." if n % 2 == 0 else "No."},
+            ]
+        }
+        for n in range(40)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    train = SPSA | {"seq_len": 64, "lr": 3e-3, "weight_decay": 0.0}
+    model = {"vocab_size": 256, "init_std": 0.02}
+    data = {"kind": "sft", "path": str(path)}
+    cfg = recipe(tmp_path / "run", 60, dtype="float32", every=0, train=train, model=model, data=data)
+    pool.run(1, _train, replace(cfg, checkpoint=replace(cfg.checkpoint, at_end=False)))
+    losses = [record["loss"] for record in records(tmp_path / "run")]
+    assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.3

@@ -10,6 +10,8 @@ from moefold.topology.fragments import (
     merge_share,
     merged_fragments,
     num_fragments,
+    rounds_until,
+    step_of_round,
 )
 from moefold.validate.config import check_config
 
@@ -34,6 +36,11 @@ REFUSED = [
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
+    ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.num_layers="),
+    (("sites.method=noloco",), "sites.topology='pairs' (sites.method='noloco') exchanges between two sites"),
+    ((*TWO, "sites.topology=pairs", "sites.overlap=30"), "sites.topology='pairs' needs a sites.overlap below"),
+    ((*TWO, "sites.topology=pairs", "sites.experts=own"), "sites.topology='pairs' exchanges with one other site"),
+    ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
     ((*TWO, "sites.overlap=31"), "choose at most 29, or 30 to exchange a round during the whole next one"),
     ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
@@ -147,3 +154,15 @@ def test_fragments_have_rounds_at_steps_of_their_own():
     names = ["embedding.weight", "layers.0.ffn.w_up", "layers.5.attention.wq", "head.weight", "mtp.0.projection"]
     assert [fragment_of(name, 3) for name in names] == [2, 0, 2, 2, 2]
     assert {fragment_of(name, 1) for name in names} == {0}
+
+
+@pytest.mark.parametrize("first", [0, 7, 99, 100])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_rounds_are_counted_and_found_again(first, layers):
+    overrides = (f"sites.first={first}", "sites.every=12", f"sites.fragment_layers={layers}", "model.num_layers=4")
+    cfg = load_config(None, [*TWO, *overrides])
+    steps = [step for step in range(1, 101) if fragments_due(cfg, step)]
+    assert [rounds_until(cfg, step) for step in range(101)] == [
+        sum(due <= step for due in steps) for step in range(101)
+    ]
+    assert [step_of_round(cfg, index) for index in range(len(steps) + 1)] == [0, *steps]

@@ -27,11 +27,14 @@ LONGROPE = [
 ]
 CASES = [
     ("sites.number=1", [], ["sites.count=2", "sites.meet=host:1"]),
+    ("faults.min_ranks=2", [], ["faults.on_loss=regroup"]),
     ("sites.meet=host:1", [], ["sites.count=2", "sites.number=1"]),
     ("sites.secret=file", [], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
     ("sites.secret=file", ["sites.count=2"], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
     ("sites.quorum=1", [], ["sites.count=2"]),
     ("sites.timeout_s=5", [], ["sites.count=2"]),
+    ("sites.grace_s=5", [], ["sites.count=2"]),
+    ("sites.topology=pairs", [], ["sites.count=2"]),
     ("sites.precision=int8", [], ["sites.count=2"]),
     ("sites.residual=0.9", [], ["sites.count=2", "sites.precision=int8"]),
     ("sites.residual=0.9", ["sites.count=2"], ["sites.count=2", "sites.precision=int8"]),

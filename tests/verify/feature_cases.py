@@ -503,7 +503,7 @@ CASES = [
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
     *cases("muon", MUON_MAPPED[1:3], [MUON_MAPPED[0], *MUON_MAPPED[3:]], steps=3),
     *cases("delayed gradients", DELAYED[:1], DELAYED[1:], steps=4),
-    *cases("spsa", SPSA_MAPPED[:2], SPSA_MAPPED[2:]),
+    *cases("spsa", SPSA_MAPPED[:1], SPSA_MAPPED[1:]),
     *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", [FP8_ROWS[0], FP8_ROWS[2]], [FP8_ROWS[1], *FP8_ROWS[3:]]),

@@ -22,6 +22,7 @@ from moefold.cost.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfe
 from moefold.cost.shard_boxes import Box
 from moefold.errors import RunError
 from moefold.model.init import local_slice
+from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.topology.layout import Layout
 
@@ -195,10 +196,13 @@ class _Plan:
     layout: SnapshotLayout
     rounds: tuple[tuple[BoxTransfer, ...], ...]
     dtypes: Mapping[str, torch.dtype]
+    boxes: tuple[BoxKey, ...]
+    """Boxes of this rank; to find them takes longer than to copy small ones."""
     sent: tuple[BoxKey, ...]
     """Boxes that this rank sends."""
     copied: tuple[tuple[int, BoxKey], ...]
     """Boxes that this rank gets, by the rank that sends them."""
+    hasher: TensorHasher
 
 
 class PeerSnapshots:
@@ -239,8 +243,30 @@ class PeerSnapshots:
         return sum(slot.num_bytes for slot in self._slots)
 
     def forget_groups(self) -> None:
-        """Drop the references to process groups before they are destroyed; the snapshots stay."""
+        """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
+
+        Also after a rollback: the steps that it discards are not gone back to once every rank has the new snapshot.
+        """
         self._plan = None
+
+    def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
+        """Return the generations of which this process has snapshots: number, rank and `held` of each; local.
+
+        The first is the confirmed one. A second one has the first snapshot, of which this rank does not know whether
+        all ranks have completed it.
+        """
+        found = [(self.generation, self.rank, self.held())]
+        if self._unconfirmed is not None:
+            slot, _, rank = self._unconfirmed
+            assert slot.step is not None
+            found.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return found
+
+    def layout_of(self, generation: int) -> SnapshotLayout | None:
+        """Return the layout of the snapshots of a generation that this process has; None if it has none."""
+        if generation == self.generation:
+            return self.layout
+        return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
 
     def settle(self, generation: int) -> None:
         """Keep the snapshots of one generation alone; local.
@@ -275,6 +301,18 @@ class PeerSnapshots:
         """Return the rank in the old mapping of a rank that took part in the last `restore`."""
         return self._old_ranks[rank]
 
+    def share_progress(self, step: int, world: Group) -> None:
+        """Give ranks that were spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
+
+        Args:
+            step: a step that every member of the lost mapping holds.
+            world: all ranks of the new mapping.
+        """
+        has_step = any(slot.step == step for slot in self._slots)
+        known = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
+        if not has_step:
+            self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
+
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step that `held` lists."""
         return next(slot for slot in self._slots if slot.step == step)
@@ -294,13 +332,17 @@ class PeerSnapshots:
         if groups.layout.dp == 1:
             # A job that has lost all other replicas cannot lose another one.
             return
-        shards = local_boxes(state)
         self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
+            shards = {(name, box): local_tensor(state[name]) for name, box in self._plan.boxes}
             slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
+        # The last snapshot of the generation before is complete on every rank; the older one would be a third.
+        last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
+        self._slots = [last, Snapshot()]
+        shards = local_boxes(state)
         plan = self._make_plan(shards, groups)
         slot = Snapshot()
         self._fill(slot, plan, shards, train_state)
@@ -351,8 +393,7 @@ class PeerSnapshots:
     def _exchange_digests(self, plan: _Plan, shards: Mapping[BoxKey, Tensor]) -> dict[tuple[int, BoxKey], Digest]:
         """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
         groups = plan.groups
-        hasher = TensorHasher(groups.device)
-        rows = torch.stack([hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
+        rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
         own = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
         rank = groups.rank
         counts = [0] * groups.world.size
@@ -383,7 +424,8 @@ class PeerSnapshots:
         sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
         # The order of the sender: by its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
-        return _Plan(groups, layout, rounds, dtypes, sent, tuple((t.source, (t.name, t.box)) for t in copied))
+        received = tuple((t.source, (t.name, t.box)) for t in copied)
+        return _Plan(groups, layout, rounds, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
@@ -418,6 +460,8 @@ class PeerSnapshots:
             exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
         self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
         self._restored = held
+        # A loss of another rank before the first snapshot of this mapping leads back to this step.
+        self._slots = [slot, Snapshot()]
         self._old_ranks = all_gather_objects(self.rank, world)
         return slot.train_state
 

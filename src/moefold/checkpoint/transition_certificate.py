@@ -64,9 +64,10 @@ def certify(
         for key, values in of_rank.items()
     }
     faults = list(_changed_snapshots(slot, snapshots.rank, digests, copies))
-    faults += _differing_parts(snapshots, state, hasher, groups)
+    shards = local_boxes(state)
+    faults += _differing_parts(snapshots, shards, hasher, groups)
     faults += _restored_faults(slot, restored, groups)
-    new_boxes = {key: _digest(hasher, values) for key, values in local_boxes(state).items()}
+    new_boxes = {key: _digest(hasher, values) for key, values in shards.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     report = (faults, digests, new_boxes, shapes, restored.samples, groups.attn.dp.rank)
     gathered = all_gather_objects(report, groups.world)
@@ -102,12 +103,12 @@ def _changed_snapshots(
 
 
 def _differing_parts(
-    snapshots: PeerSnapshots, state: Mapping[str, Tensor], hasher: TensorHasher, groups: ParallelGroups
+    snapshots: PeerSnapshots, shards: Mapping[BoxKey, Tensor], hasher: TensorHasher, groups: ParallelGroups
 ) -> list[str]:
     """Return the parts of this rank whose bytes differ from those of the rank that they came from; collective."""
     world = groups.world
     transfers = snapshots.restored_parts
-    targets = {name: (box, values) for (name, box), values in local_boxes(state).items()}
+    targets = {name: (box, values) for (name, box), values in shards.items()}
     sent = sorted((t for t in transfers if t.source == world.rank), key=lambda t: t.target)
     got = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
     rows = [hasher.digest(snapshots.read_part(t)) for t in sent]

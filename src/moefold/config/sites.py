@@ -20,6 +20,7 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "precision": "fp4",
             }
         ),
+        "noloco": MappingProxyType({"topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False, "every": 50}),
         "sparseloco": MappingProxyType(
             {"lr": 1.0, "momentum": 0.0, "density": 1 / 64, "values": 2, "residual": 0.95},
         ),
@@ -30,8 +31,9 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
     }
 )
 """Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. sparseloco:
-arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where every is 48. spes: arXiv:2602.11543."""
+diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. noloco:
+arXiv:2506.10911 and its code. sparseloco: arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where
+every is 48. spes: arXiv:2602.11543."""
 NUM_SIMILAR = 4
 """Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
 
@@ -62,15 +64,21 @@ class SitesConfig:
     secret: str = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco", "streaming", "sparseloco", "co2", "spes"] = "mean"
+    method: Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512). sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next
-    round (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265). spes: the
-    mean, and each site trains its own experts (arXiv:2602.11543)."""
+    (arXiv:2501.18512). noloco: random pairs of sites, whose outer weights also pull each other (arXiv:2506.10911).
+    sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next round
+    (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265). spes: the mean,
+    and each site trains its own experts (arXiv:2602.11543)."""
     every: int = DEFAULT_EVERY
-    """Steps between two rounds, in which the sites exchange the differences of their weights since the last round."""
+    """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
+    may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
+    topology: Literal["all", "pairs"] = "all"
+    """Sites that exchange with each other in a round. all: every site of the round. pairs: random pairs, drawn from
+    run.seed and the number of the round; an odd site rests. The outer weights then differ between sites, and the round
+    after the last step takes the mean of all sites' weights."""
     first: int = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
@@ -123,6 +131,9 @@ class SitesConfig:
     """Step at which the share of the merging is 0."""
     quorum: int = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
+    grace_s: float = 0.0
+    """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
+    them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
     timeout_s: float = 60.0
     """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
 

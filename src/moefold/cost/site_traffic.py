@@ -106,16 +106,20 @@ class FragmentTraffic:
     num_coded: int
     """Elements that are sent as a code, whole blocks of each parameter on each rank."""
     plain_bytes: int
-    """Bytes of the buffers, and of moments that are averaged, which are sent as they are."""
+    """Bytes of the buffers, of moments that are averaged, and in pairs of the outer weights, which are sent as they
+    are."""
     rank_coded: int
     """Elements that the rank with the most of all sends as a code."""
+    rank_owned: int
+    """Of these, elements of experts that sites own, which are in messages of their own."""
     rank_plain: int
     """Elements that it sends as they are."""
 
     @property
     def messages(self) -> int:
         """Messages of the rank with the most elements, one after the other."""
-        return -(-self.rank_coded // PART_ELEMENTS) + -(-self.rank_plain // PART_ELEMENTS)
+        numels = (self.rank_coded - self.rank_owned, self.rank_owned, self.rank_plain)
+        return sum(-(-numel // PART_ELEMENTS) for numel in numels)
 
     def num_bytes(self, code: WireFormat) -> int:
         """Return the bytes in a format; the blocks must be those of the counted one."""
@@ -135,6 +139,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     plain = [0] * count
     # By fragment and pipeline rank, of the first of its ranks, which has the most.
     largest = Counter[tuple[int, int]]()
+    largest_owned = Counter[tuple[int, int]]()
     largest_plain = Counter[tuple[int, int]]()
     item = difference_itemsize(cfg)
     optimizer = optimizer_of(cfg)
@@ -146,9 +151,13 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         shards = _shards(cfg, weight)
         holders = sharding.pp_ranks_of(weight.name)
         copies = len(holders) * stage_ranks // shards.degree
-        coded[fragment] += copies * _padded_numel(shards, code)
+        # A site sends its own experts alone, if sites own them.
+        owners = cfg.sites.num_expert_owners if weight.is_expert else 1
+        coded[fragment] += copies * _padded_numel(shards, code, owners)
         for pp_rank in holders:
-            largest[fragment, pp_rank] += code.padded(shards.numel(0))
+            numel = code.padded(shards.numel(0) // owners)
+            largest[fragment, pp_rank] += numel
+            largest_owned[fragment, pp_rank] += numel if owners > 1 else 0
         if cfg.sites.moments == "average":
             is_matrix = weight.in_muon_groups(muon_groups)
             num_moments = optimizer.num_matrix_moments if is_matrix else optimizer.num_moments
@@ -160,8 +169,14 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
+    if cfg.sites.topology == "pairs":
+        plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
+        largest_plain += largest
     of_rank = [
-        max(((largest[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)), key=sum)
+        max(
+            ((largest[p, rank], largest_owned[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)),
+            key=lambda numels: numels[0] + numels[2],
+        )
         for p in range(count)
     ]
     return tuple(FragmentTraffic(coded[p], plain[p], *of_rank[p]) for p in range(count))
@@ -183,7 +198,8 @@ def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
     return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
 
 
-def _padded_numel(shards: DataParallelShards, code: WireFormat) -> int:
-    """Return the elements that the shards of a parameter take on all ranks that shard it."""
+def _padded_numel(shards: DataParallelShards, code: WireFormat, owners: int = 1) -> int:
+    """Return the elements that the shards of a parameter take on all ranks that shard it, of one of its owners."""
     num_full, rest = divmod(shards.total_rows, shards.rows)
-    return num_full * code.padded(shards.rows * shards.row_numel) + code.padded(rest * shards.row_numel)
+    full = code.padded(shards.rows * shards.row_numel // owners)
+    return num_full * full + code.padded(rest * shards.row_numel // owners)

@@ -48,9 +48,9 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
     listener = listen(HOST, 0)
     secret = secrets.token_hex(32)
     port = int(listener.getsockname()[1])
-    sites = [
-        _fork(main, number, port, listener, environments[number] | {SECRET_VARIABLE: secret}) for number in range(count)
-    ]
+    sites: list[_Site] = []
+    for environment in environments[:count]:
+        sites.append(_fork(main, sites, port, listener, environment | {SECRET_VARIABLE: secret}))
     return asyncio.run(_Sites(sites, min_members).run(listener, secret.encode()))
 
 
@@ -99,7 +99,19 @@ class _Site:
         self.status: int | None = None
 
 
-def _fork(main: SiteMain, number: int, port: int, listener: socket.socket, environment: dict[str, str]) -> _Site:
+def _fork(
+    main: SiteMain, before: Sequence[_Site], port: int, listener: socket.socket, environment: dict[str, str]
+) -> _Site:
+    """Start the next site in a child process.
+
+    Args:
+        main: main function of a site.
+        before: the sites that were started already.
+        port: port of the meeting point.
+        listener: socket of the meeting point.
+        environment: environment variables of the site.
+    """
+    number = len(before)
     sys.stdout.flush()
     sys.stderr.flush()
     out_read, out_write = os.pipe()
@@ -115,7 +127,9 @@ def _fork(main: SiteMain, number: int, port: int, listener: socket.socket, envir
         listener.close()
         os.dup2(out_write, 1)
         os.dup2(err_write, 2)
-        for descriptor in (out_read, err_read, out_write, err_write):
+        # With a copy of their read ends, a site whose reader is gone would not notice it.
+        others = (descriptor for site in before for descriptor, _ in site.outputs)
+        for descriptor in (out_read, err_read, out_write, err_write, *others):
             os.close(descriptor)
         signal_on_parent_death(signal.SIGTERM, parent)
         os.environ.update(environment)

@@ -162,6 +162,8 @@ class MeetStore:
             MeetError: it was not written in time.
         """
         answer = self._connection.ask({"do": "get", "key": key, "timeout_s": self._timeout_s})
+        if "over" in answer:
+            raise MeetError("another site has left")
         if "value" not in answer:
             raise MeetError(f"another site did not connect within {self._timeout_s:g} s")
         return b64decode(answer["value"])

@@ -4,13 +4,15 @@ A round is applied only if every one of its members voted for it; a round that i
 due. All of the state can be lost: a new meeting point learns it from the messages of the sites.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from moefold.host.listen import is_loopback
 from moefold.launch.signed_lines import Message
+from moefold.launch.site_round import Asked, Ballot, Round, estimate_grace_s, pair_members
 
 SILENT_S = 30.0
 """A site counts as lost this long after its last message."""
@@ -36,7 +38,8 @@ class _Site:
     settings: dict[str, Any]
     weights: int | None
     """Hash of its outer weights after `version` rounds; None where it is not known."""
-    step: int
+    round: int
+    """Last round that was due on it; the rounds of a run are counted from 1, as the steps between them may differ."""
     version: int
     """Rounds applied."""
     connection: int | None
@@ -44,33 +47,10 @@ class _Site:
     is_joining: bool = False
     """It lacks rounds and waits for the state of another site; rounds do not wait for it."""
 
-
-@dataclass(frozen=True)
-class _Asked:
-    version: int
-    tokens: int
-    is_finite: bool
-    digest: int
-    timeout_s: float
-    is_last: bool
-    """It is the last round of the run, after which no state is given."""
-
-
-@dataclass
-class _Round:
-    opened_s: float
-    asked: dict[int, _Asked] = field(default_factory=dict)
-    answers: dict[int, Message] = field(default_factory=dict)
-    """Answers by site; empty until the round is closed."""
-    members: tuple[int, ...] = ()
-    votes: dict[int, bool] = field(default_factory=dict)
-    first_vote_s: float = 0.0
-    outcome: Message | None = None
-    """Answer to the votes; None until it is decided."""
-
     @property
-    def is_closed(self) -> bool:
-        return bool(self.answers)
+    def is_paired(self) -> bool:
+        """Return whether its rounds are exchanges of random pairs."""
+        return self.settings.get("sites.topology") == "pairs"
 
 
 class Meeting:
@@ -86,15 +66,21 @@ class Meeting:
         self._clock = clock
         self._sites: dict[int, _Site] = {}
         self._has_started = False
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, Round] = {}
         self._store: dict[str, str] = {}
         self._store_bytes = 0
-        self._epoch = 0
-        self._epoch_members: tuple[int, ...] = ()
+        self._name = secrets.token_hex(4)
+        self._num_epochs = 0
+        self._epochs: dict[tuple[int, ...], str] = {}
+        """Sites that are connected with each other, and the name under which they connected."""
         self._refusals: dict[int, str] = {}
+        self._refused: dict[int, str] = {}
+        """Sites that were refused at the start and did not come back, with the reason."""
         self._givers: dict[int, Message] = {}
         """Answers to joining sites whose giver is known."""
         self._num_gifts = 0
+        self._gifts: dict[int, str] = {}
+        """Transfers to joining sites that may be under way."""
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.
@@ -141,16 +127,18 @@ class Meeting:
             case "hello":
                 return self._answer_hello(message, connection)
             case "round":
-                return self._answer_round(self._own(message, connection), _int(message, "step"))
+                return self._answer_round(self._own(message, connection), _int(message, "round"))
             case "join":
                 return self._answer_join(self._own(message, connection))
             case "vote":
-                return self._answer_vote(_int(message, "step"))
+                return self._answer_vote(self._own(message, connection), _int(message, "round"))
             case "get":
                 value = self._store.get(message["key"])
-                if value is None and waited_s < _seconds(message):
-                    return None
-                return {} if value is None else {"value": value}
+                if value is not None:
+                    return {"value": value}
+                if self._is_over(message["key"].partition("/")[0]):
+                    return {"over": True}
+                return None if waited_s < _seconds(message) else {}
         return {}
 
     def close_connection(self, connection: int) -> None:
@@ -179,6 +167,9 @@ class Meeting:
             self._sites[number].connection = None
             self._sites[number].is_joining = False
             self._givers.pop(number, None)
+            self._gifts.pop(number, None)
+            # It may come back as another process.
+            self._epochs = {group: epoch for group, epoch in self._epochs.items() if number not in group}
             self._log(f"site {number} {why}")
 
     def _own(self, message: Message, connection: int) -> int:
@@ -195,12 +186,15 @@ class Meeting:
         settings = message.get("settings")
         if not isinstance(settings, dict) or not 0 <= number < _int(settings, "sites.count") <= MAX_SITES:
             raise BadRequestError("settings or site is wrong")
+        grace_s = settings.get("sites.grace_s", 0)
+        if not isinstance(grace_s, int | float) or isinstance(grace_s, bool) or not 0 <= grace_s <= MAX_WAIT_S:
+            raise BadRequestError("sites.grace_s must be a number of seconds")
         site = _Site(
             host=_text(message, "host"),
             address=address,
             settings=settings,
             weights=_int(message, "weights") if "weights" in message else None,
-            step=_int(message, "step"),
+            round=_int(message, "round"),
             version=_int(message, "version"),
             connection=connection,
             last_word_s=self._clock(),
@@ -209,18 +203,23 @@ class Meeting:
             # All sites of an earlier start have left.
             self._sites.clear()
             self._rounds.clear()
-            self._epoch_members = ()
+            self._refused.clear()
+            self._epochs.clear()
             self._has_started = False
         if refusal := self._refusal(number, site):
             self._log(f"site {number} on {site.host} is refused: {refusal}")
             self._refusals[connection] = refusal
+            if number not in self.living:
+                self._refused[number] = refusal
             return
+        self._refused.pop(number, None)
         is_new = number not in self._sites or self._sites[number].connection is None
         self._sites[number] = site
         # After a loss of the connection or of the meeting point, no site waits for the others again.
         self._has_started = self._has_started or bool(message.get("again"))
         if is_new:
-            self._log(f"site {number} on {site.host} is here, at step {site.step} after {site.version} rounds")
+            step = _int(message, "step")
+            self._log(f"site {number} on {site.host} is here, at step {step} after {site.version} rounds")
 
     def _refusal(self, number: int, site: _Site) -> str:
         """Return why a site cannot take part; empty if it can."""
@@ -240,6 +239,8 @@ class Meeting:
                         "recipe and the same base weights"
                     )
             is_known = site.weights is not None and theirs.weights is not None
+            # In pairs, only the weights of the start are equal.
+            is_known = is_known and (site.version == 0 or not site.is_paired)
             if site.version == theirs.version and is_known and site.weights != theirs.weights:
                 return (
                     f"its outer weights are not those of site {other} after {site.version} rounds; start the sites "
@@ -259,14 +260,13 @@ class Meeting:
         count = _int(message["settings"], "sites.count")
         missing = [other for other in range(count) if other not in self.living]
         if missing and not self._has_started:
-            return {"missing": missing}
+            refused = {str(other): self._refused[other] for other in missing if other in self._refused}
+            return {"missing": missing} | ({"refused_sites": refused} if refused else {})
         if not self._has_started:
             self._has_started = True
             self._log(f"all {count} sites are here")
-        if missed := self._missed(number):
-            self._sites[number].is_joining = True
-            return missed
-        return {"ready": True}
+        # Its next request says that it joins: a hello after a lost connection comes amid a vote too.
+        return self._missed(number) or {"ready": True}
 
     def _answer_join(self, number: int) -> Message:
         """Return who gives a joining site its state, or that it has to ask again."""
@@ -276,25 +276,32 @@ class Meeting:
             return {"ended": True}
         return {"wait": True}
 
-    def _assign_joining_site(self, step: int, givers: Sequence[int]) -> Message:
+    def _assign_joining_site(self, index: int, givers: Sequence[int]) -> Message:
         """Return the order to give the state to a joining site after a round, for the first of some sites."""
         joining = [number for number in self.living if self._sites[number].is_joining and number not in self._givers]
         if not joining or not givers:
             return {}
         self._num_gifts += 1
         number = joining[0]
-        gift = f"gift-{self._num_gifts}"
+        gift = f"gift-{self._name}-{self._num_gifts}"
+        self._gifts[number] = gift
         # The next rounds wait for it again.
-        self._sites[number].step = step
+        self._sites[number].round = index
         self._sites[number].is_joining = False
         self._givers[number] = {"giver": givers[0], "gift": gift}
-        self._log(f"site {number} takes the state of site {givers[0]} after step {step}")
-        return {"give": {"to": number, "gift": gift}}
+        self._log(f"site {number} takes the state of site {givers[0]} after round {index}")
+        return {"give": {"to": number, "gift": gift, "round": index}}
 
     def _missed(self, number: int) -> Message | None:
-        """Return the answer to a site that lacks rounds which others have applied; None if it lacks none."""
+        """Return the answer to a site that lacks rounds which others have applied; None if it lacks none.
+
+        Sites in pairs have other weights than each other; a site that lacks a single round takes part in the next.
+        """
         site = self._sites[number]
-        ahead = [other for other in self.living if self._sites[other].version > site.version]
+        if site.is_paired:
+            ahead = [other for other in self.living if self._sites[other].round > site.round + 1]
+        else:
+            ahead = [other for other in self.living if self._sites[other].version > site.version]
         if not ahead:
             return None
         giver = max(ahead, key=lambda other: (self._sites[other].version, -other))
@@ -302,146 +309,202 @@ class Meeting:
 
     def _enter_round(self, message: Message, connection: int) -> None:
         number = self._own(message, connection)
-        step = _int(message, "step")
+        index = _int(message, "round")
         site = self._sites[number]
-        asked = _Asked(
+        asked = Asked(
             version=_int(message, "version"),
             tokens=_int(message, "tokens"),
             is_finite=bool(message.get("finite")),
             digest=_int(message, "digest"),
             timeout_s=_seconds(message),
             is_last=bool(message.get("last")),
+            merges=bool(message.get("merges")),
         )
-        site.step = step
+        site.round = index
         site.version = asked.version
-        site.weights = asked.digest
+        if not site.is_paired:
+            site.weights = asked.digest
         site.is_joining = False
-        round_ = self._rounds.setdefault(step, _Round(self._clock()))
+        # The state that it was given has arrived.
+        self._gifts.pop(number, None)
+        round_ = self._rounds.setdefault(index, Round(self._clock()))
         for old in sorted(self._rounds)[:-MAX_KEPT_ROUNDS]:
-            if old != step:
+            if old != index:
                 del self._rounds[old]
+        round_.delays_s.setdefault(number, self._clock() - round_.opened_s)
         if not round_.is_closed:
             round_.asked[number] = asked
 
-    def _answer_round(self, number: int, step: int) -> Message | None:
-        round_ = self._rounds[step]
+    def _answer_round(self, number: int, index: int) -> Message | None:
+        round_ = self._rounds.get(index)
+        if round_ is None:
+            raise BadRequestError(f"round {index} is over")
         if not round_.is_closed:
-            self._try_close(step, round_)
+            self._try_close(index, round_)
         if not round_.is_closed:
             return None
-        late = self._missed(number) or {"skip": f"it came after the round of step {step} was over"}
-        return round_.answers.get(number, late)
+        ballot = round_.ballot_of(number)
+        if number in round_.answers and (ballot is None or ballot.outcome is None):
+            return round_.answers[number]
+        return self._missed(number) or {"skip": f"it came after round {index} was over"}
 
-    def _try_close(self, step: int, round_: _Round) -> None:
+    def _try_close(self, index: int, round_: Round) -> None:
         """Choose the members of a round once every living site has asked for it, or the wait is over."""
         living = self.living
         asked = {number: ask for number, ask in round_.asked.items() if number in living}
         awaited = [
             number
             for number in living
-            if number not in asked and self._sites[number].step < step and not self._sites[number].is_joining
+            if number not in asked and self._sites[number].round < index and not self._sites[number].is_joining
         ]
-        wait_s = max(ask.timeout_s for ask in round_.asked.values())
-        if not asked or (awaited and self._clock() - round_.opened_s < wait_s):
+        if not asked:
+            return
+        wait_s = self._wait_s(round_, asked)
+        if awaited and self._clock() - round_.opened_s < wait_s:
             return
         version = max(ask.version for ask in asked.values())
-        missed = {number: self._missed(number) for number, ask in asked.items() if ask.version < version}
+        is_paired = self._sites[min(asked)].is_paired
+        missed = {number: self._missed(number) for number, ask in asked.items() if is_paired or ask.version < version}
         round_.answers = {number: answer for number, answer in missed.items() if answer}
-        members = tuple(sorted(asked.keys() - missed.keys()))
-        text = f"round of step {step}: {describe_sites(members)}"
-        common = self._round_answer(members, asked)
+        members = tuple(sorted(asked.keys() - round_.answers.keys()))
         if awaited:
-            self._log(f"{text}; {describe_sites(awaited)} did not come within {wait_s:g} s")
-        elif "skip" in common or "error" in common:
-            self._log(f"{text}; {common.get('skip') or common.get('error')}")
-        if "members" in common:
-            round_.members = members
-        round_.answers |= dict.fromkeys(members, common)
-        if "error" not in common and not any(asked[number].is_last for number in members):
-            round_.answers[members[0]] = common | self._assign_joining_site(step, members)
+            text = f"round {index}: {describe_sites(members)}"
+            self._log(f"{text}; {describe_sites(awaited)} did not come within {wait_s:.3g} s")
+        if not members:
+            return
+        is_last = any(asked[number].is_last for number in members)
+        merges = any(asked[number].merges for number in members)
+        is_refused = self._answer_members(index, round_, members, asked, in_pairs=is_paired and not merges)
+        if not is_refused and not is_last:
+            giver = next((number for ballot in round_.ballots for number in ballot.members), members[0])
+            round_.answers[giver] = round_.answers[giver] | self._assign_joining_site(index, [giver])
+        self._forget_keys()
 
-    def _round_answer(self, members: tuple[int, ...], asked: Mapping[int, _Asked]) -> Message:
-        """Return the common answer to the members of a round."""
+    def _wait_s(self, round_: Round, asked: Mapping[int, Asked]) -> float:
+        """Return how long a round waits for sites after the first one has asked: grace time, once a quorum is here."""
+        timeout_s = round_.timeout_s
+        settings = self._sites[min(asked)].settings
+        # No site gives its state after the last round, so that a site which is left out could not finish.
+        if len(asked) < _quorum(settings) or any(ask.is_last for ask in asked.values()):
+            return timeout_s
+        past = (self._rounds[other] for other in sorted(self._rounds))
+        grace_s = settings.get("sites.grace_s", 0) or estimate_grace_s(past)
+        return timeout_s if grace_s is None else min(grace_s, timeout_s)
+
+    def _answer_members(
+        self, index: int, round_: Round, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
+    ) -> bool:
+        """Set the answers to the members of a round; return whether it is refused as their weights differ."""
         settings = self._sites[members[0]].settings
-        quorum = _int(settings, "sites.quorum") or _int(settings, "sites.count") // 2 + 1
+        quorum = _quorum(settings)
+        digests = {number: asked[number].digest for number in members}
+        common: Message = {}
         if len(members) < quorum:
-            return {"skip": f"only {describe_sites(members)}, and sites.quorum needs {quorum}"}
-        digests = {asked[number].digest for number in members}
-        if len(digests) > 1:
-            odd = _minority({number: asked[number].digest for number in members})
-            return {"error": f"the outer weights of {describe_sites(odd)} are not those of the other sites"}
-        tokens = {number: asked[number].tokens * asked[number].is_finite for number in members}
+            common = {"skip": f"only {describe_sites(members)}, and sites.quorum needs {quorum}"}
+        elif not self._sites[members[0]].is_paired and len(set(digests.values())) > 1:
+            odd = describe_sites(_minority(digests))
+            common = {"error": f"the outer weights of {odd} are not those of the other sites"}
+        if common:
+            self._log(f"round {index}: {describe_sites(members)}; {common.get('skip') or common.get('error')}")
+            round_.answers |= dict.fromkeys(members, common)
+            return "error" in common
+        groups = pair_members(_int(settings, "run.seed"), index, members) if in_pairs else [members]
+        round_.answers |= dict.fromkeys(members, {"rests": True})
+        # Connections between other sets of sites are not kept, but for late sites that still exchange.
+        late = [ballot.members for other in self._rounds.values() for ballot in other.ballots if not ballot.outcome]
+        self._epochs = {group: epoch for group, epoch in self._epochs.items() if group in groups or group in late}
+        for group in groups:
+            answer = self._group_answer(group, asked)
+            round_.answers |= dict.fromkeys(group, answer)
+            if "members" in answer:
+                round_.ballots.append(Ballot(group))
+            else:
+                self._log(f"round {index}: {describe_sites(group)}; {answer['skip']}")
+        return False
+
+    def _group_answer(self, group: tuple[int, ...], asked: Mapping[int, Asked]) -> Message:
+        """Return the answer to sites that exchange with each other."""
+        tokens = {number: asked[number].tokens * asked[number].is_finite for number in group}
         total = sum(tokens.values())
         if not total:
             return {"skip": "no site has finite weights"}
-        if members != self._epoch_members:
-            self._begin_epoch(members)
+        if group not in self._epochs:
+            self._num_epochs += 1
+            self._epochs[group] = f"{self._name}-{self._num_epochs}"
         return {
-            "members": list(members),
-            "weights": [tokens[number] / total for number in members],
-            "nonfinite": [number for number in members if not asked[number].is_finite],
-            "epoch": f"{self._epoch}",
+            "members": list(group),
+            "weights": [tokens[number] / total for number in group],
+            "nonfinite": [number for number in group if not asked[number].is_finite],
+            "epoch": self._epochs[group],
         }
 
-    def _begin_epoch(self, members: tuple[int, ...]) -> None:
-        """Begin a new epoch, whose members connect to each other again."""
-        self._epoch += 1
-        self._epoch_members = members
-        self._store = {key: value for key, value in self._store.items() if key.startswith("gift-")}
+    def _forget_keys(self) -> None:
+        """Delete the keys of connections and transfers that are over."""
+        kept = {*self._epochs.values(), *self._gifts.values()}
+        self._store = {key: value for key, value in self._store.items() if key.partition("/")[0] in kept}
         self._store_bytes = sum(len(key) + len(value) for key, value in self._store.items())
+
+    def _is_over(self, name: str) -> bool:
+        """Return whether a connection or a transfer of this meeting point has ended, as a site of it left."""
+        is_own = name.startswith((f"{self._name}-", f"gift-{self._name}-"))
+        return is_own and name not in self._epochs.values() and name not in self._gifts.values()
 
     def _enter_vote(self, message: Message, connection: int) -> None:
         number = self._own(message, connection)
-        round_ = self._rounds.get(_int(message, "step"))
-        if round_ is None or number not in round_.members:
+        round_ = self._rounds.get(_int(message, "round"))
+        ballot = None if round_ is None else round_.ballot_of(number)
+        if ballot is None:
             raise BadRequestError(f"site {number} is no member of the round")
-        if not round_.votes:
-            round_.first_vote_s = self._clock()
-        round_.votes[number] = bool(message.get("ok"))
-        if message.get("ok"):
-            return
-        # Connections between the members may be broken.
-        self._epoch_members = ()
+        if not ballot.votes:
+            ballot.first_vote_s = self._clock()
+        ballot.votes[number] = bool(message.get("ok"))
+        if not message.get("ok"):
+            # Connections between the members may be broken.
+            self._epochs.pop(ballot.members, None)
 
-    def _answer_vote(self, step: int) -> Message | None:
-        round_ = self._rounds.get(step)
-        if round_ is None:
-            raise BadRequestError(f"the round of step {step} is over")
-        if round_.outcome is None:
-            round_.outcome = self._outcome(round_)
-            if round_.outcome is None:
+    def _answer_vote(self, number: int, index: int) -> Message | None:
+        round_ = self._rounds.get(index)
+        ballot = None if round_ is None else round_.ballot_of(number)
+        if round_ is None or ballot is None:
+            raise BadRequestError(f"round {index} is over")
+        if ballot.outcome is None:
+            ballot.outcome = self._outcome(ballot, round_.timeout_s)
+            if ballot.outcome is None:
                 return None
-            if round_.outcome["apply"]:
-                for number in round_.members:
-                    self._sites[number].version += 1
-                    self._sites[number].weights = None
+            if ballot.outcome["apply"]:
+                for member in ballot.members:
+                    self._sites[member].version = round_.asked[member].version + 1
+                    if not self._sites[member].is_paired:
+                        self._sites[member].weights = None
             else:
-                self._epoch_members = ()
-                self._log(f"round of step {step} is not applied: {round_.outcome['why']}")
-        return round_.outcome
+                self._epochs.pop(ballot.members, None)
+                text = f" of {describe_sites(ballot.members)}" if len(round_.ballots) > 1 else ""
+                self._log(f"round {index}{text} is not applied: {ballot.outcome['why']}")
+        return ballot.outcome
 
-    def _outcome(self, round_: _Round) -> Message | None:
-        failed = [number for number in round_.members if round_.votes.get(number) is False]
+    def _outcome(self, ballot: Ballot, wait_s: float) -> Message | None:
+        failed = [number for number in ballot.members if ballot.votes.get(number) is False]
         if failed:
             return {"apply": False, "why": f"the exchange failed on {describe_sites(failed)}"}
-        missing = [number for number in round_.members if number not in round_.votes]
+        missing = [number for number in ballot.members if number not in ballot.votes]
         if not missing:
             return {"apply": True}
         lost = [number for number in missing if number not in self.living]
         if lost:
             return {"apply": False, "why": f"{describe_sites(lost)} left"}
-        wait_s = max(ask.timeout_s for ask in round_.asked.values())
-        if self._clock() - round_.first_vote_s > wait_s:
+        if self._clock() - ballot.first_vote_s > wait_s:
             return {"apply": False, "why": f"{describe_sites(missing)} did not finish within {wait_s:g} s"}
         return None
 
     def _set(self, message: Message) -> None:
         key = _text(message, "key")
         value = _text(message, "value", MAX_STORE_BYTES)
-        self._store_bytes += len(key) + len(value)
-        if self._store_bytes > MAX_STORE_BYTES:
+        before = self._store.get(key)
+        added = len(key) + len(value) - (0 if before is None else len(key) + len(before))
+        if self._store_bytes + added > MAX_STORE_BYTES:
             raise BadRequestError("the store is full")
         self._store[key] = value
+        self._store_bytes += added
 
 
 def describe_sites(numbers: list[int] | tuple[int, ...]) -> str:
@@ -449,6 +512,11 @@ def describe_sites(numbers: list[int] | tuple[int, ...]) -> str:
     if not numbers:
         return "no site"
     return f"site{'s' if len(numbers) > 1 else ''} {', '.join(str(number) for number in numbers)}"
+
+
+def _quorum(settings: Mapping[str, Any]) -> int:
+    """Return the fewest sites of a round."""
+    return _int(settings, "sites.quorum") or _int(settings, "sites.count") // 2 + 1
 
 
 def _minority(digests: Mapping[int, int]) -> list[int]:

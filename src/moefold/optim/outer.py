@@ -10,6 +10,10 @@ With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual
 lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
 has rounds of its own (Streaming DiLoCo, arXiv:2501.18512).
 
+In rounds of pairs (NoLoCo, arXiv:2506.10911, eq. 2 with the signs of its code), g is the mean of two sites, and the
+outer weights differ between sites: g + phi - mean(phi) takes the place of g. The last round takes the mean of theta of
+all sites.
+
 Where a round is exchanged during the whole next one (CO2, arXiv:2401.16265), a site sets theta to phi when it sends D.
 The outer step is then taken on phi and theta alike, so that phi - theta stays what the site has moved since. As phi
 has taken an outer step since D was measured, g can be divided by 1 + |that step| / |g|.
@@ -23,7 +27,6 @@ they hold.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -115,11 +118,6 @@ class OuterOptimizer:
         return self._states["weights"]
 
     @property
-    def momentum(self) -> dict[str, Tensor]:
-        """Momentum m by parameter; empty without momentum."""
-        return self._states["momentum"]
-
-    @property
     def residual(self) -> dict[str, Tensor]:
         """Residual e by parameter, of the site's own experts only; empty without one."""
         return self._states["residual"]
@@ -160,6 +158,47 @@ class OuterOptimizer:
             flat[first : first + buffer.numel()].copy_(buffer.flatten())
             first += buffer.numel()
         return flat
+
+    @torch.no_grad()
+    def outer_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the outer weights, placed as the differences of `difference`, on the host [num_coded]."""
+        flat = torch.zeros(self.num_coded(fragments), dtype=self.dtype)
+        first = 0
+        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
+            flat[first : first + weights.numel()].copy_(weights.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def local_vector(self, fragments: Sequence[int]) -> Tensor:
+        """Return the weights theta and the buffers, placed as in `difference`, on the host."""
+        flat = self.difference(fragments)
+        first = 0
+        for name in self._names(fragments):
+            theta = local_tensor(self._parameters[name].data)
+            flat[first : first + theta.numel()].copy_(theta.flatten())
+            first += self._width(name)
+        return flat
+
+    @torch.no_grad()
+    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
+        """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
+
+        Args:
+            own: what `difference` returned for the round.
+            mean: the weighted mean of what `local_vector` returned on the sites.
+            fragments: the fragments of the round.
+        """
+        sums = [0.0] * 5
+        names = self._names(fragments)
+        parts = zip(self._parts(names, own), self._parts(names, mean), strict=True)
+        for (name, (weights,)), (own_d, merged) in zip(self._visit(names, ["weights"]), parts, strict=True):
+            self._add_norms(sums, name, weights, own_d, weights - merged)
+            weights.copy_(merged)
+            local_tensor(self._parameters[name].data).copy_(merged)
+        self._set_buffers(mean, fragments)
+        difference, mean_square, product, outer, averaged = sums
+        return OuterNorms(difference, mean_square, product, outer, averaged, 0.0)
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
@@ -210,14 +249,8 @@ class OuterOptimizer:
         return torch.cat([*found, mean[num_coded:]])
 
     @torch.no_grad()
-    def begin_next_round(self, fragments: Sequence[int] = (0,)) -> None:
-        """Set the weights to the outer weights, once `difference` is sent and the next round begins; local."""
-        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
-            local_tensor(self._parameters[name].data).copy_(weights)
-
-    @torch.no_grad()
     def put_back(self, fragments: Sequence[int], sent: Tensor) -> None:
-        """Undo `begin_next_round`, as the round is not applied: the weights move by the difference again; local.
+        """Move the weights by their difference again, as the round is not applied whose end set them to phi; local.
 
         Args:
             fragments: the fragments of the round.
@@ -227,27 +260,6 @@ class OuterOptimizer:
         for (name, residual), part in zip(self._visit(names, ["residual"]), self._parts(names, sent), strict=True):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
-
-    @torch.no_grad()
-    def keep_round(self, pending: PendingRound) -> None:
-        """Keep a round that is certain until it is applied; local.
-
-        Buffers have no outer weights: where a site goes on from its own during a whole round, their mean becomes what
-        it differs from those that were sent.
-        """
-        if self._settings.overlaps_whole_round and pending.due > pending.step:
-            first = self.num_coded(pending.fragments)
-            corrected = pending.mean.clone()
-            corrected[first:] -= pending.own[first:]
-            pending = replace(pending, mean=corrected)
-        self.pending = pending
-
-    @torch.no_grad()
-    def mean_square(self, mean: Tensor, fragments: Sequence[int] = (0,)) -> float:
-        """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
-        names = self._names(fragments)
-        parts = zip(names, self._parts(names, mean), strict=True)
-        return sum(exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
 
     @torch.no_grad()
     def step(
@@ -280,11 +292,7 @@ class OuterOptimizer:
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
             share = self._replicas.get(name, 1)
-            if share:
-                zero = own_d.new_zeros(1)
-                d, g = (zero, zero) if name in self.owned else (own_d, mean_g)
-                pairs = ((own_d, own_d), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))
-                sums = [total + dot(x, y) / share for total, (x, y) in zip(sums, pairs, strict=True)]
+            self._add_norms(sums, name, weights, own_d, mean_g)
             if is_own and not settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -298,14 +306,7 @@ class OuterOptimizer:
                 theta.copy_(weights - drift)
             else:
                 self._take_outer(name, theta, weights, keep_local)
-        first = self._num_in_mean(fragments)
-        for _, buffer in self._buffers_of(fragments):
-            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
-            first += buffer.numel()
-            if moves_both:
-                buffer.add_(part)
-            else:
-                mix(buffer, part, keep_local)
+        self._set_buffers(mean, fragments, keep_local, moves_both=moves_both)
         difference, mean_g_square, product, outer, averaged = sums
         return OuterNorms(difference, mean_g_square, product, outer, averaged, update_square)
 
@@ -348,28 +349,21 @@ class OuterOptimizer:
             yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
 
     @torch.no_grad()
-    def swap_weights(self) -> None:
-        """Exchange the weights with the outer weights, to evaluate these; local."""
+    def swap_weights(self) -> bool:
+        """Exchange weights and outer weights, to evaluate these; return whether one of them differed; local."""
+        differs = False
         for name, weights in self.visit_weights(list(self._parameters)):
             theta = local_tensor(self._parameters[name].data)
+            differs |= not torch.equal(theta, weights)
             present = theta.clone()
             theta.copy_(weights)
             weights.copy_(present)
-
-    @torch.no_grad()
-    def has_own_weights(self) -> bool:
-        """Return whether a weight of this rank differs from the outer weight; local."""
-        names = list(self._parameters)
-        # To the end, as the visit writes offloaded weights back.
-        differs = [
-            not torch.equal(local_tensor(self._parameters[name].data), w) for name, w in self.visit_weights(names)
-        ]
-        return any(differs)
+        return differs
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
         pending = self.pending
-        return self.entries() | ({} if pending is None else self.pending_entries(pending.fragments, pending.mean))
+        return self.entries() | ({} if pending is None else self._pending_entries(pending.fragments, pending.mean))
 
     def state(self) -> dict[str, int]:
         """Return the part of the state that is no tensor."""
@@ -400,7 +394,7 @@ class OuterOptimizer:
         self.pending = None
         if "pending.due" in state:
             fragments = tuple(due(state["pending.step"]))
-            entries = self.pending_entries(fragments)
+            entries = self._pending_entries(fragments)
             load(entries)
             mean = self.pending_mean(entries)
             own = self._own_part(fragments, mean)
@@ -423,7 +417,7 @@ class OuterOptimizer:
         self.tokens = [tokens] * self._num_fragments
         self.pending = None
 
-    def pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
+    def _pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
         """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
 
         Args:
@@ -468,6 +462,26 @@ class OuterOptimizer:
     def states_on_device(self) -> list[Tensor]:
         """Return the states that are on the device between rounds."""
         return [tensor for tensor in self.entries().values() if not self._store.is_offloaded(tensor)]
+
+    def _add_norms(self, sums: list[float], name: str, weights: Tensor, own: Tensor, mean: Tensor) -> None:
+        """Add the part of a parameter to the sums of `OuterNorms`, but for the update."""
+        if share := self._replicas.get(name, 1):
+            zero = own.new_zeros(1)
+            d, g = (zero, zero) if name in self.owned else (own, mean)
+            for index, (x, y) in enumerate(((own, own), (g, g), (d, g), (self._own(name, weights),) * 2, (d, d))):
+                sums[index] += dot(x, y) / share
+
+    def _set_buffers(
+        self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0, *, moves_both: bool = False
+    ) -> None:
+        first = self._num_in_mean(fragments)
+        for _, buffer in self._buffers_of(fragments):
+            part = mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
+            first += buffer.numel()
+            if moves_both:
+                buffer.add_(part)
+            else:
+                mix(buffer, part, keep_local)
 
     def _owner_state(self) -> dict[str, int]:
         settings = self._settings

@@ -6,9 +6,9 @@ A site is an ordinary job of step time t. With one fragment after the other, eac
     exposed  = 4 * latency + max(0, exchange - overlap * t)
     utilisation = H * t / (H * t + sum of exposed over the fragments)
 
-where bytes are those of all ranks of a site, messages and coding those of its fullest rank, and a round asks the
-meeting point twice, for its members and for the vote. A round that is exchanged during the whole next one (CO2) has
-overlap = H. Not counted: copies to the host and the outer step.
+where R sites exchange with each other (2 in pairs), bytes are those of all ranks of a site, messages and coding those
+of its fullest rank, and a round asks the meeting point twice, for its members and for the vote. A round that is
+exchanged during the whole next one (CO2) has overlap = H. Not counted: copies to the host and the outer step.
 
 Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
 with the whole step, max(t, exchange), which no implementation reaches.
@@ -129,18 +129,27 @@ class SiteCost:
         count: sites.
         step_s: step time of a site.
         volumes: content of the rounds of each fragment, by precision.
+        in_pairs: a site exchanges with one other site in a round, and not with all.
     """
 
-    def __init__(self, link: SiteLink, count: int, step_s: float, volumes: Mapping[str, Sequence[RoundVolume]]) -> None:
+    def __init__(
+        self,
+        link: SiteLink,
+        count: int,
+        step_s: float,
+        volumes: Mapping[str, Sequence[RoundVolume]],
+        *,
+        in_pairs: bool = False,
+    ) -> None:
         self.link = link
         self.count = count
-        self.peers = count - 1
+        self.peers = 1 if in_pairs else count - 1
         """Sites that a site sends to in a round."""
         self.step_s = step_s
         self.volumes = volumes
 
     def exchange_s(self, volume: RoundVolume) -> float:
-        """Return the seconds of the exchange of a fragment: each site sends its vectors to all others."""
+        """Return the seconds of the exchange of a fragment: each site sends its vectors to the others."""
         transfer_s = volume.messages * self.link.latency_s + volume.num_bytes / self.link.bytes_per_s
         return self.peers * transfer_s + volume.coding_s
 
@@ -245,7 +254,8 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
     is_sparse = precision is None and sites.density < 1
     encode_s, decode_s = TOP_K_CODING_S if is_sparse else CODING_S[name]
     # A site also decodes its own vector, if its code loses anything.
-    num_decoded = sites.count + (is_sparse or name != "float32")
+    num_members = 2 if sites.topology == "pairs" else sites.count
+    num_decoded = num_members + (is_sparse or name != "float32")
     return tuple(
         RoundVolume(part.num_bytes(code), part.messages, part.rank_coded * (encode_s + num_decoded * decode_s))
         for part in site_traffic(cfg, precision)
@@ -268,7 +278,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     sites = cfg.sites
     precisions = _precisions(sites)
     volumes = {name: site_volumes(cfg, None if sites.density < 1 else name) for name in precisions}
-    cost = SiteCost(link, sites.count, step_s, volumes)
+    cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.topology == "pairs")
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
     overlaps = _overlaps(sites)
     choices = {(overlap, name): _least_settings(cost, name, overlap) for overlap, name in product(overlaps, precisions)}

@@ -1,6 +1,7 @@
 """Fragments of a model: the parts that the sites exchange at different steps (Streaming DiLoCo, arXiv:2501.18512)."""
 
 import re
+from bisect import bisect_left
 
 from moefold.config.schema import Config, has_moe_layers
 
@@ -55,6 +56,31 @@ def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
 
 
+def rounds_until(cfg: Config, step: int) -> int:
+    """Return the number of rounds up to a step, that after the step included."""
+    sites = cfg.sites
+    if not sites.is_active:
+        return 0
+    count = recipe_fragments(cfg)
+    last = min(step, cfg.run.steps - 1)
+    num_rounds = 0
+    if last > sites.first:
+        for offset in (p * sites.every // count for p in range(count)):
+            num_rounds += (last - offset) // sites.every - (sites.first - offset) // sites.every
+    return num_rounds + (step >= cfg.run.steps)
+
+
+def step_of_round(cfg: Config, index: int) -> int:
+    """Return the step after which a round is due on this site, with rounds counted from 1; 0: before all rounds."""
+    return bisect_left(range(cfg.run.steps + 1), index, key=lambda step: rounds_until(cfg, step))
+
+
+def round_order(cfg: Config) -> list[int]:
+    """Return what sites must share for the same rounds: their number, and the fragment of the first one."""
+    first = fragments_due(cfg, step_of_round(cfg, 1))
+    return [rounds_until(cfg, cfg.run.steps), *first]
+
+
 def is_probed(cfg: Config, step: int) -> bool:
     """Return whether the sites compare their routing in the round after a step.
 
@@ -62,7 +88,8 @@ def is_probed(cfg: Config, step: int) -> bool:
     """
     if 0 not in fragments_due(cfg, step) or not has_moe_layers(cfg.model) or cfg.sites.count == 1:
         return False
-    return step == cfg.run.steps or (step - cfg.sites.first - 1) // cfg.sites.every % PROBED_ROUNDS == 0
+    # Rounds are counted, as sites may take other numbers of steps between them.
+    return step == cfg.run.steps or (rounds_until(cfg, step) - 1) // recipe_fragments(cfg) % PROBED_ROUNDS == 0
 
 
 def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:

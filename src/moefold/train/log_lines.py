@@ -11,7 +11,7 @@ from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
-from moefold.topology.fragments import recipe_fragments
+from moefold.topology.fragments import recipe_fragments, rounds_until
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
 MIN_UNBOUNDED_SAMPLES = 2**39
@@ -60,10 +60,12 @@ MIN_ROUNDS_OF_MOMENTUM = 100
 
 def _describe_sites(cfg: Config) -> str:
     sites = cfg.sites
-    num_rounds = max(0, cfg.run.steps - sites.first) // sites.every + 1
+    num_rounds = rounds_until(cfg, cfg.run.steps) // recipe_fragments(cfg)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if (count := recipe_fragments(cfg)) > 1 else ""
-    text = f"{number}a round every {sites.every} steps{fragments}, learning rate {sites.lr:g}"
+    pairs = " of random pairs" if sites.topology == "pairs" else ""
+    resting = ", in which one site rests" if pairs and sites.count % 2 else ""
+    text = f"{number}a round{pairs} every {sites.every} steps{fragments}{resting}, learning rate {sites.lr:g}"
     if sites.momentum:
         text += f", momentum {sites.momentum:g}"
     if sites.momentum > 0.5 and num_rounds < MIN_ROUNDS_OF_MOMENTUM:
@@ -88,7 +90,7 @@ def _describe_batch(cfg: Config) -> str:
     text = f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
     if padding := cfg.num_padding_micro_batches:
         count = cfg.num_micro_batches * cfg.parallel.dp
-        text += f"; {padding} of the {count} micro-batches of all ranks are padding, as dp does not divide the batch"
+        text += f" (of {count} micro-batches on all ranks, {padding} hold padding alone: dp does not divide the batch)"
     return text
 
 

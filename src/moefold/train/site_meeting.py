@@ -14,6 +14,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import Message, read_secret
+from moefold.topology.fragments import round_order
 
 POLL_S = 0.5
 """Interval in which a site asks whether the others have come."""
@@ -23,7 +24,9 @@ _EQUAL_PARALLEL_KEYS = (
     *("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order"),
     *("schedule", "virtual_stages", "pipeline_layout", "zero"),
 )
-_OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "method"})
+_OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "method", "every", "first", "overlap"})
+ROUNDS_SETTING = "the rounds of the run (by run.steps, sites.every and sites.first)"
+"""Name of the setting that stands for keys which may differ between sites, in proportion."""
 _FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
 
 
@@ -31,11 +34,14 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that all sites must share, by name."""
     model = {f"model.{key}": value for key, value in model_sizes(cfg.model).items() if key not in _FREE_MODEL_KEYS}
     parallel = asdict(cfg.parallel)
-    sites = {f"sites.{key}": value for key, value in asdict(cfg.sites).items() if key not in _OWN_SITES_KEYS}
+    # Experts are merged at a share that falls with the steps.
+    own_keys = _OWN_SITES_KEYS - ({"every", "first"} if cfg.sites.merge_experts else set())
+    sites = {f"sites.{key}": value for key, value in asdict(cfg.sites).items() if key not in own_keys}
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
-        | {"run.seed": cfg.run.seed, "run.steps": cfg.run.steps, "run.dtype": cfg.run.dtype}
+        | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
+        | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
         | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
@@ -92,7 +98,7 @@ class SiteMeeting:
 
         Raises:
             ConfigError: the settings or weights are not those of the other sites.
-            RunError: the meeting point cannot be reached.
+            RunError: the meeting point cannot be reached, or a site was refused and did not come back.
         """
         message = hello | {
             "do": "hello",
@@ -107,10 +113,18 @@ class SiteMeeting:
             if "missed" in answer:
                 return "missed"
             self.raise_if_refused(answer)
+            if not {"unreachable", "refused_sites"} & answer.keys():
+                started_s = time.monotonic()
             is_too_late = time.monotonic() - started_s > self._sites.timeout_s
             # Rank 0 decides, as the clocks of the ranks differ.
-            if "unreachable" in answer and current_world().all_gather_object(is_too_late)[0]:
-                raise RunError(f"sites.meet={self._sites.meet!r}: {answer['unreachable']}; start `moefold meet` there")
+            if current_world().all_gather_object(is_too_late)[0]:
+                if "unreachable" in answer:
+                    raise RunError(
+                        f"sites.meet={self._sites.meet!r}: {answer['unreachable']}; start `moefold meet` there"
+                    )
+                number, why = next(iter(answer["refused_sites"].items()))
+                waited = f"and did not come back within {self._sites.timeout_s:g} s"
+                raise RunError(f"site {number} cannot take part in the run, {waited}: {why}")
             if poll(answer):
                 return "stopped"
             time.sleep(POLL_S)

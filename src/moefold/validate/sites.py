@@ -45,6 +45,21 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
     sites = cfg.sites
     if not sites.is_active:
         return
+    if sites.topology == "pairs" and sites.count == 1:
+        yield (
+            f"sites.topology='pairs' (sites.method={sites.method!r}) exchanges between two sites, and sites.count=1; "
+            "set sites.count, or choose sites.method='diloco'"
+        )
+    if sites.topology == "pairs" and sites.owns_experts:
+        yield (
+            "sites.topology='pairs' exchanges with one other site, and sites.experts='own' needs the experts of all "
+            "sites; choose topology='all', or experts='average'"
+        )
+    if sites.topology == "pairs" and sites.overlaps_whole_round:
+        yield (
+            f"sites.topology='pairs' needs a sites.overlap below sites.every={sites.every}, as the pull between the "
+            "outer weights of a pair is that of one round; choose a lower overlap, or topology='all'"
+        )
     if sites.quorum > sites.count:
         yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
     if sites.first > cfg.run.steps:
@@ -69,6 +84,16 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
             f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
+        )
+    if sites.fragment_layers > cfg.model.num_layers:
+        yield (
+            f"sites.fragment_layers={sites.fragment_layers} must be at most model.num_layers={cfg.model.num_layers}; "
+            "choose fewer layers, or 0 for all layers in one fragment"
+        )
+    if sites.grace_s > sites.timeout_s:
+        yield (
+            f"sites.grace_s={sites.grace_s:g} must be at most sites.timeout_s={sites.timeout_s:g}, after which a round "
+            "goes on in any case; lower it, or raise sites.timeout_s"
         )
     if sites.keep_local == 1:
         yield "sites.keep_local=1 never takes the outer weights; choose a share below 1, such as 0.5"
@@ -162,7 +187,8 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
     if sites.overlaps_whole_round:
         yield (
             f"sites.overlap={sites.overlap} exchanges a round during the whole next one, for which the experts of "
-            'other sites would be a round behind their routers; set a lower sites.overlap, or sites.experts="average"'
+            "other sites would be older than their routers by a round; set a lower sites.overlap, or "
+            'sites.experts="average"'
         )
     if sites.moments == "average":
         yield (
@@ -278,7 +304,7 @@ UNUSED_SITES_KEYS = (
         "choose a lower sites.overlap",
     ),
     UnusedKeyRule(
-        "sites.number sites.meet sites.secret sites.quorum sites.timeout_s",
+        "sites.number sites.meet sites.secret sites.quorum sites.grace_s sites.timeout_s sites.topology",
         lambda cfg: cfg.sites.count == 1,
         "sites.count=1 exchanges nothing",
         "set sites.count",

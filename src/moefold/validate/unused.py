@@ -540,6 +540,12 @@ UNUSED_KEY_RULES = (
         "choose faults.nonfinite='skip'",
     ),
     UnusedKeyRule(
+        "faults.min_ranks",
+        lambda cfg: not cfg.faults.regroups,
+        "faults.on_loss='stop' ends the job with the first lost rank",
+        "set faults.on_loss='regroup'",
+    ),
+    UnusedKeyRule(
         "faults.max_rollbacks",
         lambda cfg: "rollback" not in cfg.faults.actions,
         "nothing is rolled back",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.cost.optimizers import optimizer_of
 from moefold.data import Dataset, ProgramData, open_dataset
 from moefold.model.init import draw_adapter_outputs
 from moefold.model.loss_function import LossFunction
@@ -59,8 +60,8 @@ def run_on_groups(
 ) -> DistributedRecord:
     """Train `num_steps` steps on the groups of the recipe's mapping. Collective.
 
-    Records the gradients of the first step, before clipping, and evaluates the final weights on the first validation
-    batch.
+    Records the gradients of the first step, before clipping, if the optimizer has any, and evaluates the final weights
+    on the first validation batch.
 
     Args:
         groups: the groups of the mapping.
@@ -86,12 +87,13 @@ def run_on_groups(
         gradients.update(gather_full_tensors(model, gradients=True))
         return ()
 
+    has_gradients = optimizer_of(cfg).needs_gradients
     steps = []
     for i in range(num_steps):
         on_progress(f"{ranks}, step {i + 1} of {num_steps}")
         batch = loader.batch(i * cfg.train.global_batch_size)
         # Stop flags are asked for between the backward pass and clipping.
-        steps.append(training.run(batch, i + 1, record_gradients if i == 0 else tuple))
+        steps.append(training.run(batch, i + 1, record_gradients if has_gradients and i == 0 else tuple))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
     held_out = BatchSharder(dataset.validation, cfg, groups, model.positions)
     return DistributedRecord(

@@ -119,22 +119,20 @@ class Oracle:
 
     def step(self, batch: OracleBatch) -> OracleStep:
         """Run one optimizer step on a global batch."""
-        for weight in self.weights.values():
-            weight.grad = None
-        terms = self.loss(batch, is_training=True)
-        terms.total().backward()
-        gradients = {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
-        frozen = self._freeze_experts(gradients)
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        loss, mtp = float(terms.lm.detach()), float(terms.mtp.detach())
-        if not optimizer_of(self.cfg).needs_gradients:
-            (plus, terms), norm = self._spsa_step(batch)
-            loss, mtp = (float(plus.lm + terms.lm) / 2, float(plus.mtp + terms.mtp) / 2)
-        else:
+        gradients: Weights = {}
+        if optimizer_of(self.cfg).needs_gradients:
+            terms = self.loss(batch, is_training=True)
+            gradients = self._gradients(terms)
+            frozen = self._freeze_experts(gradients)
+            norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
             self._optimizer.step(self.weights, gradients, norm)
-        for (name, expert), values in frozen.items():
-            with torch.no_grad():
-                self.weights[name][expert] = values
+            for (name, expert), values in frozen.items():
+                with torch.no_grad():
+                    self.weights[name][expert] = values
+            passes = [terms]
+        else:
+            passes, norm = self._spsa_step(batch)
+            terms = passes[-1]
         self._steps += 1
         layers = []
         for layer, batches in terms.routed.items():
@@ -144,16 +142,22 @@ class Oracle:
             if not self.cfg.freezes_weights:
                 self.router.end_step(layer, batches)
         return OracleStep(
-            loss=loss,
+            loss=sum(float(terms.lm.detach()) for terms in passes) / len(passes),
             aux_loss=sum(layer.aux_loss for layer in layers),
             z_loss=sum(layer.z_loss for layer in layers),
-            mtp_loss=mtp,
+            mtp_loss=sum(float(terms.mtp.detach()) for terms in passes) / len(passes),
             indexer_loss=float(terms.indexer.detach()),
             grad_norm=norm,
             dropped=sum(batch.num_dropped for batches in terms.routed.values() for batch in batches),
             gradients=gradients,
             moe_layers=tuple(layers),
         )
+
+    def _gradients(self, terms: _LossTerms) -> Weights:
+        for weight in self.weights.values():
+            weight.grad = None
+        terms.total().backward()
+        return {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
 
     def _freeze_experts(self, gradients: Weights) -> dict[tuple[str, int], Tensor]:
         """Zero the gradients of frozen experts; return their weights, by name and index."""

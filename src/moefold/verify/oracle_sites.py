@@ -1,17 +1,18 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512, arXiv:2401.16265
-and arXiv:2602.11543, for sites of equal batches that send float32.
+Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512, arXiv:2506.10911
+(pairs), arXiv:2401.16265 and arXiv:2602.11543, for sites of equal batches that send float32.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.launch.site_round import pair_members
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
@@ -25,8 +26,8 @@ class SitesState:
 
     weights: tuple[Weights, ...]
     """Weights and buffers of each site."""
-    outer: Weights
-    momentum: Weights
+    outer: tuple[Weights, ...]
+    momentum: tuple[Weights, ...]
     losses: tuple[float, ...]
     """Loss of each site."""
 
@@ -52,11 +53,14 @@ class OracleSites:
             )
             for number in range(cfg.sites.count)
         ]
-        self.outer = {name: p.clone() for name, p in initial.items()}
-        self.momentum = {name: torch.zeros_like(p) for name, p in initial.items()}
+        self.outer = [{name: p.clone() for name, p in initial.items()} for _ in self.sites]
+        self.momentum = [{name: torch.zeros_like(p) for name, p in initial.items()} for _ in self.sites]
         layers = cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
-        self._pending: tuple[int, Weights] | None = None
+        self._num_rounds = 0
+        self._last_round = [[0] * self._num_fragments for _ in self.sites]
+        """Step up to which a site's steps were counted in a round, by fragment."""
+        self._pending: tuple[int, list[Weights | None]] | None = None
         self._whole_round: tuple[Weights, list[Weights]] | None = None
         self._last_update = 0.0
         self._data = open_samples(cfg)
@@ -81,14 +85,16 @@ class OracleSites:
             self._pending = None
         if sites.overlap == sites.every:
             pass
+        elif step == self.cfg.run.steps and sites.topology == "pairs":
+            self._merge(step)
         elif step == self.cfg.run.steps:
-            self._apply(self._send(lambda name: True), 0.0)
+            self._apply(self._send(list(range(self._num_fragments)), step), 0.0)
         elif fragments := self._fragments(step):
-            mean = self._send(lambda name: self._fragment(name) in fragments)
+            means = self._send(fragments, step)
             if sites.overlap:
-                self._pending = (step + sites.overlap, mean)
+                self._pending = (step + sites.overlap, means)
             else:
-                self._apply(mean, 0.0)
+                self._apply(means, 0.0)
         if sites.merge_experts and step % sites.merge_every == 0:
             self._merge_experts(sites.merge_experts * max(0.0, 1 - step / sites.merge_until))
         weights = tuple(
@@ -96,7 +102,7 @@ class OracleSites:
             | {name: buffer.clone() for name, buffer in site.router.buffers().items()}
             for site in self.sites
         )
-        return SitesState(weights, _copies(self.outer), _copies(self.momentum), tuple(losses))
+        return SitesState(weights, tuple(map(_copies, self.outer)), tuple(map(_copies, self.momentum)), tuple(losses))
 
     def _fragment(self, name: str) -> int:
         parts = name.split(".")
@@ -115,32 +121,68 @@ class OracleSites:
     @torch.no_grad()
     def _merge_experts(self, share: float) -> None:
         """Move each expert towards the four that are most similar in w_gate, by the weights before."""
-        for gate in [name for name in self.outer if name.endswith(".experts.w_gate")]:
-            rows = self.outer[gate].flatten(1).clone()
-            before = {name: w.clone() for name, w in self.outer.items() if name.startswith(gate.removesuffix("w_gate"))}
+        for gate in [name for name in self.outer[0] if name.endswith(".experts.w_gate")]:
+            rows = self.outer[0][gate].flatten(1).clone()
+            before = {
+                name: w.clone() for name, w in self.outer[0].items() if name.startswith(gate.removesuffix("w_gate"))
+            }
             for expert, row in enumerate(rows):
                 others = [other for other in range(len(rows)) if other != expert]
                 cosines = {i: float(row @ rows[i] / (row.norm() * rows[i].norm())) for i in others}
                 nearest = sorted(others, key=lambda i: -cosines[i])[:4]
                 for name, weights in before.items():
                     change = sum((weights[i] - weights[expert]) / 4 for i in nearest) + 0 * weights[expert]
-                    self.outer[name][expert] = weights[expert] + share * change
-                    for site in self.sites:
-                        site.weights[name][expert] = self.outer[name][expert]
+                    for outer, site in zip(self.outer, self.sites, strict=True):
+                        outer[name][expert] = weights[expert] + share * change
+                        site.weights[name][expert] = outer[name][expert]
+
+    def _shares(self, members: Sequence[int], fragments: Sequence[int], step: int) -> dict[int, float]:
+        """Return the share of each member: its steps since its last round."""
+        steps = {site: step - min(self._last_round[site][fragment] for fragment in fragments) for site in members}
+        for site in members:
+            for fragment in fragments:
+                self._last_round[site][fragment] = step
+        return {site: steps[site] / sum(steps.values()) for site in members}
+
+    def _buffer(self, site: int, name: str) -> Tensor:
+        return self.sites[site].router.biases[name]
 
     @torch.no_grad()
-    def _send(self, is_sent: Callable[[str], bool]) -> Weights:
-        """Return the mean difference of each weight, and the mean of each buffer, that is sent."""
-        mean = {}
-        for name, phi in self.outer.items():
-            if is_sent(name):
-                mean[name] = sum((phi - site.weights[name]) / len(self.sites) for site in self.sites) + 0 * phi
-                for expert in range(len(phi) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
-                    mean[name][expert] = (phi - self.sites[expert % len(self.sites)].weights[name])[expert]
-        for name in self.sites[0].router.biases:
-            if is_sent(name):
-                mean[name] = torch.stack([site.router.biases[name].double() for site in self.sites]).mean(0)
-        return mean
+    def _mean_difference(self, site: int, name: str, shares: dict[int, float]) -> Tensor:
+        g = torch.zeros_like(self.outer[site][name])
+        for j, share in shares.items():
+            g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
+            if self.cfg.sites.topology == "pairs":
+                g = g + share * (self.outer[site][name] - self.outer[j][name])
+        return g
+
+    def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
+        """Return for each site the mean difference of each weight, and the mean of each buffer; None: it rests.
+
+        In pairs, the distance of the outer weights to their mean is added.
+        """
+        self._num_rounds += 1
+        everyone = tuple(range(len(self.sites)))
+        in_pairs = self.cfg.sites.topology == "pairs"
+        groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if in_pairs else [everyone]
+        means: list[Weights | None] = [None] * len(self.sites)
+        for group in groups:
+            shares = self._shares(group, fragments, step)
+            buffers = {
+                name: torch.stack([share * self._buffer(j, name).double() for j, share in shares.items()]).sum(0)
+                for name in self.sites[0].router.biases
+                if self._fragment(name) in fragments
+            }
+            for site in group:
+                mean = dict(buffers)
+                for name in (name for name in self.outer[site] if self._fragment(name) in fragments):
+                    g = self._mean_difference(site, name, shares)
+                    for expert in range(len(g) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                        owner = expert % len(self.sites)
+                        g[expert] = self.outer[site][name][expert] - self.sites[owner].weights[name][expert]
+                    mean[name] = g
+                means[site] = mean
+        return means
 
     @torch.no_grad()
     def _end_whole_round(self, *, is_last: bool) -> None:
@@ -148,7 +190,9 @@ class OracleSites:
 
         A bias, which has no outer value, goes on from its own, corrected by what its mean was off a round ago.
         """
-        differences = {name: sum(phi - site.weights[name] for site in self.sites) for name, phi in self.outer.items()}
+        differences = {
+            name: sum(phi - site.weights[name] for site in self.sites) for name, phi in self.outer[0].items()
+        }
         before = self._whole_round
         last_update = self._last_update
         self._last_update = 0.0
@@ -159,12 +203,16 @@ class OracleSites:
                     site.router.biases[name] += correction
         means = {name: torch.stack([s.router.biases[name] for s in self.sites]).mean(0) for name in self._biases()}
         off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
-        mean_differences = {name: total / len(self.sites) + 0 * self.outer[name] for name, total in differences.items()}
+        mean_differences = {
+            name: total / len(self.sites) + 0 * self.outer[0][name] for name, total in differences.items()
+        }
         self._whole_round = None if is_last else (mean_differences, off)
         if is_last:
             self._outer_step(mean_differences, self._last_update)
+        self.outer = [_copies(self.outer[0]) for _ in self.sites]
+        self.momentum = [_copies(self.momentum[0]) for _ in self.sites]
         for site in self.sites:
-            for name, phi in self.outer.items():
+            for name, phi in self.outer[0].items():
                 site.weights[name].copy_(phi)
             for name, mean in means.items() if is_last else ():
                 site.router.biases[name].copy_(mean)
@@ -179,30 +227,45 @@ class OracleSites:
         gap = last_update / norm if sites.penalty else 0.0
         square = 0.0
         for name, g in mean.items():
-            momentum = sites.momentum * self.momentum[name] + g / (1 + gap)
-            self.momentum[name] = momentum.clamp(-sites.clip, sites.clip) if sites.clip else momentum
-            update = sites.lr * self.momentum[name]
+            momentum = sites.momentum * self.momentum[0][name] + g / (1 + gap)
+            self.momentum[0][name] = momentum.clamp(-sites.clip, sites.clip) if sites.clip else momentum
+            update = sites.lr * self.momentum[0][name]
             if sites.nesterov:
-                update = sites.lr * (g / (1 + gap) + sites.momentum * self.momentum[name])
-            self.outer[name] = self.outer[name] - update
+                update = sites.lr * (g / (1 + gap) + sites.momentum * self.momentum[0][name])
+            self.outer[0][name] = self.outer[0][name] - update
             square += float(update.square().sum())
         return math.sqrt(square)
 
     @torch.no_grad()
-    def _apply(self, mean: Weights, keep: float) -> None:
+    def _apply(self, means: list[Weights | None], keep: float) -> None:
         sites = self.cfg.sites
-        for name, g in mean.items():
-            if name in self.outer:
-                self.momentum[name] = sites.momentum * self.momentum[name] + g
-                update = g + sites.momentum * self.momentum[name] if sites.nesterov else self.momentum[name]
-                self.outer[name] = self.outer[name] - sites.lr * update
-            for number, site in enumerate(self.sites):
-                tensor = site.weights[name] if name in self.outer else site.router.biases[name]
-                mixed = keep * tensor + (1 - keep) * self.outer.get(name, g)
+        for number, (site, mean) in enumerate(zip(self.sites, means, strict=True)):
+            outer = self.outer[number]
+            momentum = self.momentum[number]
+            for name, g in ({} if mean is None else mean).items():
+                if name in outer:
+                    momentum[name] = sites.momentum * momentum[name] + g
+                    update = g + sites.momentum * momentum[name] if sites.nesterov else momentum[name]
+                    outer[name] = outer[name] - sites.lr * update
+                tensor = site.weights[name] if name in outer else self._buffer(number, name)
+                mixed = keep * tensor + (1 - keep) * outer.get(name, g)
                 if ".experts." in name and (is_frozen := self._is_frozen_on(number)):
                     for expert in filter(is_frozen, range(len(mixed))):
-                        mixed[expert] = self.outer[name][expert]
+                        mixed[expert] = outer[name][expert]
                 tensor.copy_(mixed)
+
+    @torch.no_grad()
+    def _merge(self, step: int) -> None:
+        """Set all sites to the mean of their weights and buffers."""
+        shares = self._shares(range(len(self.sites)), list(range(self._num_fragments)), step)
+        for name in [*self.outer[0], *self.sites[0].router.biases]:
+            is_weight = name in self.outer[0]
+            tensors = [site.weights[name] if is_weight else site.router.biases[name] for site in self.sites]
+            mean = torch.stack([shares[j] * tensor.double() for j, tensor in enumerate(tensors)]).sum(0)
+            for number, tensor in enumerate(tensors):
+                tensor.copy_(mean)
+                if is_weight:
+                    self.outer[number][name] = mean.clone()
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:

@@ -105,6 +105,9 @@ class Callback:
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Run after a step: it was evaluated, logged and saved if that was due."""
 
+    def on_rollback(self, run: TrainingContext) -> None:
+        """Run after a rollback, once the state of the earlier checkpoint is loaded."""
+
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Run after the last step and its checkpoint; not after an exception.
 

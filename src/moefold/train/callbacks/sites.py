@@ -25,9 +25,16 @@ from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
 from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import PendingRound, bits_to_float, float_to_bits
+from moefold.optim.outer_round import OuterNorms, PendingRound, add_pull, bits_to_float, exact_square, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import fragments_due, is_probed, merge_share, merged_fragments
+from moefold.topology.fragments import (
+    fragments_due,
+    is_probed,
+    merge_share,
+    merged_fragments,
+    rounds_until,
+    step_of_round,
+)
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
@@ -51,9 +58,11 @@ class _Flight:
     members: tuple[int, ...]
     weights: tuple[float, ...]
     """Weight of each member."""
-    exchange: "Future[Exchanged] | None"
-    """None in a round of one site."""
+    exchange: "Future[Exchanged] | Exchanged | None"
+    """None in a round of one site that sends its differences."""
     began_s: float
+    outer: Tensor | None = None
+    """Outer weights that were sent in a round of a pair."""
 
 
 class SiteRounds(Callback):
@@ -84,7 +93,7 @@ class SiteRounds(Callback):
         outer = _outer_of(run)
         frozen = [p.data for p in run.training.parameters.values() if not p.requires_grad]
         self._meeting = SiteMeeting(self._cfg, run.groups.rank, self._digest(run, frozen) if frozen else None)
-        hello = {"step": run.position.step, "version": outer.num_rounds}
+        hello = self._position(run.position.step, outer)
         digest = self._digest(run, list(outer.weights.values()))
         # A pending round is counted, and not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
@@ -92,7 +101,7 @@ class SiteRounds(Callback):
         if found == "stopped":
             return
         # The round after the present step is still to come.
-        self._meeting.connect(lambda: {"step": run.position.step - 1, "version": outer.num_rounds})
+        self._meeting.connect(lambda: self._position(run.position.step - 1, outer))
         if found == "missed":
             self._join(run)
             self._begin_joined(run)
@@ -123,6 +132,11 @@ class SiteRounds(Callback):
             step.sites = self._apply(run, is_overlapped=False)
             self._give(run)
 
+    def on_rollback(self, run: TrainingContext) -> None:
+        """Forget the round under way, whose differences are of weights that are no more; in runs of one site."""
+        self._flight = None
+        self._record = {}
+
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Leave the meeting point."""
         if self._meeting is not None:
@@ -132,6 +146,10 @@ class SiteRounds(Callback):
         """Close the connections, by which the meeting point knows that the site is gone."""
         if self._meeting is not None:
             self._meeting.close()
+
+    def _position(self, step: int, outer: OuterOptimizer) -> Message:
+        """Return where this site is after a step, for the meeting point."""
+        return {"step": step, "round": rounds_until(self._cfg, step), "version": outer.num_rounds}
 
     def _poll(self, run: TrainingContext, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites; collective."""
@@ -158,7 +176,7 @@ class SiteRounds(Callback):
         if answer is None:
             return
         run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
-        header = torch.tensor(_header(run))
+        header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
             self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
@@ -172,7 +190,8 @@ class SiteRounds(Callback):
         before = run.position.step
         _adopt(run, header)
         if run.log is not None:
-            run.log.message(f"after step {before}: took the state of site {answer['giver']}, of step {header[0]}")
+            taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
+            run.log.message(f"after step {before}: {taken} {run.position.step}")
 
     def _begin_joined(self, run: TrainingContext) -> None:
         """Begin the round that the giver begins after it has given its state, if there is one; collective.
@@ -190,7 +209,7 @@ class SiteRounds(Callback):
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(_header(run)), *_state_tensors(run)]
+        tensors = [torch.tensor(_header(run, order["round"])), *_state_tensors(run)]
         try:
             self._meeting.links.send_state(order["gift"], tensors)
             text = f"gave its state to site {order['to']}"
@@ -220,41 +239,54 @@ class SiteRounds(Callback):
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
+        in_pairs = self._sites.topology == "pairs"
         # Before the other sites wait for this one.
         probe = self._probe.read(run) if is_probed(self._cfg, step) else None
-        question = {
+        question = self._position(step, outer) | {
             "do": "round",
-            "step": step,
-            "version": outer.num_rounds,
             "tokens": self._weight(run, fragments),
             "finite": is_finite,
-            "digest": self._digest(run, list(outer.weights.values())),
+            # The outer weights of pairs differ.
+            "digest": 0 if in_pairs else self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": step + overlap >= self._cfg.run.steps,
+            "merges": self._is_merge(step),
         }
         answer = self._meeting.ask(question)
         if "missed" in answer:
             return False
         self._meeting.raise_if_refused(answer)
         self._gift = answer.get("give")
+        if "rests" in answer:
+            # An odd site of random pairs: its difference goes on growing.
+            self._record["members"] = 1
+            return True
         if "members" not in answer:
             self._skip(run, step, str(answer.get("skip") or answer.get("unreachable")))
             return True
         if answer["nonfinite"] and run.log is not None:
             run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
         members = tuple(answer["members"])
-        exchange = None
+        sent = own
+        num_coded = outer.num_coded(fragments)
+        phi = None
+        if self._is_merge(step):
+            sent = outer.local_vector(fragments)
+            num_coded = 0
+        elif in_pairs:
+            phi = outer.outer_vector(fragments)
+            sent = torch.cat([own, phi])
+        exchange: Future[Exchanged] | Exchanged | None = Exchanged(sent, sent, 0, 0.0) if in_pairs else None
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            counts = outer.num_coded(fragments), outer.num_gathered(fragments)
-            exchange = self._meeting.links.begin(round_, own, counts[0], outer.code, counts[1], probe)
+            counts = num_coded, outer.num_gathered(fragments)
+            exchange = self._meeting.links.begin(round_, sent, counts[0], outer.code, counts[1], probe)
         tokens = run.position.tokens
         weights = tuple(answer["weights"])
-        self._flight = _Flight(
-            step, step + overlap, fragments, own, is_finite, tokens, members, weights, exchange, began_s
-        )
+        due = step + overlap
+        self._flight = _Flight(step, due, fragments, own, is_finite, tokens, members, weights, exchange, began_s, phi)
         self._begin_next(outer)
         return True
 
@@ -268,7 +300,8 @@ class SiteRounds(Callback):
         """Begin the next round of training, where it does not wait for the exchange under way."""
         flight = self._flight
         if flight is not None and flight.due > flight.step and self._sites.overlaps_whole_round:
-            outer.begin_next_round(flight.fragments)
+            # It has one fragment.
+            outer.take_weights(list(outer.weights))
 
     def _decide(self, run: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
@@ -281,7 +314,8 @@ class SiteRounds(Callback):
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
-            vote = self._meeting.ask({"do": "vote", "step": flight.step, "ok": not failures})
+            index = rounds_until(self._cfg, flight.step)
+            vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
@@ -295,12 +329,17 @@ class SiteRounds(Callback):
         outer.num_rounds += 1
         for fragment in flight.fragments:
             outer.tokens[fragment] = flight.tokens
-        if outer.residual:
+        if outer.residual and not self._is_merge(flight.step):
             # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
-            decoded = exchanged.decoded if flight.is_finite else flight.own
+            decoded = exchanged.decoded[: len(flight.own)] if flight.is_finite else flight.own
             outer.keep_residual(flight.fragments, flight.own, decoded)
-        mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
-        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean))
+        if flight.outer is not None:
+            mean = add_pull(exchanged.mean, flight.outer)
+        else:
+            mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
+        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean)
+        if flight.due > flight.step and self._sites.overlaps_whole_round:
+            outer.pending = outer.pending.with_corrections(outer.num_coded(flight.fragments))
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -322,18 +361,35 @@ class SiteRounds(Callback):
             is_overlapped: the site has trained since the differences were taken.
         """
         outer = _outer_of(run)
-        sites = self._sites
         pending, outer.pending = outer.pending, None
         if pending is None:
             outer.last_update = 0.0
         else:
             reshard_parameters(run.training.model.stages)
-            if has_moe_layers(self._cfg.model):
+            if has_moe_layers(self._cfg.model) and not self._is_merge(pending.step):
                 squares = _sum_of_ranks(run, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
+            norms = self._step(run, pending, is_overlapped=is_overlapped)
+            if self._sites.moments == "reset":
+                run.training.reset_moments()
+            self._merge_experts(run, pending.step)
+            difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
+            self._record |= {
+                "difference": (difference / weights) ** 0.5 if weights else 0.0,
+                "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
+            }
+        return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+
+    def _step(self, run: TrainingContext, pending: PendingRound, *, is_overlapped: bool) -> OuterNorms:
+        """Take the outer step of a round, or the mean of all sites after the last step of pairs; collective."""
+        outer = _outer_of(run)
+        sites = self._sites
+        if self._is_merge(pending.step):
+            norms = outer.merge(pending.own, pending.mean, pending.fragments)
+        else:
             penalty = 1.0
             if sites.penalty:
-                square = _same_sum_of_ranks(outer.mean_square(pending.mean, pending.fragments))
+                square = _same_sum_of_ranks(mean_square(outer, pending))
                 penalty = 1 + outer.last_update / math.sqrt(square) if square else 1.0
                 self._record["gap"] = penalty - 1
             norms = outer.step(
@@ -346,15 +402,11 @@ class SiteRounds(Callback):
             )
             if sites.penalty:
                 outer.last_update = math.sqrt(_same_sum_of_ranks(norms.update))
-            if sites.moments == "reset":
-                run.training.reset_moments()
-            self._merge_experts(run, pending.step)
-            difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
-            self._record |= {
-                "difference": (difference / weights) ** 0.5 if weights else 0.0,
-                "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
-            }
-        return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
+        return norms
+
+    def _is_merge(self, step: int) -> bool:
+        """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
+        return self._sites.topology == "pairs" and step == self._cfg.run.steps
 
     def _merge_experts(self, run: TrainingContext, step: int) -> None:
         """Merge similar experts after the round of a step, if it is due; collective."""
@@ -379,6 +431,8 @@ class SiteRounds(Callback):
 
 def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
+    if isinstance(flight.exchange, Exchanged):
+        return flight.exchange, ""
     if flight.exchange is None:
         outer = _outer_of(run)
         last = outer.num_coded(flight.fragments)
@@ -414,18 +468,28 @@ def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
     return [distance, weights_square]
 
 
+def mean_square(outer: OuterOptimizer, pending: PendingRound) -> float:
+    """Return the sum of squares of g over the shards of this rank, with the same bits on all sites."""
+    return sum(exact_square(g) / replicas for _, _, g, _, replicas in outer.visit_round(pending) if replicas)
+
+
 def describe_wait(answer: Message, address: str) -> str:
     """Return the line of the log that says for what a site waits, by the answer of the meeting point."""
     if "unreachable" in answer:
         return f"waiting for `moefold meet`: {answer['unreachable']}"
     awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
-    return f"waiting for {awaited} at {address}"
+    refused = "".join(f"; site {n} cannot take part: {why}" for n, why in answer.get("refused_sites", {}).items())
+    return f"waiting for {awaited} at {address}{refused}"
 
 
-def _header(run: TrainingContext) -> list[int]:
-    """Return the numbers of the state that a site gives: step, rounds, updates of the moments, last outer step."""
+def _header(run: TrainingContext, index: int) -> list[int]:
+    """Return the numbers of the state that a site gives.
+
+    They are round, steps since, rounds applied, updates of the moments, and the norm of the last outer step.
+    """
     outer = _outer_of(run)
-    return [run.position.step, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
+    since = run.position.step - step_of_round(run.cfg, index)
+    return [index, since, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
@@ -443,13 +507,16 @@ def _state_tensors(run: TrainingContext) -> list[Tensor]:
 
 
 def _adopt(run: TrainingContext, header: Tensor) -> None:
-    """Go on from a received state: the weights become the outer weights."""
-    step, num_rounds, moment_updates, last_update = header.tolist()
+    """Go on from a received state: the weights become the outer weights.
+
+    The step is that of this site, which may take more or fewer of them between two rounds.
+    """
+    index, since, num_rounds, moment_updates, last_update = header.tolist()
     reshard_parameters(run.training.model.stages)
     _outer_of(run).last_update = bits_to_float(last_update)
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
-    run.position.step = step
+    run.position.step = step_of_round(run.cfg, index) + min(since, run.cfg.sites.overlap)
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:

@@ -1,0 +1,103 @@
+"""Rounds of a meeting point: who asked when, which sites exchange with each other, and how they vote. Torch-free."""
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from moefold.launch.signed_lines import Message
+
+GRACE_ROUNDS = 16
+"""Past rounds from which the grace time is estimated."""
+MIN_GRACE_ROUNDS = 8
+"""With fewer past rounds, a round waits for late sites up to sites.timeout_s."""
+MIN_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A site's question for a round."""
+
+    version: int
+    tokens: int
+    is_finite: bool
+    digest: int
+    timeout_s: float
+    is_last: bool
+    """No state is given after the round, as the run ends with it, or has no step after it."""
+    merges: bool
+    """All sites take the mean of their weights, whatever the topology."""
+
+
+@dataclass
+class Ballot:
+    """Sites that exchange with each other in a round, and vote on it together: all members, or a pair of them."""
+
+    members: tuple[int, ...]
+    votes: dict[int, bool] = field(default_factory=dict)
+    first_vote_s: float = 0.0
+    outcome: Message | None = None
+    """Answer to the votes; None until it is decided."""
+
+
+@dataclass
+class Round:
+    """One round: the questions of the sites, and the answers once it is closed."""
+
+    opened_s: float
+    asked: dict[int, Asked] = field(default_factory=dict)
+    delays_s: dict[int, float] = field(default_factory=dict)
+    """Time of each site's question after the first one, of late sites too."""
+    answers: dict[int, Message] = field(default_factory=dict)
+    """Answers by site; empty until the round is closed."""
+    ballots: list[Ballot] = field(default_factory=list)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the members are chosen."""
+        return bool(self.answers)
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait that a site of the round allows."""
+        return max(asked.timeout_s for asked in self.asked.values())
+
+    def ballot_of(self, number: int) -> Ballot | None:
+        """Return the ballot of a site; None if it exchanges nothing in this round."""
+        return next((ballot for ballot in self.ballots if number in ballot.members), None)
+
+
+def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return random pairs of the members of a round (NoLoCo, arXiv:2506.10911); of an odd number one is left.
+
+    The permutation depends on the arguments alone, so that a run can be repeated.
+
+    Args:
+        seed: run.seed.
+        index: number of the round.
+        members: the sites of the round.
+    """
+    text = f"{seed} {index} {sorted(members)}"
+    order = sorted(members, key=lambda number: hashlib.sha256(f"{text} {number}".encode()).digest())
+    return [tuple(sorted(order[first : first + 2])) for first in range(0, len(order) - 1, 2)]
+
+
+def estimate_grace_s(rounds: Iterable[Round]) -> float | None:
+    """Return how long a round waits for late sites after the first one; None if too few rounds are known.
+
+    Median plus three median absolute deviations of the delay of the last site in past rounds. To leave a site out loses
+    its work of a round, and to wait for it holds the others: the estimate is at least the time between two rounds over
+    the number of sites, and at least `MIN_GRACE_S`.
+
+    Args:
+        rounds: past rounds in order.
+    """
+    known = [round_ for round_ in rounds if round_.is_closed and len(round_.delays_s) > 1][-GRACE_ROUNDS:]
+    if len(known) < MIN_GRACE_ROUNDS:
+        return None
+    delays_s = [max(round_.delays_s.values()) for round_ in known]
+    median_s = statistics.median(delays_s)
+    mad_s = statistics.median(abs(delay_s - median_s) for delay_s in delays_s)
+    intervals_s = [after.opened_s - before.opened_s for before, after in zip(known, known[1:], strict=False)]
+    share_s = statistics.median(intervals_s) / max(len(round_.delays_s) for round_ in known)
+    return max(MIN_GRACE_S, share_s, median_s + 3 * mad_s)
