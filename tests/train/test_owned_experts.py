@@ -218,7 +218,7 @@ def test_experts_of_a_lost_site_stay_as_after_its_last_round(pool, tmp_path):
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(3)]
         server.watch(lambda line: line.startswith("site 2 on ") and "is here, at step 3" in line, go)
-        ends = run_sites(pool, jobs, train_and_come_back, go)
+        ends = run_sites(pool, jobs, train_and_come_back, go, 3)
     assert [end[0] for end in ends] == ["done", "done", "back"]
     name = "layers.1.ffn.experts.w_up"
     at = {step: tensors(checkpoint(tmp_path / "site-0", step), "outer.weights.")[name] for step in (3, 6, 9, 10)}

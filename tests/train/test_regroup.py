@@ -45,7 +45,8 @@ def test_survivors_of_rank_0_finish_the_run(tmp_path):
     [fault] = read_faults(done.folder)
     assert (fault["lost"], fault["ranks"], fault["spares"], fault["generation"]) == ([0], [1, 3], [2], 1)
     assert (fault["step"], fault["from"]) == (3, "memory")
-    assert fault["what"][0].split("; ")[0].endswith("in step 4, backward of micro-batch 0")
+    assert "in step 4, backward of micro-batch 0; last collective " in fault["what"][0]
+    assert fault["what"][0].endswith(", was killed by SIGKILL (as happens when memory runs out)")
     assert "lost rank 0 on" in done.output
     assert "training goes on after step 3, restored from the memory of the ranks" in done.output
     assert done.errors == ""

@@ -95,8 +95,9 @@ def test_snapshots_of_peers_are_in_the_memory_of_a_cpu():
         "parallel.tp=1",
         "parallel.cp=1",
     )
+    kept = ("faults.on_loss=regroup", "checkpoint.peer_every=1")
     for zero, copies in ((1, 2.0), (0, 1.69)):
-        cfg = recipe(*words, f"parallel.zero={zero}", "checkpoint.peer_every=1", name="quickstart")
+        cfg = recipe(*words, f"parallel.zero={zero}", *kept, name="quickstart")
         (states,) = (rank.states for rank in compute_rank_memory(cfg))
         (parts,) = min_training_memory(cfg, "cpu")
         of_state = parts["peer snapshots"] / (states.weights + states.optimizer)

@@ -52,7 +52,7 @@ class JobResult:
 
 
 def run_processes(
-    main: RankMain, rank_envs: Sequence[RankEnv], device_type: str, on_loss: Callable[[int], None] | None = None
+    main: RankMain, rank_envs: Sequence[RankEnv], device_type: str, on_loss: Callable[[int, int], None] | None = None
 ) -> JobResult:
     """Run `main` in one process for each rank environment and wait until all have ended.
 
@@ -63,8 +63,8 @@ def run_processes(
         main: what each rank runs.
         rank_envs: environment of each rank.
         device_type: "cpu" or "cuda".
-        on_loss: called with the number of a rank that a signal has ended, while others run: these go on. None: such a
-            rank has failed.
+        on_loss: called with the number and the exit code of a rank that a signal has ended, while others run: these go
+            on. None: such a rank has failed.
 
     Raises:
         RunError: the system cannot start another process.
@@ -105,7 +105,7 @@ class _RankProcess:
     status_pipe: Connection
 
 
-def _wait_for_ranks(ranks: Sequence[_RankProcess], on_loss: Callable[[int], None] | None) -> JobResult:
+def _wait_for_ranks(ranks: Sequence[_RankProcess], on_loss: Callable[[int, int], None] | None) -> JobResult:
     statuses: list[int] = []
     last_loss: JobResult | None = None
     running = dict(enumerate(ranks))
@@ -119,7 +119,7 @@ def _wait_for_ranks(ranks: Sequence[_RankProcess], on_loss: Callable[[int], None
             exitcode = process.exitcode or 0
             if on_loss is not None and exitcode < 0 and (running or statuses):
                 last_loss = JobResult(0, number, exitcode)
-                on_loss(number)
+                on_loss(number, exitcode)
                 continue
             if exitcode or not status_pipe.poll():
                 _terminate([rank.process for rank in running.values()])

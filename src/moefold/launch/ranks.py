@@ -99,7 +99,7 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: 
     store = loopback_store()
     with SignalForwarder() as forwarder, record_files(world_size) as paths:
         rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]
-        result = run_processes(main, rank_envs, device_type, partial(report_lost, store) if regroups else None)
+        result = run_processes(main, rank_envs, device_type, partial(_record_loss, store) if regroups else None)
         return result.status if result.failed_rank is None else _failed_job_status(result, forwarder, paths)
 
 
@@ -215,6 +215,10 @@ def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_pat
     text = f"moefold: rank {rank} {_describe_exit(result.exitcode)}{activity}, and the others were ended"
     print_escaped(text, file=sys.stderr, flush=True)
     return EXIT_FAILED
+
+
+def _record_loss(store: dist.Store, rank: int, exitcode: int) -> None:
+    report_lost(store, rank, _describe_exit(exitcode))
 
 
 def _describe_exit(exitcode: int) -> str:

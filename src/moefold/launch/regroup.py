@@ -31,6 +31,8 @@ PREFIX = "moefold/regroup"
 LOST_KEY = "lost"
 POLL_S = 0.02
 """Least interval between two questions to the store; it grows with the number of ranks."""
+LOOK_S = 0.5
+"""Interval in which a rank that waits for the others looks at the processes of its machine."""
 CONNECT_POLL_S = 0.005
 """Least interval while process groups connect, which asks for several keys one after another."""
 LOSS_WAIT_S = 5.0
@@ -79,13 +81,16 @@ ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 RunError if the survivors cannot go on, and CannotChooseError where another rank has to choose."""
 
 
-def report_lost(store: dist.Store, rank: int) -> None:
+def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
     """Record in the store of a job that the process of a rank is gone.
 
     Args:
         store: the store, without a prefix.
         rank: its job rank.
+        how: how the process ended, if that is known.
     """
+    if how:
+        store.set(f"{PREFIX}/how/{rank}", how)
     store.append(f"{PREFIX}/{LOST_KEY}", f"{rank}\n")  # type: ignore[attr-defined]
 
 
@@ -185,6 +190,11 @@ class Regroup:
         """Return the job ranks that are lost so far."""
         return lost_ranks(self._base)
 
+    def how_it_ended(self, rank: int) -> str:
+        """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
+        key = f"how/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
     def is_broken(self) -> bool:
         """Return whether a member of the current generation is lost."""
         return not self.lost().isdisjoint(self.current.members)
@@ -206,12 +216,17 @@ class Regroup:
         self._store.append(f"arrived/{number}", json.dumps([self._rank, facts]) + "\n")  # type: ignore[attr-defined]
         key = f"generation/{number}"
         started_s = time.monotonic()
+        next_look_s = started_s
         while not self._store.check([key]):
-            if self.ended_status() is not None:
-                raise NoLossError
-            self._report_gone(waited_s=time.monotonic() - started_s, number=number)
-            if (survivors := self._survivors(number)) is not None:
-                self._publish(key, survivors, choose)
+            now_s = time.monotonic()
+            if now_s >= next_look_s:
+                if self.ended_status() is not None:
+                    raise NoLossError
+                self._report_gone(waited_s=now_s - started_s, number=number)
+                if (survivors := self._survivors(number)) is not None:
+                    self._publish(key, survivors, choose)
+                # One store serves all ranks: the first one to arrive looks often, the others in case it is lost.
+                next_look_s = now_s + (self._poll_s if self._is_first(number) else LOOK_S)
             self._note_progress()
             time.sleep(self._poll_s)
         found = json.loads(self._store.get(key))
@@ -230,10 +245,13 @@ class Regroup:
         Raises:
             RunError: a rank that trains has failed.
         """
+        next_look_s = time.monotonic()
         while True:
             if (status := self.ended_status()) is not None:
                 return status
-            self._report_gone(waited_s=0.0, number=self.current.number)
+            if time.monotonic() >= next_look_s:
+                self._report_gone(waited_s=0.0, number=self.current.number)
+                next_look_s = time.monotonic() + LOOK_S
             if not self.lost().isdisjoint(self.current.ranks):
                 return None
             if self._store.check([f"failed/{self.current.number}"]):
@@ -288,6 +306,11 @@ class Regroup:
         if lost.isdisjoint(self.current.ranks) or not set(self.current.ranks) <= lost | set(arrived):
             return None
         return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost}
+
+    def _is_first(self, number: int) -> bool:
+        """Return whether this rank was the first to arrive."""
+        lost = self.lost()
+        return next((rank for rank in self._arrived(number) if rank not in lost), self._rank) == self._rank
 
     def _publish(self, key: str, survivors: dict[int, Any], choose: ChooseMembers) -> None:
         lost = tuple(sorted(set(self.current.ranks) - set(survivors)))

@@ -215,7 +215,7 @@ class GenerationLoop:
                     self._regroup.fail()
                     raise failure from None
                 return ended or 0
-            activities = tuple(self._watchdog.activity_of(rank) for rank in generation.lost)
+            activities = tuple(map(self._describe_end, generation.lost))
             self._loss = Loss(generation, activities, noticed_s)
             self._history.restored_step = generation.plan["step"]
             if self._history.snapshots is not None:
@@ -257,11 +257,16 @@ class GenerationLoop:
         except STORE_ERRORS:
             return False
 
+    def _describe_end(self, rank: int) -> str:
+        """Return what a lost rank did, and how its process ended."""
+        how = self._regroup.how_it_ended(rank)
+        return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
+
     def _choose_members(self, facts: Facts, lost: Sequence[int]) -> tuple[Sequence[int], Any]:
         survivors = sorted(facts)
         sizes = [size for size in fitting_after_loss(self._cfg) if size <= len(survivors)]
         if not sizes:
-            texts = [f"rank {rank}{self._watchdog.activity_of(rank)}" for rank in lost]
+            texts = [f"rank {rank}{self._describe_end(rank)}" for rank in lost]
             raise RunError(
                 f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
