@@ -203,8 +203,11 @@ def _to_target(by_seed: Mapping[int, Run], target: float, step_s: float, step_by
         step_s: seconds of a step of a site, and of a rank of DP.
         step_bytes: bytes that a rank of DP sends in a step; 0: a run of sites.
     """
-    reached = [(run, min(step for step, loss in run.losses.items() if loss <= target)) for run in by_seed.values()
-               if min(run.losses.values()) <= target]
+    reached = [
+        (run, min(step for step, loss in run.losses.items() if loss <= target))
+        for run in by_seed.values()
+        if min(run.losses.values()) <= target
+    ]
     if len(reached) < len(by_seed):
         return f"{len(reached)} of {len(by_seed)} seeds"
     steps = statistics.mean(step for _, step in reached)
