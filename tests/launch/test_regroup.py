@@ -79,6 +79,20 @@ def test_a_spare_takes_the_place_of_a_member(job: Job) -> None:
     assert lost_ranks(job.store) == {0, 1}
 
 
+def test_the_loss_of_a_spare_changes_nothing(job: Job) -> None:
+    report_lost(job.store, 1)
+    job.all_arrive([0, 2, 3], 1)
+    report_lost(job.store, 2)
+    spare = job.pool.submit(job.ranks[3].await_change)
+    job.be_impatient(3)
+    # A rank that regrouped alone would have the others killed.
+    job.ranks[3].current = job.ranks[0].current
+    assert isinstance(job.arrive(3, 1), NoLossError)
+    assert (job.killed, lost_ranks(job.store)) == ([], {1, 2})
+    job.ranks[0].end(0)
+    assert spare.result() == 0
+
+
 def test_a_rank_lost_while_it_regroups_is_no_member(job: Job) -> None:
     report_lost(job.store, 1)
     early = [job.pool.submit(job.arrive, rank, 2) for rank in (0, 2)]

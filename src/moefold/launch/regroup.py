@@ -209,7 +209,7 @@ class Regroup:
             choose: chooses the members from the facts of all survivors.
 
         Raises:
-            NoLossError: no rank is lost.
+            NoLossError: no member is lost, or the training has ended.
             RunError: the survivors cannot go on, or count this rank as lost.
         """
         number = self.current.number + 1
@@ -240,7 +240,7 @@ class Regroup:
         return self.current
 
     def await_change(self) -> int | None:
-        """Wait as a spare; return the exit status once the training has ended, or None once a rank is lost.
+        """Wait as a spare; return the exit status once the training has ended, or None once a member is lost.
 
         Raises:
             RunError: a rank that trains has failed.
@@ -252,7 +252,8 @@ class Regroup:
             if time.monotonic() >= next_look_s:
                 self._report_gone(waited_s=0.0, number=self.current.number)
                 next_look_s = time.monotonic() + LOOK_S
-            if not self.lost().isdisjoint(self.current.ranks):
+            # The others train on without a lost spare.
+            if self.is_broken():
                 return None
             if self._store.check([f"failed/{self.current.number}"]):
                 raise RunError("a rank that trains has failed; its message says why")
@@ -283,11 +284,11 @@ class Regroup:
         """Record lost ranks: those whose processes are gone, and those that did not arrive in time.
 
         Raises:
-            NoLossError: no rank is lost after the wait for one.
+            NoLossError: no member is lost after the wait for one.
         """
         lost = self.lost()
         gone = set(self._find_gone()) - lost
-        is_loss = not (lost | gone).isdisjoint(self.current.ranks)
+        is_loss = not (lost | gone).isdisjoint(self.current.members)
         if not is_loss and waited_s > min(LOSS_WAIT_S, self._timeout_s):
             raise NoLossError
         if is_loss and waited_s > self._timeout_s:
@@ -303,7 +304,7 @@ class Regroup:
         """Return the facts of the survivors, by job rank; None while a rank has neither arrived nor is lost."""
         lost = self.lost()
         arrived = self._arrived(number)
-        if lost.isdisjoint(self.current.ranks) or not set(self.current.ranks) <= lost | set(arrived):
+        if lost.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost | set(arrived):
             return None
         return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost}
 
