@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from moefold.cli.main import main as moefold
-from moefold.launch.meet_client import MeetError
 from moefold.launch.signed_lines import Message
 from moefold.train.callbacks.callback import FinishedStep, TrainingContext
 from moefold.train.callbacks.sites import SiteRounds

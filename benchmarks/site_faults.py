@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.site_network import SWITCH, StepTimes, ip, port_of, records, start, switch
 from moefold.config.schema import Config
