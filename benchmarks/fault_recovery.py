@@ -29,6 +29,7 @@ from tests.e2e.command import child_ids, small
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
 FOUR_RANKS = ("parallel.world_size=4", "parallel.tp=2", "parallel.ep=2")
 FAULT_INJECTION = Path(__file__).parent / "fault_injection"
+REGROUP = "faults.on_loss=regroup"
 NUM_SHARDS = 4
 TMPFS_BYTES = 2**26
 
@@ -49,6 +50,31 @@ def _own_launcher(sent: signal.Signals, message: str) -> TrialMain:
         return trial.measure_recovery(time.time(), message, [job], lambda: [trial.start(*FOUR_RANKS)])
 
     return run
+
+
+def _eight_ranks(*overrides: str) -> TrialMain:
+    """Kill one of eight ranks; with `faults.on_loss=regroup` the others go on."""
+    overrides = ("parallel.world_size=8", "parallel.ep=2", "train.global_batch_size=8", *overrides)
+
+    def run(trial: FaultTrial) -> RecoveryTimes:
+        job = trial.start(*overrides)
+        trial.wait_for_steps()
+        os.kill(child_ids(job.process.pid)[2], signal.SIGKILL)
+        fault_s = time.time()
+        if REGROUP in overrides:
+            return trial.measure_regroup(fault_s, [job])
+        return trial.measure_recovery(fault_s, "was killed by SIGKILL", [job], lambda: [trial.start(*overrides)])
+
+    return run
+
+
+def _srun_regroups(trial: FaultTrial) -> RecoveryTimes:
+    """Kill one of two ranks without a launcher; rank 0, which hosts the store, goes on alone."""
+    jobs = trial.srun(0, 1, overrides=(REGROUP,))
+    trial.wait_for_steps()
+    fault_s = time.time()
+    jobs[1].kill()
+    return trial.measure_regroup(fault_s, jobs)
 
 
 def _torchrun(sent: signal.Signals, message: str) -> TrialMain:
@@ -251,8 +277,13 @@ def _data_truncated(corrupt: str) -> TrialMain:
 
 
 SAME_COMMAND = "the same command"
+THE_OTHERS = "the other ranks"
 FAULTS: dict[str, tuple[TrialMain, str]] = {
     "rank killed, own launcher (4 ranks)": (_own_launcher(signal.SIGKILL, "was killed by SIGKILL"), SAME_COMMAND),
+    "rank killed, own launcher (8 ranks)": (_eight_ranks(), SAME_COMMAND),
+    "rank killed, regroup from a checkpoint (8 ranks)": (_eight_ranks(REGROUP), THE_OTHERS),
+    "rank killed, regroup from memory (8 ranks)": (_eight_ranks(REGROUP, "checkpoint.peer_every=1"), THE_OTHERS),
+    "rank 1 killed, regroup under srun (2 ranks)": (_srun_regroups, THE_OTHERS),
     "rank killed, torchrun on one node (2 ranks)": (_torchrun(signal.SIGKILL, "is gone"), "torchrun"),
     "rank 1 killed, srun (2 ranks)": (_srun(1, "is gone"), SAME_COMMAND),
     "rank 0, which runs the store, killed, srun (2 ranks)": (_srun(0, "the store at .* does not answer"), SAME_COMMAND),

@@ -52,7 +52,7 @@ class FaultTrial:
         self.jobs.append(job)
         return job
 
-    def srun(self, *ranks: int, timeout_s: int = 30) -> list[Job]:
+    def srun(self, *ranks: int, timeout_s: int = 30, overrides: Sequence[str] = ()) -> list[Job]:
         """Start some of two ranks as srun does: independent processes without a launcher that monitors them.
 
         On a busy machine one rank may start many seconds after the other, so `timeout_s` is long.
@@ -60,7 +60,9 @@ class FaultTrial:
         port = str(free_port())
         common = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [
-            self.start(f"faults.timeout_s={timeout_s}", **common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+            self.start(
+                f"faults.timeout_s={timeout_s}", *overrides, **common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)
+            )
             for rank in ranks
         ]
 
@@ -121,6 +123,13 @@ class FaultTrial:
         # The lines after the checkpoint were removed before this was printed.
         resumed_s = self.wait_for_steps(self.steps())
         return RecoveryTimes(message_s, resumed_s - fault_s, None if restarted_s is None else resumed_s - restarted_s)
+
+    def measure_regroup(self, fault_s: float, jobs: Sequence[Job]) -> RecoveryTimes:
+        """Wait until the ranks that are left have regrouped, and for the first step after it."""
+        message_s = self.wait_for_output("lost rank", jobs)
+        # The lines after the restored step were removed before this was printed.
+        self.wait_for_output("regrouped in", jobs)
+        return RecoveryTimes(message_s - fault_s, self.wait_for_steps(self.steps()) - fault_s)
 
     def measure_continuation(self, fault_s: float, pattern: str, job: Job) -> RecoveryTimes:
         """Wait for the message and for the next step of a job that continues."""

@@ -243,7 +243,7 @@ class PlannedSites(OracleSites):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial has shown."""
+    """Message, time and survivors of a fault."""
 
     message: str
     """Regular expression of the message about the fault, in the output of the others or of the meeting point."""

@@ -201,7 +201,8 @@ def train_model(
 
     program = ProgramParts(loss, data, tuple(callbacks))
     main = partial(train_on_rank, setup.cfg, setup.messages, program)
-    return collect_from_ranks(main, setup.folder.cfg.num_job_ranks, device_type, rank_env)
+    cfg = setup.folder.cfg
+    return collect_from_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
 
 
 def train_in_process(

@@ -159,6 +159,26 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     ]
 
 
+def after_loss(cfg: Config, world_size: int) -> Config:
+    """Return the recipe of the ranks that are left after a loss: the last of them may have padding, as in elastic jobs.
+
+    The rules on `faults.on_loss` are those of the start of a job, so its keys have their defaults.
+    """
+    parallel = replace(cfg.parallel, world_size=world_size, elastic=True)
+    changed = replace(cfg, parallel=parallel, faults=replace(cfg.faults, on_loss="stop", min_ranks=1))
+    if changed.parallel.dp > 1:
+        return changed
+    # A single replica has no peers.
+    return replace(changed, checkpoint=replace(changed.checkpoint, peer_every=0))
+
+
+def fitting_after_loss(cfg: Config) -> list[int]:
+    """Return the numbers of ranks with which a job can go on after a loss, ascending; see faults.on_loss."""
+    most = cfg.parallel.world_size - 1
+    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=most)
+    return [size for size in sizes if size >= cfg.faults.min_ranks]
+
+
 def _replace_world_size(cfg: Config, world_size: int) -> Config:
     return replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))
 

@@ -11,6 +11,7 @@ from moefold.config.schema import TrainConfig
 from moefold.config.sites import SitesConfig
 from moefold.optim.adamw import build_optimizer, named_moments
 from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_round import PendingRound
 from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.optim.state_offload import StateStore
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
@@ -189,7 +190,9 @@ def test_a_pending_round_is_restored():
     coded, gathered = sites[0].outer.num_coded((0,)), sites[0].outer.num_gathered((0,))
     of_members = torch.stack([values[coded - gathered : coded] for values in own])
     mean = sites[1].outer.assemble((0,), sum(own) / 3, of_members, [0, 1, 2])
-    entries = sites[1].outer.pending_entries((0,), mean)
+    sites[1].outer.pending = PendingRound(1, 2, (0,), own[1], mean)
+    saved = sites[1].outer.checkpoint_entries()
+    entries = {name: entry for name, entry in saved.items() if name.startswith("outer.pending.")}
     assert entries["outer.pending.experts.w_up"].shape == (6, 3, 2)
     again = resumed.outer.pending_mean(entries)
     assert torch.equal(again, mean)

@@ -199,16 +199,16 @@ def test_bits_come_before_overlap_and_overlap_before_fewer_rounds(tmp_path):
         cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / seconds)
         chosen = plan.chosen.settings
         assert plan.chosen.reaches_target
-        found.append((chosen.precision, chosen.overlap, chosen.every > 100, plan.keep_local))
+        found.append((chosen.precision, chosen.overlap, chosen.every > 100, plan.further))
         assert with_site_settings(cfg, plan).sites.precision == chosen.precision
     assert found == [
-        ("float32", 0, False, 0.0),
-        ("bfloat16", 0, False, 0.0),
-        ("int8", 0, False, 0.0),
-        ("fp4", 0, False, 0.0),
-        ("fp4", 1, False, 0.5),
-        ("fp4", 4, False, 0.5),
-        ("fp4", 0, True, 0.0),
+        ("float32", 0, False, {}),
+        ("bfloat16", 0, False, {}),
+        ("int8", 0, False, {}),
+        ("fp4", 0, False, {}),
+        ("fp4", 1, False, {"keep_local": 0.5}),
+        ("fp4", 4, False, {"keep_local": 0.5}),
+        ("fp4", 0, True, {}),
     ]
 
 
@@ -218,7 +218,7 @@ def test_a_residual_needs_a_code_and_a_share_of_local_weights_an_overlap(tmp_pat
     assert {rate.settings.precision for pair in plan.options for rate in pair} == {"bfloat16", "int8", "fp4"}
     _, plan = planned(tmp_path, bytes_per_s=1e3, overlap=8, keep_local=0.3)
     assert {rate.settings.overlap for pair in plan.options for rate in pair} == {1, 8}
-    assert plan.keep_local == 0.3
+    assert plan.further == {}
     _, plan = planned(tmp_path, bytes_per_s=1e3, fragment_layers=1)
     assert all(rate.settings.every >= 2 * (MAX_OVERLAP + 1) for _, rate in plan.options)
 
@@ -236,6 +236,12 @@ def test_what_a_method_fixes_stays(tmp_path):
     cfg, plan = planned(tmp_path, bytes_per_s=1e5, count=2, experts="own")
     numel = [sum(part.num_coded for part in site_traffic(one)) for one in (cfg, whole)]
     weights = model_weights(cfg.model).values()
+    merged, plan = planned(tmp_path, bytes_per_s=8e3, count=2, experts="own", merge_experts=0.01)
+    every = plan.chosen.settings.every
+    assert plan.chosen.settings.overlap == 0
+    assert 100 < every < 500
+    assert plan.further == {"merge_every": round(500 / every) * every}
+    assert with_site_settings(merged, plan).sites.merge_every == plan.further["merge_every"]
     assert numel[1] - numel[0] == sum(weight.numel for weight in weights if weight.is_expert) // 2
     cfg, plan = planned(tmp_path, bytes_per_s=1e5, overlap=100)
     assert plan.chosen.settings.overlap == plan.chosen.settings.every > 1
@@ -301,7 +307,7 @@ def test_plan_prints_and_writes_the_settings(tmp_path, capsys):
     assert chosen["utilisation"] >= TARGET * (1 - 1e-9)
     written = load_config(planned_path)
     assert written.sites.count == 3
-    for key in ("every", "precision", "overlap", "keep_local"):
+    for key in ("every", "precision", "overlap", *(key for key in ("keep_local",) if key in chosen)):
         assert getattr(written.sites, key) == chosen[key]
     assert main([*words, "--top", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())

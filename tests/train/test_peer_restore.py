@@ -19,7 +19,8 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.test_silent_faults import farthest
+from tests.train.test_silent_faults import farthest, poison, write_tokens
+from tests.train.test_silent_faults import recipe as faulty_recipe
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -138,3 +139,24 @@ def test_going_on_from_memory_equals_a_restart_from_disk_and_one_rank(pool, tmp_
 
 def _copy(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+
+
+def _roll_back(cfg: Config) -> tuple[int, dict[int, Any]]:
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    torch.nn.modules.module.register_module_forward_hook(poison)
+    trainer = Trainer(cfg, groups)
+    assert trainer.run(StopSignals()) == 0
+    snapshots = trainer._checkpointing.snapshots
+    assert snapshots is not None
+    return snapshots.generation, snapshots.held()
+
+
+@pytest.mark.slow
+def test_steps_that_a_rollback_discards_are_not_gone_back_to(pool, tmp_path: Path):
+    """The fourth step of seven is not finite: the third one is discarded too, as every second one is saved."""
+    data = write_tokens(tmp_path / "data.npy")
+    cfg = faulty_recipe(tmp_path / "run", data, 3, {"nonfinite": "rollback"}, world_size=2)
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, peer_every=1), run=replace(cfg.run, steps=5))
+    for rank, (generation, held) in enumerate(pool.run(2, _roll_back, cfg)):
+        assert generation == 2
+        assert held == {4: frozenset({rank, 1 - rank}), 5: frozenset({rank, 1 - rank})}

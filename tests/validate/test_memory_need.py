@@ -85,6 +85,26 @@ def test_a_step_of_very_many_passes_counts_states_alone():
     assert all("activations" not in need for need in needs)
 
 
+def test_snapshots_of_peers_are_in_the_memory_of_a_cpu():
+    """Of ZeRO 1: two times the state of the rank and of its peer. Of ZeRO 0, experts with one owner alone are sent."""
+    words = (
+        "parallel.world_size=4",
+        "parallel.pp=1",
+        "parallel.ep=4",
+        "train.global_batch_size=32",
+        "parallel.tp=1",
+        "parallel.cp=1",
+    )
+    kept = ("faults.on_loss=regroup", "checkpoint.peer_every=1")
+    for zero, copies in ((1, 2.0), (0, 1.69)):
+        cfg = recipe(*words, f"parallel.zero={zero}", *kept, name="quickstart")
+        (states,) = (rank.states for rank in compute_rank_memory(cfg))
+        (parts,) = min_training_memory(cfg, "cpu")
+        of_state = parts["peer snapshots"] / (states.weights + states.optimizer)
+        assert of_state == pytest.approx(2 * copies, rel=0.01)
+        assert "peer snapshots" not in min_training_memory(cfg, "cuda")[0]
+
+
 def test_the_ranks_of_a_machine_share_its_memory():
     needs = min_training_memory(recipe(name="quickstart"), "cpu")
     together = 4 * needs[0].total() + 4 * needs[1].total() + 8 * MIN_PROCESS_BYTES

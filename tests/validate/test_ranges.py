@@ -28,6 +28,7 @@ CASES = [
     ("sites.lr=0", "must be greater than 0"),
     ("sites.timeout_s=0", "must be greater than 0"),
     ("sites.momentum=1", "must lie in [0, 1)"),
+    ("faults.min_ranks=0", "must be at least 1"),
     ("run.steps=0", "run.steps=0 must be at least 1"),
     ("parallel.attention_tolerance=-0.1", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
     ("parallel.attention_tolerance=1.5", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),

@@ -27,6 +27,7 @@ LONGROPE = [
 ]
 CASES = [
     ("sites.number=1", [], ["sites.count=2", "sites.meet=host:1"]),
+    ("faults.min_ranks=2", [], ["faults.on_loss=regroup"]),
     ("sites.meet=host:1", [], ["sites.count=2", "sites.number=1"]),
     ("sites.secret=file", [], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
     ("sites.secret=file", ["sites.count=2"], ["sites.count=2", "sites.meet=host:1", "sites.number=1"]),
@@ -349,7 +350,7 @@ CASES = [
     ("align.undesirable_weight=2", ["align.method=dpo"], ["align.method=kto"]),
     ("checkpoint.keep=2", UNSAVED, ["checkpoint.every=0"]),
     ("checkpoint.async_save=true", UNSAVED, ["checkpoint.at_end=false"]),
-    ("checkpoint.peer_every=1", [], ["parallel.world_size=2"]),
+    ("checkpoint.peer_every=1", [], ["faults.on_loss=regroup"]),
     ("checkpoint.keep_every=20", ["checkpoint.keep=0"], ["checkpoint.keep=2"]),
     *((f"metrics.wandb_{key}=x", [], ["metrics.wandb=true"]) for key in ("project", "entity", "name", "group")),
     ("metrics.wandb_tags=['x']", [], ["metrics.wandb=true"]),

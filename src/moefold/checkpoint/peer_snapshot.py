@@ -243,8 +243,30 @@ class PeerSnapshots:
         return sum(slot.num_bytes for slot in self._slots)
 
     def forget_groups(self) -> None:
-        """Drop the references to process groups before they are destroyed; the snapshots stay."""
+        """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
+
+        Also after a rollback: the steps that it discards are not gone back to once every rank has the new snapshot.
+        """
         self._plan = None
+
+    def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
+        """Return the generations of which this process has snapshots: number, rank and `held` of each; local.
+
+        The first is the confirmed one. A second one has the first snapshot, of which this rank does not know whether
+        all ranks have completed it.
+        """
+        found = [(self.generation, self.rank, self.held())]
+        if self._unconfirmed is not None:
+            slot, _, rank = self._unconfirmed
+            assert slot.step is not None
+            found.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return found
+
+    def layout_of(self, generation: int) -> SnapshotLayout | None:
+        """Return the layout of the snapshots of a generation that this process has; None if it has none."""
+        if generation == self.generation:
+            return self.layout
+        return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
 
     def settle(self, generation: int) -> None:
         """Keep the snapshots of one generation alone; local.
@@ -279,6 +301,18 @@ class PeerSnapshots:
         """Return the rank in the old mapping of a rank that took part in the last `restore`."""
         return self._old_ranks[rank]
 
+    def share_progress(self, step: int, world: Group) -> None:
+        """Give ranks that were spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
+
+        Args:
+            step: a step that every member of the lost mapping holds.
+            world: all ranks of the new mapping.
+        """
+        has_step = any(slot.step == step for slot in self._slots)
+        known = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
+        if not has_step:
+            self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
+
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step that `held` lists."""
         return next(slot for slot in self._slots if slot.step == step)
@@ -305,6 +339,9 @@ class PeerSnapshots:
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
+        # The last snapshot of the generation before is complete on every rank; the older one would be a third.
+        last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
+        self._slots = [last, Snapshot()]
         shards = local_boxes(state)
         plan = self._make_plan(shards, groups)
         slot = Snapshot()
@@ -423,6 +460,8 @@ class PeerSnapshots:
             exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
         self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
         self._restored = held
+        # A loss of another rank before the first snapshot of this mapping leads back to this step.
+        self._slots = [slot, Snapshot()]
         self._old_ranks = all_gather_objects(self.rank, world)
         return slot.train_state
 

@@ -145,12 +145,7 @@ def _report_formulas(
         print(json.dumps({"dry": True, "note": message, "ranks": ranks, **of_sampling, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
-    if any(snapshots):
-        print()
-        print_parts(
-            {rank: {SNAPSHOT_PART: kept} for rank, kept in zip(first, snapshots, strict=True)},
-            "and in host memory, for checkpoint.peer_every",
-        )
+    _print_snapshots(dict(zip(first, snapshots, strict=True)))
     if sampling:
         print()
         print_parts(dict(zip(first, sampling, strict=True)), "at least, while rollouts are sampled")
@@ -164,6 +159,14 @@ def _report_formulas(
         else f"weights, moments and buffers are those of the sharded model, of {layout.world_size} ranks, to the byte"
     )
     return bool(faults)
+
+
+def _print_snapshots(of_ranks: Mapping[int, int]) -> None:
+    """Print the snapshots of ranks by formula, if there are any."""
+    if any(of_ranks.values()):
+        print()
+        rows = {rank: {SNAPSHOT_PART: size} for rank, size in of_ranks.items()}
+        print_parts(rows, "and in host memory, by formula, for checkpoint.peer_every")
 
 
 def _validate_states(cfg: Config, memory: RankMemory, sharded: "StateBytes") -> Iterable[str]:
@@ -205,6 +208,8 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
         print(json.dumps({"dry": False, "note": message, "ranks": [asdict(rank) for rank in ranks]}))
         return 0
     print_parts({rank.rank: rank.peak for rank in ranks}, "measured on the CPU, at the memory peak of each rank")
+    by_stage = snapshot_bytes(cfg)
+    _print_snapshots({rank.rank: by_stage[rank.pp_rank] for rank in ranks})
     if message:
         print_escaped(f"\n{message}")
     print_comparison(cfg, layout, ranks, KERNEL_PROFILES["cpu"])

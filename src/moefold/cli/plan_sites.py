@@ -70,8 +70,8 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
 
 def describe_chosen(plan: SitePlan) -> str:
     """Describe the chosen settings."""
-    is_new = plan.chosen.settings.overlap and not plan.recipe.settings.overlap
-    text = describe_rate(plan, plan.chosen) + (f", with keep_local={plan.keep_local:g}" if is_new else "")
+    further = " ".join(f"{key}={value:g}" for key, value in plan.further.items())
+    text = describe_rate(plan, plan.chosen) + (f", with {further}" if further else "")
     if plan.chosen.settings.every > MAX_PUBLISHED_EVERY:
         text += f"; published runs have every={MAX_PUBLISHED_EVERY} at most, so measure the loss"
     return text

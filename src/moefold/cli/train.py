@@ -79,7 +79,8 @@ def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:
     from moefold.train.worker import train_worker
 
     main = partial(train_worker, setup.cfg, setup.messages)
-    return run_ranks(main, setup.folder.cfg.num_job_ranks, device_type, rank_env)
+    cfg = setup.folder.cfg
+    return run_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
 
 
 def _parser() -> argparse.ArgumentParser:

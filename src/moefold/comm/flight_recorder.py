@@ -63,6 +63,7 @@ class FlightRecorder:
         self.hang_timeout_s = hang_timeout_s
         self.first_rank = 0
         """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
+        self._members: Sequence[int] | None = None
         self.awaited_rank: int | None = None
         """Rank of the job for a message of which this rank waits, maybe longer than the timeout; None: for none."""
         self.step = 0
@@ -83,9 +84,21 @@ class FlightRecorder:
             axes: name of the group.
             ranks: its members, in the default process group.
         """
-        self._groups.append(f"{axes} ({format_ranks([self.first_rank + rank for rank in ranks])})")
+        members = self._members
+        in_job = [self.first_rank + rank if members is None else members[rank] for rank in ranks]
+        self._groups.append(f"{axes} ({format_ranks(in_job)})")
         self._counts.append(0)
         return len(self._groups) - 1
+
+    def start_generation(self, members: Sequence[int]) -> None:
+        """Forget all groups, which are gone after a regroup.
+
+        Args:
+            members: rank in the job of each rank of the new default process group.
+        """
+        self._event = "", -1, ()
+        self._members = members
+        self._groups, self._counts = [], []
 
     def begin_step(self, step: int, phase: str) -> None:
         """Start an optimizer step with its first phase."""

@@ -113,6 +113,8 @@ class SiteLinks:
         self._timeout = timedelta(seconds=timeout_s)
         self._epoch = ""
         self._group: Any = None
+        self._return_group: Any = None
+        """Connection from the second of two members to the first; None with more of them."""
         self._members: tuple[int, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
 
@@ -181,6 +183,7 @@ class SiteLinks:
     def drop(self) -> None:
         """Drop the connections after a failed round; the next one has a new epoch."""
         self._group = None
+        self._return_group = None
         self._epoch = ""
 
     def close(self) -> None:
@@ -212,8 +215,7 @@ class SiteLinks:
         parts += [(part, PlainCode(own.dtype)) for part in _slices(num_coded, len(own))]
         for part, part_code in parts:
             payload = part_code.encode(own[part])
-            received = [torch.empty_like(payload) for _ in round_.members]
-            self._group.allgather([received], [payload]).wait()
+            received = self._all_gather(payload)
             sent_bytes += payload.nbytes * (len(round_.members) - 1)
             total = mean[part].zero_()
             is_gathered = num_averaged <= part.start < num_coded
@@ -239,17 +241,36 @@ class SiteLinks:
         return torch.stack(self._all_gather(probe.values.contiguous()))
 
     def _all_gather(self, values: Tensor) -> list[Tensor]:
-        """Return the tensors of all members, as bytes on the way: gloo has no int16."""
+        """Return the tensors of all members, as bytes on the way: gloo has no int16.
+
+        In a ring of three or more members, each connection carries one direction. Two members have a connection for
+        each direction: on a single one gloo reaches half of the rate of a slow link (docs/log.md).
+        """
         payload = values.view(torch.uint8)
         received = [torch.empty_like(payload) for _ in self._members]
-        self._group.allgather([received], [payload]).wait()
-        return [payload.view(values.dtype) for payload in received]
+        if self._return_group is None:
+            self._group.allgather([received], [payload]).wait()
+        else:
+            me = self._members.index(self._number)
+            other = 1 - me
+            groups = (self._group, self._return_group)
+            received[me] = payload
+            works = (groups[me].send([payload], other, 0), groups[other].recv([received[other]], other, 0))
+            for work in works:
+                work.wait()
+        return [content.view(values.dtype) for content in received]
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
         """Connect to this rank's equals; returns once all are connected."""
-        self._group = None
-        store = dist.PrefixStore(f"{epoch}/{self._rank}", self._store)
-        self._group = gloo_group(store, members.index(self._number), len(members), self._host, self._timeout)
+        self.drop()
+        member = members.index(self._number)
+
+        def connect(name: str) -> Any:
+            store = dist.PrefixStore(f"{epoch}/{self._rank}{name}", self._store)
+            return gloo_group(store, member, len(members), self._host, self._timeout)
+
+        self._group = connect("")
+        self._return_group = connect("/return") if len(members) == 2 else None
         self._epoch = epoch
         self._members = members
 

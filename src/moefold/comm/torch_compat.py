@@ -6,6 +6,7 @@ Before the upper limit of torch in pyproject.toml is raised, check each name in 
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -112,6 +113,20 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[A
 def is_in_backward() -> bool:
     """Return whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def drain_backward_queue() -> None:
+    """Free the graph of a backward pass that ended with an exception in this thread.
+
+    The nodes that were ready to run stay in the thread's queue and hold the graph, and what its hooks refer to. The
+    engine drops them when a later backward pass reaches them. It runs nodes that were created later first, and counts
+    the nodes of each thread from 0: the only node of another thread comes after all others.
+    """
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(torch.ones((), requires_grad=True).clone()))
+    thread.start()
+    thread.join()
+    found[0].backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -240,11 +255,11 @@ def set_aside_process_groups() -> Iterator[None]:
     default = world.default_pg
     init_method = c10d._default_pg_init_method
     excepthook = sys.excepthook
-    _forget_process_groups()
+    forget_process_groups()
     try:
         yield
     finally:
-        _forget_process_groups()
+        forget_process_groups()
         for table, content in zip(tables, contents, strict=True):
             table.update(content)
         world._comms.extend(communicators)
@@ -257,8 +272,21 @@ def set_aside_process_groups() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
-def _forget_process_groups() -> None:
-    """Empty torch's tables and caches of process groups; destroys none."""
+def abort_process_groups() -> None:
+    """Abort all process groups of this process, from any thread.
+
+    Pending collectives of NCCL end with an error (ncclCommAbort). gloo has nothing to abort: its connections close when
+    the groups are freed. The NCCL path has not run on a GPU.
+    """
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        group.abort()
+
+
+def forget_process_groups() -> None:
+    """Empty torch's tables and caches of process groups; destroys none.
+
+    A group is freed, and the connections of gloo close, once no module, mesh or stack frame holds it.
+    """
     c10d = torch.distributed.distributed_c10d
     for name in _GROUP_TABLES:
         getattr(c10d, name).clear()

@@ -507,6 +507,17 @@ class FaultsConfig:
     """Compare replicas every this many steps: whether ranks that should hold identical bytes do, and how far losses and
     gradients of data-parallel replicas diverge; 0: never. The bytes are also compared before each save. A difference of
     bytes ends the run and names the rank."""
+    on_loss: Literal["stop", "regroup"] = "stop"
+    """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
+    resumes. regroup: the other ranks go on in their processes, with fewer data-parallel replicas and the same global
+    batch, from memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
+    min_ranks: int = 1
+    """Fewest ranks to go on with after a regroup; with fewer, the job ends."""
+
+    @property
+    def regroups(self) -> bool:
+        """Return whether the job goes on without a lost rank."""
+        return self.on_loss == "regroup"
 
     @property
     def actions(self) -> tuple[str, str]:

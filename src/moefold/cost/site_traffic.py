@@ -7,7 +7,7 @@ ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
@@ -193,14 +193,9 @@ def _trained_weights(cfg: Config) -> Iterator[ParamSpec]:
 
 
 def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
-    """Return the shards of a weight that a site sends: of experts that sites own, those of its own."""
     p = cfg.parallel
     degree = (p.edp if weight.is_expert else p.dp * p.cp) if p.zero else 1
-    shards = weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
-    owners = cfg.sites.num_expert_owners if weight.is_expert else 1
-    if shards.row_numel % owners:
-        return replace(shards, total_rows=shards.total_rows // owners, rows=shards.rows // owners)
-    return replace(shards, row_numel=shards.row_numel // owners)
+    return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
 
 
 def _padded_numel(shards: DataParallelShards, code: WireFormat, owners: int = 1) -> int:

@@ -106,6 +106,11 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
     return _parse_skypilot_env(environment)
 
 
+def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an agent of torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
 def master_host(environment: Mapping[str, str] = os.environ) -> str:
     """Return the address of rank 0 as its launcher set it; "" if it set none."""
     return environment.get("MASTER_ADDR", "")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import World, current_world
+from moefold.comm.torch_compat import drain_backward_queue
 from moefold.errors import ConfigError, RunError
 from moefold.host.listen import is_loopback
 from moefold.host.processes import ProcessId
@@ -169,6 +170,7 @@ def restored_process_state() -> Iterator[None]:
             yield
         except BaseException as error:
             _clear_frames(error)
+            drain_backward_queue()
             raise
         finally:
             torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ from typing import Any, Self
 from moefold.errors import RunError
 from moefold.host.processes import STOP_SIGNALS, block_signals, handle_stop_signals, signal_on_parent_death
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS
 from moefold.launch.failure import RankErrorHandler
 from moefold.terminal import escape_log_lines
 
@@ -46,16 +46,25 @@ class JobResult:
     status: int
     """Largest status that a rank returned; 0 if a rank failed."""
     failed_rank: int | None
-    """First rank that did not return."""
+    """First rank that did not return, or the lost rank after which the others could not go on."""
     exitcode: int
     """Exit code of the failed rank's process; negative: the signal that ended it."""
 
 
-def run_processes(main: RankMain, rank_envs: Sequence[RankEnv], device_type: str) -> JobResult:
+def run_processes(
+    main: RankMain, rank_envs: Sequence[RankEnv], device_type: str, on_loss: Callable[[int, int], None] | None = None
+) -> JobResult:
     """Run `main` in one process for each rank environment and wait until all have ended.
 
     CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. A failed rank
     ends the others. If this process is killed, the ranks get SIGINT.
+
+    Args:
+        main: what each rank runs.
+        rank_envs: environment of each rank.
+        device_type: "cpu" or "cuda".
+        on_loss: called with the number and the exit code of a rank that a signal has ended, while others run: these go
+            on. None: such a rank has failed.
 
     Raises:
         RunError: the system cannot start another process.
@@ -81,7 +90,7 @@ def run_processes(main: RankMain, rank_envs: Sequence[RankEnv], device_type: str
                 ) from None
             sender.close()
             ranks.append(_RankProcess(process, receiver))
-        return _wait_for_ranks(ranks)
+        return _wait_for_ranks(ranks, on_loss)
     finally:
         for rank in ranks:
             rank.process.kill()
@@ -96,8 +105,9 @@ class _RankProcess:
     status_pipe: Connection
 
 
-def _wait_for_ranks(ranks: Sequence[_RankProcess]) -> JobResult:
+def _wait_for_ranks(ranks: Sequence[_RankProcess], on_loss: Callable[[int, int], None] | None) -> JobResult:
     statuses: list[int] = []
+    last_loss: JobResult | None = None
     running = dict(enumerate(ranks))
     while running:
         ended = set(wait([rank.process.sentinel for rank in running.values()]))
@@ -106,9 +116,15 @@ def _wait_for_ranks(ranks: Sequence[_RankProcess]) -> JobResult:
             status_pipe = running[number].status_pipe
             del running[number]
             process.join()
-            if process.exitcode or not status_pipe.poll():
+            exitcode = process.exitcode or 0
+            if on_loss is not None and exitcode < 0 and (running or statuses):
+                last_loss = JobResult(0, number, exitcode)
+                on_loss(number, exitcode)
+                continue
+            if exitcode or not status_pipe.poll():
                 _terminate([rank.process for rank in running.values()])
-                return JobResult(0, number, process.exitcode or 0)
+                # A survivor that fails after a loss is a consequence of it.
+                return last_loss if last_loss and exitcode == EXIT_FAILED else JobResult(0, number, exitcode)
             statuses.append(int(status_pipe.recv_bytes()))
     return JobResult(max(statuses), None, 0)
 

@@ -26,7 +26,12 @@ RankFunction = Callable[[RankEnv, str], Result]
 
 
 def collect_from_ranks(
-    function: RankFunction[Result], world_size: int, device_type: str, rank_env: RankEnv | None
+    function: RankFunction[Result],
+    world_size: int,
+    device_type: str,
+    rank_env: RankEnv | None,
+    *,
+    regroups: bool = False,
 ) -> Result:
     """Run a function on all ranks; a single rank, or a rank that a launcher started, is this process.
 
@@ -35,9 +40,10 @@ def collect_from_ranks(
         world_size: ranks of the job.
         device_type: "cpu" or "cuda".
         rank_env: environment of this process, if a launcher started it.
+        regroups: see `spawn_ranks`.
 
     Returns:
-        The function's result on this rank, or on the first of the ranks that were started.
+        The function's result on this rank, or on the first of the ranks that were started and not lost.
 
     Raises:
         RunError: a rank that was started has failed; its message is on stderr.
@@ -47,18 +53,26 @@ def collect_from_ranks(
     if world_size == 1:
         return function(single_rank_env(), device_type)
     with TemporaryDirectory(prefix="moefold-result-") as folder:
-        path = Path(folder) / "result"
-        status = spawn_ranks(partial(_write_result, function, path), world_size, device_type)
+        main = partial(_write_result, function, Path(folder), regroups)
+        status = spawn_ranks(main, world_size, device_type, regroups=regroups)
         if status:
             raise RunError(f"the ranks ended with status {status}; the message of the rank that failed is on stderr")
-        found: Result = pickle.loads(path.read_bytes())
+        first = min(Path(folder).glob(f"*{_RESULT_SUFFIX}"), key=lambda path: int(path.stem))
+        found: Result = pickle.loads(first.read_bytes())
     return found
 
 
-def _write_result(function: RankFunction[Result], path: Path, rank_env: RankEnv, device_type: str) -> int:
+_RESULT_SUFFIX = ".pickle"
+
+
+def _write_result(
+    function: RankFunction[Result], folder: Path, regroups: bool, rank_env: RankEnv, device_type: str
+) -> int:
     result = function(rank_env, device_type)
-    if rank_env.rank == 0:
-        path.write_bytes(pickle.dumps(result))
+    if rank_env.rank == 0 or regroups:
+        draft = folder / f"{rank_env.rank}.draft"
+        draft.write_bytes(pickle.dumps(result))
+        draft.rename(draft.with_suffix(_RESULT_SUFFIX))
     return 0
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from moefold.launch.accelerator import missing_gpu_message
 from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
+from moefold.launch.regroup import LostRankError, report_lost
 from moefold.launch.rendezvous import HOST, join_rendezvous, loopback_store, restrict_to_loopback
 from moefold.launch.runtime_env import choose_threads, expand_segments, keep_freed_blocks
 from moefold.launch.single_reporter import has_report
@@ -56,23 +58,38 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
     return device
 
 
-def run_ranks(main: RankMain, world_size: int, device_type: str, rank_env: RankEnv | None) -> int:
+def run_ranks(
+    main: RankMain, world_size: int, device_type: str, rank_env: RankEnv | None, *, regroups: bool = False
+) -> int:
     """Run `main` as the rank that a launcher started and exit, or spawn all ranks on this machine and wait for them.
+
+    Args:
+        main: what each rank runs.
+        world_size: ranks of the job.
+        device_type: "cpu" or "cuda".
+        rank_env: environment of this process, if a launcher started it.
+        regroups: see `spawn_ranks`.
 
     Raises:
         KeyboardInterrupt: see `spawn_ranks`.
     """
     if rank_env is not None:
         hard_exit(main(rank_env, device_type))
-    return spawn_ranks(main, world_size, device_type)
+    return spawn_ranks(main, world_size, device_type, regroups=regroups)
 
 
-def spawn_ranks(main: RankMain, world_size: int, device_type: str) -> int:
+def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: bool = False) -> int:
     """Run `main` on `world_size` new processes of this machine, wait for them and return the exit status.
 
     CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. Ctrl-C and
     SIGTERM are forwarded to the ranks, which exit by themselves. A failed rank ends the job and is named on stderr.
     All sockets are bound to the loopback interface.
+
+    Args:
+        main: what each rank runs.
+        world_size: number of ranks.
+        device_type: "cpu" or "cuda".
+        regroups: a rank that a signal has ended is recorded in the store, and the others go on, see `launch.regroup`.
 
     Raises:
         KeyboardInterrupt: the ranks ended on Ctrl-C, or were killed by a second one.
@@ -82,7 +99,7 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str) -> int:
     store = loopback_store()
     with SignalForwarder() as forwarder, record_files(world_size) as paths:
         rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]
-        result = run_processes(main, rank_envs, device_type)
+        result = run_processes(main, rank_envs, device_type, partial(_record_loss, store) if regroups else None)
         return result.status if result.failed_rank is None else _failed_job_status(result, forwarder, paths)
 
 
@@ -122,6 +139,7 @@ def init_split_job(
     device_type: str,
     timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
     on_rendezvous: Callable[[str], None] | None = None,
+    open_group_store: Callable[[], dist.Store] | None = None,
 ) -> Iterator[tuple[torch.device, JobLink | None]]:
     """Initialise a default process group of the ranks with the same work, and connect all ranks of the job.
 
@@ -133,6 +151,8 @@ def init_split_job(
         device_type: "cpu" or "cuda".
         timeout_s: see `init_distributed`.
         on_rendezvous: see `init_distributed`.
+        open_group_store: called after it; returns the store on which the process groups connect, by default that of the
+            rendezvous.
 
     Raises:
         RunError: a rank did not join in time, or the ranks could not connect to each other.
@@ -146,19 +166,20 @@ def init_split_job(
     if is_loopback(rank_env.master_address):
         restrict_to_loopback()
     keep_freed_blocks(device_type)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     store, session = join_rendezvous(rank_env, timeout_s)
     if on_rendezvous is not None:
         on_rendezvous(session)
+    # `store` stays in use: rank 0 may host it.
+    group_store = store if open_group_store is None else open_group_store()
     link: JobLink | None = None
     try:
-        link = _init_process_groups(backend, store, rank_env, split, device, group_timeout(timeout_s))
+        link = _init_process_groups(group_store, rank_env, split, device, group_timeout(timeout_s))
     except CallTimeoutError:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them "
             f"within {group_timeout(timeout_s).total_seconds():g} s; one may hang, or the host of the store is lost"
         ) from None
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, LostRankError) as error:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and did not connect to all of them: "
             f"{str(error).splitlines()[0]}; one may have ended meanwhile, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
@@ -167,7 +188,9 @@ def init_split_job(
     try:
         yield device, link
     finally:
-        dist.destroy_process_group()
+        # A rank that regrouped may have ended without a group.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_paths: tuple[str, ...]) -> int:
@@ -194,6 +217,10 @@ def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_pat
     return EXIT_FAILED
 
 
+def _record_loss(store: dist.Store, rank: int, exitcode: int) -> None:
+    report_lost(store, rank, _describe_exit(exitcode))
+
+
 def _describe_exit(exitcode: int) -> str:
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL (as happens when memory runs out)"
@@ -203,7 +230,7 @@ def _describe_exit(exitcode: int) -> str:
 
 
 def _init_process_groups(
-    backend: str, store: dist.Store, rank_env: RankEnv, split: JobSplit, device: torch.device, timeout: timedelta
+    store: dist.Store, rank_env: RankEnv, split: JobSplit, device: torch.device, timeout: timedelta
 ) -> JobLink | None:
     """Initialise the default process group, and connect the ranks that train with those that sample.
 
@@ -217,20 +244,33 @@ def _init_process_groups(
     own_store = dist.PrefixStore(f"ranks from {ranks.start}", store) if split.num_sampling else store
 
     def connect() -> JobLink | None:
-        if device.type == "cuda":
-            # The current device is per thread.
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend,
-            store=own_store,
-            rank=rank_env.rank - ranks.start,
-            world_size=len(ranks),
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        init_process_group(own_store, rank_env.rank - ranks.start, len(ranks), device, timeout)
         return JobLink.connect(split, rank_env.rank, store) if split.num_sampling else None
 
     return run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)
+
+
+def init_process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    """Initialise the default process group of a rank; blocks until all ranks are connected.
+
+    Args:
+        store: store that the ranks share.
+        rank: number of this rank in the group.
+        size: number of ranks.
+        device: device of this rank.
+        timeout: torch's own timeout of the group.
+    """
+    if device.type == "cuda":
+        # The current device is per thread.
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _free_port() -> int:

@@ -23,11 +23,20 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from moefold.comm.flight_recorder import FILE_BYTES, FlightRecorder, FlightSnapshot, decode_snapshot, format_ranks
+from moefold.comm.flight_recorder import (
+    FILE_BYTES,
+    FlightRecorder,
+    FlightSnapshot,
+    decode_snapshot,
+    format_ranks,
+    read_snapshot,
+)
+from moefold.comm.torch_compat import abort_process_groups
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, hard_exit
 from moefold.launch.hang_diagnosis import RankReport, describe_activity, format_diagnosis
+from moefold.launch.regroup import lost_ranks, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.single_reporter import SingleReporter
 
@@ -70,9 +79,13 @@ class Watchdog:
         rank_env: environment of this rank.
         timeout_s: the job ends when a rank makes no progress for this long.
         device_type: "cpu" or "cuda".
+        regroups: a lost rank does not end the job; it is recorded for `launch.regroup`.
     """
 
-    def __init__(self, rank_env: RankEnv, timeout_s: float, device_type: str = "cpu") -> None:
+    def __init__(
+        self, rank_env: RankEnv, timeout_s: float, device_type: str = "cpu", *, regroups: bool = False
+    ) -> None:
+        self._regroups = regroups
         self._rank_env = rank_env
         self._device_type = device_type
         self._file, self._descriptor = _flight_record_file(rank_env)
@@ -89,6 +102,7 @@ class Watchdog:
         """
         self.flight_recorder.set_phase("connecting to the other ranks")
         self._store_reporter = _StoreReporter(self._rank_env, self.flight_recorder, self._file, self.reporter, session)
+        self._store_reporter.regroups = self._regroups
         # The host thread of a GPU rank may block anywhere on a collective: its stack is no evidence.
         self._store_reporter.stack_shows_comm = self._device_type == "cpu"
         self._store_reporter.start()
@@ -127,6 +141,28 @@ class Watchdog:
         """Return whether this is the first rank to claim `topic`; True before `start`."""
         return self._store_reporter is None or self._store_reporter.claim_first(topic)
 
+    def gone_ranks(self) -> list[int]:
+        """Return the ranks of this machine whose processes are gone without an exit status."""
+        with suppress(*STORE_ERRORS):
+            return [] if self._store_reporter is None else self._store_reporter.lost_peers()
+        return []
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank, if it is another one of this machine."""
+        if self._store_reporter is not None:
+            self._store_reporter.kill_peer(rank)
+
+    def activity_of(self, rank: int) -> str:
+        """Return host, step, phase and last collective of a lost rank, as far as this rank can read them."""
+        host, snapshot = "", None
+        if self._store_reporter is not None:
+            with suppress(*STORE_ERRORS):
+                host, snapshot = self._store_reporter.last_report(rank)
+        if self._rank_env.record_paths:
+            snapshot = read_snapshot(Path(self._rank_env.record_paths[rank])) or snapshot
+        where = f" on {host}" if host else ""
+        return f"{where} in {describe_activity(snapshot)}" if snapshot is not None else where
+
     def exit_failed(self) -> NoReturn:
         """Exit with `EXIT_FAILED`, and kill stopped ranks of this machine, which ignore the launcher's SIGTERM."""
         if self._store_reporter is not None:
@@ -160,6 +196,10 @@ class Watchdog:
         limit_s = self.flight_recorder.hang_timeout_s
         while not self._stopped.wait(min(REPORT_PERIOD_S, limit_s / 5)):
             if self.flight_recorder.stalled_s() > limit_s:
+                if self._regroups and store_reporter.drop_silent_ranks():
+                    # The survivors get errors from now on; a second timeout ends the job.
+                    self.flight_recorder.note_progress()
+                    continue
                 reason = f"no progress for {limit_s:g} s (faults.timeout_s)"
                 self._request_diagnosis(store_reporter, reason, is_lost_peer=False)
                 self._report_without_store(store_reporter, reason)
@@ -220,8 +260,11 @@ class _StoreReporter(threading.Thread):
         self._reason = ""
         self._is_lost_peer = False
         self._local_peers: dict[int, _LocalPeer] = {}
+        self._recorded_losses: set[int] = set()
         self._awaited_report_s = 0.0
         self._store: dist.Store | None = None
+        self._base_store: dist.Store | None = None
+        self.regroups = False
 
     def run(self) -> None:
         """Report until the rank deregisters or the store is lost."""
@@ -232,7 +275,7 @@ class _StoreReporter(threading.Thread):
                 is_new = not self.peers_known.is_set()
                 self._wake.wait(max(POLL_S, self._rank_env.world_size / 5000) if is_new else self.period_s)
                 self._wake.clear()
-            if self._exit_status != 0 and (lost := self._lost_peers()):
+            if self._exit_status != 0 and not self.regroups and (lost := self.lost_peers()):
                 self._report_lost_peers(lost)
             self._connected_store.set(f"left/{self._rank_env.rank}", str(self._exit_status))
         except STORE_ERRORS:
@@ -295,6 +338,7 @@ class _StoreReporter(threading.Thread):
         store = dist.TCPStore(
             env.master_address, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False
         )
+        self._base_store = store
         self._store = dist.PrefixStore(f"moefold/{self._session}", store)
         own = self.own_process
         number = self._store.add(f"machine/{own.machine}", 1)
@@ -313,15 +357,75 @@ class _StoreReporter(threading.Thread):
         if not self.peers_known.is_set():
             self._discover_local_peers()
         self._credit_awaited_rank()
-        if lost := self._lost_peers():
+        if self.regroups:
+            self._record_losses()
+        elif lost := self.lost_peers():
             self._report_lost_peers(lost)
         if self._reason:
             self._diagnose_and_exit(self._reason, is_lost_peer=self._is_lost_peer)
 
-    def _lost_peers(self) -> list[int]:
+    def lost_peers(self) -> list[int]:
         """Return the other ranks of this machine that are gone without having deregistered."""
         gone = [rank for rank, state in self.local_peer_states().items() if state == GONE]
         return [rank for rank in gone if not self._connected_store.check([f"left/{rank}"])]
+
+    def kill_peer(self, rank: int) -> None:
+        """Kill the process of another rank of this machine, unless it is gone."""
+        peer = self._local_peers.get(rank)
+        if peer is not None and peer.process.state() != GONE:
+            with suppress(ProcessLookupError):
+                os.kill(peer.process.number, signal.SIGKILL)
+
+    def last_report(self, rank: int) -> tuple[str, FlightSnapshot | None]:
+        """Return host and last flight-recorder snapshot of another rank."""
+        store = self._connected_store
+        report = json.loads(store.get(f"report/{rank}")) if store.check([f"report/{rank}"]) else None
+        observed = self._local_peers[rank].describe()[1] if rank in self._local_peers else None
+        snapshot = observed or (report and report["snapshot"])
+        return report["host"] if report else "", FlightSnapshot.from_json(snapshot) if snapshot else None
+
+    def drop_silent_ranks(self) -> bool:
+        """Kill the stopped ranks of this machine, so that the others can regroup; return whether a rank was lost.
+
+        Called by the watchdog after the timeout. On GPUs, ranks that report nothing are recorded as lost too. With gloo
+        the others would still wait on the connections to an unreachable host, so that the job ends.
+        """
+        try:
+            base = self._base_store
+            if base is None:
+                return False
+            known = lost_ranks(base)
+            before = {rank: self._last_text(rank) for rank in range(self._rank_env.world_size)}
+            for rank, peer in self._local_peers.items():
+                if peer.process.state() == STOPPED:
+                    self.kill_peer(rank)
+                    report_lost(base, rank)
+            time.sleep(MAX_MISSED_PERIODS * self.period_s)
+            if not self.stack_shows_comm:
+                left = [rank for rank in before if not self._connected_store.check([f"left/{rank}"])]
+                for rank in left:
+                    if rank != self._rank_env.rank and self._last_text(rank) == before[rank]:
+                        report_lost(base, rank)
+            return lost_ranks(base) != known
+        except STORE_ERRORS:
+            return False
+
+    def _last_text(self, rank: int) -> bytes:
+        store = self._connected_store
+        return store.get(f"report/{rank}") if store.check([f"report/{rank}"]) else b""
+
+    def _record_losses(self) -> None:
+        """Record new losses for the survivors, and interrupt collectives of NCCL, which give no error of their own."""
+        assert self._base_store is not None, "run() connects first"
+        for rank in self.lost_peers():
+            report_lost(self._base_store, rank)
+        new = lost_ranks(self._base_store) - self._recorded_losses
+        for rank in new:
+            # From now on it counts as a rank that has left, in every diagnosis.
+            self._connected_store.set(f"left/{rank}", str(-signal.SIGKILL))
+        self._recorded_losses |= new
+        if new and not self.stack_shows_comm:
+            abort_process_groups()
 
     def _report_lost_peers(self, lost: list[int]) -> NoReturn:
         if self._rank_env.record_paths:

@@ -27,7 +27,6 @@ they hold.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -117,11 +116,6 @@ class OuterOptimizer:
     def weights(self) -> dict[str, Tensor]:
         """Outer weights phi by parameter, sharded as the parameter."""
         return self._states["weights"]
-
-    @property
-    def momentum(self) -> dict[str, Tensor]:
-        """Momentum m by parameter; empty without momentum."""
-        return self._states["momentum"]
 
     @property
     def residual(self) -> dict[str, Tensor]:
@@ -255,14 +249,8 @@ class OuterOptimizer:
         return torch.cat([*found, mean[num_coded:]])
 
     @torch.no_grad()
-    def begin_next_round(self, fragments: Sequence[int] = (0,)) -> None:
-        """Set the weights to the outer weights, once `difference` is sent and the next round begins; local."""
-        for name, (weights,) in self._visit(self._names(fragments), ["weights"]):
-            local_tensor(self._parameters[name].data).copy_(weights)
-
-    @torch.no_grad()
     def put_back(self, fragments: Sequence[int], sent: Tensor) -> None:
-        """Undo `begin_next_round`, as the round is not applied: the weights move by the difference again; local.
+        """Move the weights by their difference again, as the round is not applied whose end set them to phi; local.
 
         Args:
             fragments: the fragments of the round.
@@ -272,27 +260,6 @@ class OuterOptimizer:
         for (name, residual), part in zip(self._visit(names, ["residual"]), self._parts(names, sent), strict=True):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
-
-    @torch.no_grad()
-    def keep_round(self, pending: PendingRound) -> None:
-        """Keep a round that is certain until it is applied; local.
-
-        Buffers have no outer weights: where a site goes on from its own during a whole round, their mean becomes what
-        it differs from those that were sent.
-        """
-        if self._settings.overlaps_whole_round and pending.due > pending.step:
-            first = self.num_coded(pending.fragments)
-            corrected = pending.mean.clone()
-            corrected[first:] -= pending.own[first:]
-            pending = replace(pending, mean=corrected)
-        self.pending = pending
-
-    @torch.no_grad()
-    def mean_square(self, mean: Tensor, fragments: Sequence[int] = (0,)) -> float:
-        """Return the sum of squares of the mean of a round over this rank's shards, the same bits on all sites."""
-        names = self._names(fragments)
-        parts = zip(names, self._parts(names, mean), strict=True)
-        return sum(exact_square(part) / share for name, part in parts if (share := self._replicas.get(name, 1)))
 
     @torch.no_grad()
     def step(
@@ -382,28 +349,21 @@ class OuterOptimizer:
             yield name, own_d, self._own(name, mean_g), self._own(name, weights), self._replicas.get(name, 1)
 
     @torch.no_grad()
-    def swap_weights(self) -> None:
-        """Exchange the weights with the outer weights, to evaluate these; local."""
+    def swap_weights(self) -> bool:
+        """Exchange weights and outer weights, to evaluate these; return whether one of them differed; local."""
+        differs = False
         for name, weights in self.visit_weights(list(self._parameters)):
             theta = local_tensor(self._parameters[name].data)
+            differs |= not torch.equal(theta, weights)
             present = theta.clone()
             theta.copy_(weights)
             weights.copy_(present)
-
-    @torch.no_grad()
-    def has_own_weights(self) -> bool:
-        """Return whether a weight of this rank differs from the outer weight; local."""
-        names = list(self._parameters)
-        # To the end, as the visit writes offloaded weights back.
-        differs = [
-            not torch.equal(local_tensor(self._parameters[name].data), w) for name, w in self.visit_weights(names)
-        ]
-        return any(differs)
+        return differs
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
         """Return this rank's shards of all checkpoint entries, those of a pending round included."""
         pending = self.pending
-        return self.entries() | ({} if pending is None else self.pending_entries(pending.fragments, pending.mean))
+        return self.entries() | ({} if pending is None else self._pending_entries(pending.fragments, pending.mean))
 
     def state(self) -> dict[str, int]:
         """Return the part of the state that is no tensor."""
@@ -434,7 +394,7 @@ class OuterOptimizer:
         self.pending = None
         if "pending.due" in state:
             fragments = tuple(due(state["pending.step"]))
-            entries = self.pending_entries(fragments)
+            entries = self._pending_entries(fragments)
             load(entries)
             mean = self.pending_mean(entries)
             own = self._own_part(fragments, mean)
@@ -457,7 +417,7 @@ class OuterOptimizer:
         self.tokens = [tokens] * self._num_fragments
         self.pending = None
 
-    def pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
+    def _pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
         """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
 
         Args:

@@ -1,7 +1,7 @@
-"""What a round of the sites leaves: its norms, a mean that is not applied yet; and arithmetic of the outer step."""
+"""Norms of a round of the sites, a mean that is not applied yet, and arithmetic of the outer step."""
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,18 @@ class PendingRound:
     """What this site sent."""
     mean: Tensor
     """What `OuterOptimizer.assemble` returned."""
+
+    def with_corrections(self, first: int) -> "PendingRound":
+        """Return the round with the corrections of buffers: what their means differ from those that were sent.
+
+        Buffers have no outer weights, and during the exchange of a whole round they go on from their own.
+
+        Args:
+            first: index of the first buffer in the vectors.
+        """
+        mean = self.mean.clone()
+        mean[first:] -= self.own[first:]
+        return replace(self, mean=mean)
 
 
 def add_pull(mean: Tensor, outer: Tensor) -> Tensor:

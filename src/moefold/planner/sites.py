@@ -215,8 +215,8 @@ class SitePlan:
     """Of the least `every` that reaches `TARGET`, for each precision: without overlap, or with as little as may be
     chosen, and with as much."""
     chosen: SiteRate
-    keep_local: float
-    """Share of a site's own weights that stays under the chosen settings."""
+    further: Mapping[str, float]
+    """Other keys of [sites] that change with the chosen settings."""
     data_parallel: DataParallelRate
 
     def as_dict(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class SitePlan:
             "fragments": len(self.recipe.exchanges_s),
             "density": self.density,
             "recipe": self.recipe.as_dict(),
-            "chosen": self.chosen.as_dict() | {"keep_local": self.keep_local},
+            "chosen": self.chosen.as_dict() | dict(self.further),
             "options": [rate.as_dict() for pair in self.options for rate in dict.fromkeys(pair)],
             "data_parallel": {
                 "step_time_s": parallel.step_s,
@@ -267,7 +267,8 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
 
     If the recipe's settings do, they are chosen. Else the least overlap, and with it the most bits, with which the
     recipe's `every` is enough; if none is, that with an `every` near the lowest. If rounds overlap in the chosen
-    settings and not in the recipe, half of a site's own weights stays. Top-k, averaged moments and rounds that are
+    settings and not in the recipe, half of a site's own weights stays. Experts are merged at the nearest multiple of
+    `every`. Top-k, averaged moments and rounds that are
     exchanged during the whole next one stay as they are.
 
     Args:
@@ -289,7 +290,6 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     fewest = min(choice.every for choice in choices.values())
     near = [choice for choice in choices.values() if choice.every <= NEAR * fewest]
     chosen = recipe if recipe.reaches_target else cost.rate((enough or near)[0])
-    is_overlapped_now = chosen.settings.overlap > sites.overlap == 0
     return SitePlan(
         cost=cost,
         density=sites.density,
@@ -297,13 +297,23 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         recipe=recipe,
         options=options,
         chosen=chosen,
-        keep_local=sites.keep_local or (KEEP_LOCAL if is_overlapped_now else 0.0),
+        further=_further_keys(sites, chosen.settings),
         data_parallel=cost.data_parallel(num_trained(cfg) * difference_itemsize(cfg)),
     )
 
 
 WHOLE_ROUND = -1
 """Overlap that is equal to `every`, whatever that is."""
+
+
+def _further_keys(sites: SitesConfig, chosen: RoundSettings) -> dict[str, float]:
+    """Return the keys that follow from chosen settings, where they are not those of the recipe."""
+    keys: dict[str, float] = {}
+    if chosen.overlap > sites.overlap == 0:
+        keys["keep_local"] = KEEP_LOCAL
+    if sites.merge_experts and sites.merge_every % chosen.every:
+        keys["merge_every"] = max(1, round(sites.merge_every / chosen.every)) * chosen.every
+    return keys
 
 
 def _precisions(sites: SitesConfig) -> list[str]:
@@ -318,7 +328,7 @@ def _overlaps(sites: SitesConfig) -> range:
     """Return the values of sites.overlap to choose from."""
     if sites.overlaps_whole_round:
         return range(WHOLE_ROUND, WHOLE_ROUND + 1)
-    if sites.moments == "average":
+    if sites.moments == "average" or sites.merge_experts:
         return range(1)
     # A share of the local weights stays in an overlap alone.
     return range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
@@ -359,7 +369,7 @@ def with_site_settings(cfg: Config, plan: SitePlan) -> Config:
         every=settings.every,
         overlap=settings.overlap,
         precision=cast(Any, settings.precision),
-        keep_local=plan.keep_local,
+        **cast(Any, plan.further),
     )
     return replace(cfg, sites=sites)
 

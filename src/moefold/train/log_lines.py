@@ -90,7 +90,7 @@ def _describe_batch(cfg: Config) -> str:
     text = f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
     if padding := cfg.num_padding_micro_batches:
         count = cfg.num_micro_batches * cfg.parallel.dp
-        text += f"; {padding} of the {count} micro-batches of all ranks are padding, as dp does not divide the batch"
+        text += f" (of {count} micro-batches on all ranks, {padding} hold padding alone: dp does not divide the batch)"
     return text
 
 

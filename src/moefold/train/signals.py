@@ -18,25 +18,25 @@ NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
 
 
 class StopSignals:
-    """Context manager that records the stop signals. A second Ctrl-C abandons the step.
+    """Context manager that records the stop signals; it can be nested. A second Ctrl-C abandons the step.
 
     Args:
         announces: confirm the first Ctrl-C on stderr; set on one rank of the job.
     """
 
     def __init__(self, *, announces: bool = False) -> None:
-        self._announces = announces
+        self.announces = announces
         self._received_s: dict[int, float] = {}
-        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._previous_handlers: list[dict[signal.Signals, Any]] = []
 
     def __enter__(self) -> Self:
-        self._previous_handlers = handle_stop_signals(self._on_signal)
+        self._previous_handlers.append(handle_stop_signals(self._on_signal))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous_handlers.items():
+        for number, handler in self._previous_handlers.pop().items():
             signal.signal(number, handler)
 
     @property
@@ -55,6 +55,6 @@ class StopSignals:
             return
         if now_s - first_s > DUPLICATE_SIGNAL_S:
             raise KeyboardInterrupt
-        if self._announces and first_s == now_s:
+        if self.announces and first_s == now_s:
             # The signal may have interrupted a print, so only the plain system call is safe here.
             os.write(2, NOTICE)

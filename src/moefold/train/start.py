@@ -16,11 +16,11 @@ from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
-from moefold.host.rank_env import RankEnv, check_world_size
+from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.fitting import check_training, choose_checked_device
 from moefold.launch.meet_client import parse_address
 from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
-from moefold.recipe import LoadedRecipe, with_world_size
+from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
@@ -302,12 +302,36 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     _check_program_data(cfg, program_data)
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size, cfg.rollout.ranks)
+    if cfg.faults.regroups:
+        _check_regroup(cfg, rank_env)
     check_protocol(cfg.checkpoint.dir, "checkpoint.dir")
     check_protocol(cfg.checkpoint.resume, "checkpoint.resume")
     # Provisional: the ranks make the final choice under the lock of the folder.
     folder = choose_run_folder(cfg)
     check_machine(folder.cfg)
     return RunSetup(cfg, recipe.messages, folder, find_resume(folder.cfg), store)
+
+
+def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
+    """Check that fewer ranks fit the recipe, and that the launcher leaves the survivors of a lost rank alive.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if rank_env is not None and (rank_env.is_embedded or is_torchrun()):
+        launcher = "the processes of a program" if rank_env.is_embedded else "torchrun"
+        why = "end with one of them" if rank_env.is_embedded else "kills all ranks of a node when one is lost"
+        raise ConfigError(
+            f"faults.on_loss='regroup': {launcher} {why}; start the job with `moefold train` on one machine or with "
+            "srun --kill-on-bad-exit=0, or set faults.on_loss='stop' and parallel.elastic=true"
+        )
+    if not fitting_after_loss(cfg):
+        p = cfg.parallel
+        raise ConfigError(
+            f"faults.on_loss='regroup': no number of ranks from faults.min_ranks={cfg.faults.min_ranks} to "
+            f"{p.world_size - 1} fits the recipe with tp={p.tp}, cp={p.cp}, pp={p.pp}, ep={p.ep}, etp={p.etp} and "
+            f"train.global_batch_size={cfg.train.global_batch_size}; change one of them, or set faults.on_loss='stop'"
+        )
 
 
 def _check_program_data(cfg: Config, program_data: "ProgramData | None") -> None:

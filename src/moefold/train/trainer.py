@@ -16,7 +16,7 @@ from moefold.launch.exit import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
-from moefold.train.callbacks.checkpointing import Checkpointing
+from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
 from moefold.train.callbacks.reference import ReferencePass
@@ -48,6 +48,7 @@ class Trainer:
         data: ProgramData | None = None,
         callbacks: Sequence[Callback] = (),
         link: JobLink | None = None,
+        history: SaveHistory | None = None,
     ) -> None:
         """Build the model and open the data; collective.
 
@@ -59,6 +60,7 @@ class Trainer:
             data: the samples of data.kind="program"; None: those of the recipe.
             callbacks: further hooks, the same on every rank, called after those of the trainer.
             link: to the ranks of rollout.ranks; None without them.
+            history: checkpoints of an earlier trainer of this process; None for the first.
         """
         self._cfg = cfg
         self._initial_messages = tuple(messages)
@@ -74,7 +76,7 @@ class Trainer:
             RolloutLoader(cfg, groups, model, link) if cfg.is_rl else DataLoader(cfg, groups, model.positions, data)
         )
         self._position = Position()
-        self._checkpointing = Checkpointing(cfg, groups)
+        self._checkpointing = Checkpointing(cfg, groups, history)
         self._callbacks: tuple[Callback, ...] = (
             *((SiteRounds(cfg),) if cfg.sites.is_active else ()),
             ReferencePass(),

@@ -3,28 +3,32 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.job_link import JobSplit
+from moefold.comm.job_link import JobLink, JobSplit
 from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_split_job
+from moefold.launch.regroup import Regroup
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
 from moefold.remote_path import is_remote, to_path
 from moefold.train.callbacks.callback import Callback
+from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
+from moefold.train.generations import GenerationLoop, with_saved_checkpoints
 from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import StopSignals
@@ -99,10 +103,14 @@ def train_on_rank(
         torch.use_deterministic_algorithms(True)
     stop = StopSignals(announces=rank_env.rank == 0)
     limit_s = cfg.faults.timeout_s
-    watchdog = Watchdog(rank_env, limit_s, device_type)
+    regroups = cfg.faults.regroups and rank_env.world_size > 1
+    watchdog = Watchdog(rank_env, limit_s, device_type, regroups=regroups)
     failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
-    joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start)
+    note_progress = watchdog.flight_recorder.note_progress
+    regroup = Regroup(rank_env, device_type, limit_s, watchdog.gone_ranks, watchdog.kill, note_progress)
+    open_store = regroup.open_first_store if regroups else None
+    joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start, open_store)
     with failing, joined as (device, link), watchdog, ExitStack() as cleanup:
         if link is not None:
             link.recorder = watchdog.flight_recorder
@@ -113,39 +121,75 @@ def train_on_rank(
                 groups = sampling_groups(cfg, device, watchdog.flight_recorder)
                 SamplingWorker(cfg, layout, groups, link).run()
             return TrainOutcome(0, Path(cfg.run.dir))
-        groups = ParallelGroups.create(layout, device, watchdog.flight_recorder)
-        cleanup.callback(groups.release)
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
         reporting = StepReporting(program.on_step)
-        messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
-        trainer = Trainer(
-            folder.cfg,
-            groups,
-            [message for message in messages if message],
-            loss=program.loss,
-            data=program.data,
-            callbacks=(*program.callbacks, reporting),
-            link=link,
-        )
-        with ExitStack() as locks:
-            if rank_env.rank == 0:
-                watchdog.flight_recorder.set_phase("locking the folders of the run")
-                for lock in _run_locks(folder.cfg):
-                    locks.enter_context(lock)
-                _reject_other_run(cfg, folder)
-            status = trainer.run(stop)
-            watchdog.flight_recorder.set_phase("listing the checkpoints")
-            return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, _newest_checkpoint(folder.cfg))
+        first_messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
+        locks = cleanup.enter_context(_RunLocks(cfg, folder))
+        parts = replace(program, callbacks=(*program.callbacks, reporting))
+        training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
+        run_dir = Path(folder.cfg.run.dir)
+        if regroups:
+            loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
+            status = loop.run(stop)
+            newest = None if regroup.is_spare or regroup.rank else _newest_checkpoint(folder.cfg)
+            return TrainOutcome(status, run_dir, reporting.last, newest)
+        status = training.train(folder.cfg, (), (), SaveHistory())
+        watchdog.flight_recorder.set_phase("listing the checkpoints")
+        newest = current_world().all_gather_object(_newest_checkpoint(folder.cfg) if rank_env.rank == 0 else None)[0]
+        return TrainOutcome(status, run_dir, reporting.last, newest)
+
+
+@dataclass(frozen=True)
+class _RankTraining:
+    """Trains on this rank, with the process group that is there."""
+
+    program: ProgramParts
+    first_messages: tuple[str, ...]
+    """Lines to log before all others, of the first trainer."""
+    device: torch.device
+    link: JobLink | None
+    watchdog: Watchdog
+    stop: StopSignals
+    locks: "_RunLocks"
+
+    def train(self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory) -> int:
+        """Train to the last step or a signal, and return the exit status; collective. Frees all it has built.
+
+        Args:
+            cfg: the recipe with the chosen run folder.
+            messages: lines to log before all others; empty at the start of the job.
+            callbacks: further hooks, before those of the program.
+            history: checkpoints of the run that this process knows.
+        """
+        recorder = self.watchdog.flight_recorder
+        with ExitStack() as cleanup:
+            groups = ParallelGroups.create(check_config(cfg), self.device, recorder)
+            cleanup.callback(groups.release)
+            self.stop.announces = groups.rank == 0
+            trainer = Trainer(
+                with_saved_checkpoints(cfg, history),
+                groups,
+                [message for message in messages or self.first_messages if message],
+                loss=self.program.loss,
+                data=self.program.data,
+                callbacks=(*callbacks, *self.program.callbacks),
+                link=self.link,
+                history=history,
+            )
+            if groups.rank == 0:
+                recorder.set_phase("locking the folders of the run")
+                self.locks.acquire(starts_run=not messages)
+            else:
+                self.locks.release()
+            return trainer.run(self.stop)
 
 
 def _newest_checkpoint(cfg: Config) -> Path | None:
-    """Return the newest complete checkpoint of a run, as rank 0 lists it; collective."""
-    world = current_world()
-    saved = complete_checkpoints(checkpoint_folder(cfg)) if world.is_rank0 else []
-    newest: str | None = world.all_gather_object(str(saved[-1]) if saved else None)[0]
-    return None if newest is None else to_path(newest)
+    """Return the newest complete checkpoint of a run."""
+    saved = complete_checkpoints(checkpoint_folder(cfg))
+    return to_path(str(saved[-1])) if saved else None
 
 
 def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
@@ -160,6 +204,51 @@ def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
             f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and left "
             "nothing to go on from; start the same command again, which takes a folder of its own"
         )
+
+
+class _RunLocks:
+    """Context manager of the locks of a run, which one process acquires: rank 0, or its successor after a regroup.
+
+    Args:
+        cfg: the recipe as the user wrote it.
+        folder: the chosen run folder.
+    """
+
+    def __init__(self, cfg: Config, folder: RunFolder) -> None:
+        self._cfg = cfg
+        self._folder = folder
+        self._stack = ExitStack()
+        self._is_held = False
+
+    def acquire(self, *, starts_run: bool) -> None:
+        """Acquire the locks unless this process holds them.
+
+        Args:
+            starts_run: whether the job starts; a successor of rank 0 finds what the job has written.
+
+        Raises:
+            ConfigError: another job holds one, or has written to the folder before the start of this run.
+        """
+        if self._is_held:
+            return
+        for lock in _run_locks(self._folder.cfg):
+            self._stack.enter_context(lock)
+        if starts_run:
+            _reject_other_run(self._cfg, self._folder)
+        self._is_held = True
+
+    def release(self) -> None:
+        """Release the locks, if this process holds them: another one is rank 0 now."""
+        self._stack.close()
+        self._is_held = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def _run_locks(cfg: Config) -> list[RunLock]:

@@ -24,6 +24,7 @@ from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_mem
 from moefold.validate.model import MODEL_RULES
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
+from moefold.validate.regroup import REGROUP_RULES
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
@@ -160,7 +161,7 @@ RANGES = (
     RangeRule("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0, "faults", "straggler_factor"),
     RangeRule(*_at_least(3), "faults", "spike_window"),
     RangeRule("must be at least 0 (0: never)", lambda steps: steps >= 0, "faults", "replica_check_every"),
-    RangeRule(*_at_least(1), "faults", "max_skips max_rollbacks"),
+    RangeRule(*_at_least(1), "faults", "max_skips max_rollbacks min_ranks"),
     RangeRule(
         "must have at most 128 characters, and none of / \\ # ? % :",
         lambda name: len(name) <= 128 and not set(name) & set("/\\#?%:"),
@@ -267,6 +268,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *RL_RULES,
         *ROLLOUT_RULES,
         *SITES_RULES,
+        *REGROUP_RULES,
         *SPSA_RULES,
     )
     training_rules = training_only if is_training else ()

@@ -187,7 +187,8 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
     if sites.overlaps_whole_round:
         yield (
             f"sites.overlap={sites.overlap} exchanges a round during the whole next one, for which the experts of "
-            'other sites would be a round behind their routers; set a lower sites.overlap, or sites.experts="average"'
+            "other sites would be older than their routers by a round; set a lower sites.overlap, or "
+            'sites.experts="average"'
         )
     if sites.moments == "average":
         yield (

@@ -481,9 +481,9 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "checkpoint.peer_every",
-        lambda cfg: cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.cp * cfg.parallel.pp,
-        "one data-parallel replica has no other rank to keep a copy of its shards",
-        "set parallel.world_size to more than tp*cp*pp",
+        lambda cfg: not cfg.faults.regroups,
+        "faults.on_loss='stop' ends the job with the first lost rank, and its snapshots with it",
+        "set faults.on_loss='regroup'",
     ),
     UnusedKeyRule(
         "checkpoint.keep_every",
@@ -538,6 +538,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: "skip" not in cfg.faults.actions,
         "nothing is skipped",
         "choose faults.nonfinite='skip'",
+    ),
+    UnusedKeyRule(
+        "faults.min_ranks",
+        lambda cfg: not cfg.faults.regroups,
+        "faults.on_loss='stop' ends the job with the first lost rank",
+        "set faults.on_loss='regroup'",
     ),
     UnusedKeyRule(
         "faults.max_rollbacks",

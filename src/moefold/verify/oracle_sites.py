@@ -148,6 +148,14 @@ class OracleSites:
         return self.sites[site].router.biases[name]
 
     @torch.no_grad()
+    def _mean_difference(self, site: int, name: str, shares: dict[int, float]) -> Tensor:
+        g = torch.zeros_like(self.outer[site][name])
+        for j, share in shares.items():
+            g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
+            if self.cfg.sites.topology == "pairs":
+                g = g + share * (self.outer[site][name] - self.outer[j][name])
+        return g
+
     def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
         """Return for each site the mean difference of each weight, and the mean of each buffer; None: it rests.
 
@@ -168,11 +176,7 @@ class OracleSites:
             for site in group:
                 mean = dict(buffers)
                 for name in (name for name in self.outer[site] if self._fragment(name) in fragments):
-                    g = torch.zeros_like(self.outer[site][name])
-                    for j, share in shares.items():
-                        g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
-                        if in_pairs:
-                            g = g + share * (self.outer[site][name] - self.outer[j][name])
+                    g = self._mean_difference(site, name, shares)
                     for expert in range(len(g) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
                         owner = expert % len(self.sites)
                         g[expert] = self.outer[site][name][expert] - self.sites[owner].weights[name][expert]

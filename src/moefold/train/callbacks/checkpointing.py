@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,20 @@ SAVE_DRAIN_LOST_RANK_S = 5.0
 """The same limit after a collective failed because another rank is gone."""
 
 
+@dataclass
+class SaveHistory:
+    """Checkpoints of the run that this process has loaded and saved; outlives a trainer where the ranks regroup."""
+
+    resumed_from: Path | None = None
+    """The checkpoint that the run resumed from, if any."""
+    has_saved: bool = False
+    """This process has saved a checkpoint, so that the newest in the folder is of this run."""
+    snapshots: PeerSnapshots | None = None
+    """Snapshots of this process, if the recipe takes any."""
+    restored_step: int | None = None
+    """Step to restore from the snapshots; None: from a checkpoint."""
+
+
 class Checkpointing(Callback):
     """Callback that saves when `checkpoint` says so; the trainer resumes and rolls back with it.
 
@@ -49,8 +63,15 @@ class Checkpointing(Callback):
     `total_save_s` how long saving has blocked training.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Open the saver; collective if it saves in the background."""
+    def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
+        """Open the saver; collective if it saves in the background.
+
+        Args:
+            cfg: the recipe.
+            groups: the process groups of this rank.
+            history: checkpoints of the run that this process knows; None for a new one.
+        """
+        self._history = history or SaveHistory()
         self.saver = CheckpointSaver(cfg)
         if cfg.checkpoint.async_save:
             group = groups.create_background_group().handle
@@ -58,11 +79,11 @@ class Checkpointing(Callback):
         self.total_save_s = 0.0
         self.init_message = ""
         self.checkpoint_dp: int | None = None
-        self._resumed_from: Path | None = None
-        self._has_saved = False
         self._adapters: AdapterWeights | None = None
-        self.snapshots = PeerSnapshots() if cfg.checkpoint.peer_every else None
-        self.restored_step: int | None = None
+        if cfg.checkpoint.peer_every and self._history.snapshots is None:
+            self._history.snapshots = PeerSnapshots()
+        self.snapshots = self._history.snapshots
+        self.restored_step = self._history.restored_step
 
     def restore_from_peers(self, snapshots: PeerSnapshots, step: int | None) -> None:
         """Go on with the snapshots of an earlier mapping in this process.
@@ -81,7 +102,7 @@ class Checkpointing(Callback):
             return Resume(None)
         run.groups.recorder.set_phase("loading the checkpoint or the initial weights")
         resume = resolve_resume(run.cfg, run.data.fingerprints)
-        self._resumed_from = resume.path
+        self._history.resumed_from = resume.path
         run.data.open(None if resume.path is None else read_meta(resume.path))
         if run.cfg.trains_adapters_only:
             self._adapters = AdapterWeights.open(run.cfg, run.groups, resume.path)
@@ -112,6 +133,7 @@ class Checkpointing(Callback):
         """
         assert self.snapshots is not None
         run.groups.recorder.set_phase("restoring the state from the memory of the ranks")
+        self.snapshots.share_progress(step, run.groups.world)
         taken = self.snapshots.snapshot(step).train_state
         assert taken is not None
         meta = checkpoint_meta(run.cfg, taken)
@@ -139,7 +161,7 @@ class Checkpointing(Callback):
 
     def _take_snapshot(self, run: TrainingContext) -> None:
         """Copy the state to the memory of this rank and of its peer, if the recipe says so; collective."""
-        if self.snapshots is None:
+        if self.snapshots is None or not run.cfg.checkpoint.peer_every:
             return
         run.groups.recorder.set_phase("copying the state to a peer")
         started_s = time.perf_counter()
@@ -153,8 +175,8 @@ class Checkpointing(Callback):
         Raises:
             RunError: there is no checkpoint yet.
         """
-        found = Resume(self._resumed_from)
-        if self._has_saved:
+        found = Resume(self._history.resumed_from)
+        if self._history.has_saved:
             own = replace(run.cfg.checkpoint, resume="auto")
             found = resolve_resume(replace(run.cfg, checkpoint=own), run.data.fingerprints)
         if found.path is None:
@@ -164,6 +186,9 @@ class Checkpointing(Callback):
             )
         self._load(run, found.path)
         run.training.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
+        if self.snapshots is not None:
+            self.snapshots.forget_groups()
+            self._take_snapshot(run)
         return found
 
     def check(self) -> None:
@@ -209,7 +234,7 @@ class Checkpointing(Callback):
         waited_s = self.saver.save(state, self._progress(run))
         run.save_s += waited_s
         self.total_save_s += waited_s
-        self._has_saved = True
+        self._history.has_saved = True
 
     def _progress(self, run: TrainingContext) -> TrainState:
         """Return the progress of the run, as checkpoints and snapshots store it."""

@@ -35,14 +35,13 @@ class SiteEvaluation(Callback):
         """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""
         outer = run.training.outer
         assert outer is not None
-        if not any(current_world().all_gather_object(outer.has_own_weights())):
+        if not any(current_world().all_gather_object(self._swap(run, outer))):
             return own_loss
-        self._swap(run, outer)
         eval_loss, _ = run.training.evaluate_or_stop(run.data.eval_batches(), lambda: run.stop.flags)
         self._swap(run, outer)
         return eval_loss
 
     @staticmethod
-    def _swap(run: TrainingContext, outer: OuterOptimizer) -> None:
+    def _swap(run: TrainingContext, outer: OuterOptimizer) -> bool:
         reshard_parameters(run.training.model.stages)
-        outer.swap_weights()
+        return outer.swap_weights()

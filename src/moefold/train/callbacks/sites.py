@@ -25,7 +25,7 @@ from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.adamw import named_moments
 from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import OuterNorms, PendingRound, add_pull, bits_to_float, float_to_bits
+from moefold.optim.outer_round import OuterNorms, PendingRound, add_pull, bits_to_float, exact_square, float_to_bits
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import (
     fragments_due,
@@ -300,7 +300,8 @@ class SiteRounds(Callback):
         """Begin the next round of training, where it does not wait for the exchange under way."""
         flight = self._flight
         if flight is not None and flight.due > flight.step and self._sites.overlaps_whole_round:
-            outer.begin_next_round(flight.fragments)
+            # It has one fragment.
+            outer.take_weights(list(outer.weights))
 
     def _decide(self, run: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
@@ -336,7 +337,9 @@ class SiteRounds(Callback):
             mean = add_pull(exchanged.mean, flight.outer)
         else:
             mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
-        outer.keep_round(PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean))
+        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean)
+        if flight.due > flight.step and self._sites.overlaps_whole_round:
+            outer.pending = outer.pending.with_corrections(outer.num_coded(flight.fragments))
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -386,7 +389,7 @@ class SiteRounds(Callback):
         else:
             penalty = 1.0
             if sites.penalty:
-                square = _same_sum_of_ranks(outer.mean_square(pending.mean, pending.fragments))
+                square = _same_sum_of_ranks(mean_square(outer, pending))
                 penalty = 1 + outer.last_update / math.sqrt(square) if square else 1.0
                 self._record["gap"] = penalty - 1
             norms = outer.step(
@@ -463,6 +466,11 @@ def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
             distance += float((own_d - mean_g).double().square().sum()) / replicas
             weights_square += float(weights.double().square().sum()) / replicas
     return [distance, weights_square]
+
+
+def mean_square(outer: OuterOptimizer, pending: PendingRound) -> float:
+    """Return the sum of squares of g over the shards of this rank, with the same bits on all sites."""
+    return sum(exact_square(g) / replicas for _, _, g, _, replicas in outer.visit_round(pending) if replicas)
 
 
 def describe_wait(answer: Message, address: str) -> str:

@@ -1,0 +1,394 @@
+"""Regrouping: the survivors of a lost rank agree through the job's store on a smaller job, in the same processes.
+
+A generation is a set of ranks that train together. Ranks of the job keep the number with which they were started, the
+job rank; the members of a generation have the ranks 0, 1, ... of its process group, in the order of their job ranks.
+A generation ends when one of its members is lost. Each survivor then frees its process groups, which closes the
+connections that other survivors wait on, and reports its arrival at the next generation. Once every rank of the old
+generation has arrived or is lost, the first survivor that sees it publishes the next generation, which all accept.
+
+A process counts as lost when it is gone without an exit status (the launcher and the ranks of its machine see that),
+or when it does not arrive within `faults.timeout_s`. A rank that ended with an error message of its own is not lost:
+the job ends as it does without regrouping.
+
+Keys of the store, below `moefold/regroup/`: `lost` and `arrived/N` are lists to which ranks append, `generation/N` is
+written once, `ended/N` is the exit status of the training of generation N.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from moefold.comm.flight_recorder import format_ranks
+from moefold.errors import RunError
+from moefold.host.rank_env import RankEnv
+
+PREFIX = "moefold/regroup"
+LOST_KEY = "lost"
+POLL_S = 0.02
+"""Least interval between two questions to the store; it grows with the number of ranks."""
+LOOK_S = 0.5
+"""Interval in which a rank that waits for the others looks at the processes of its machine."""
+CONNECT_POLL_S = 0.005
+"""Least interval while process groups connect, which asks for several keys one after another."""
+LOSS_WAIT_S = 5.0
+"""Limit of the wait for the lost rank that explains a failed collective."""
+STORE_TIMEOUT_S = 60.0
+"""Limit of the wait for one answer of the store."""
+
+
+class LostRankError(Exception):
+    """A rank of this generation was lost while its process groups were being connected."""
+
+
+class CannotChooseError(Exception):
+    """This rank does not know enough to choose the members; another survivor does."""
+
+
+class NoLossError(Exception):
+    """No rank was lost: another error than a loss ended the generation."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The ranks that train together until one of them is lost."""
+
+    number: int
+    """0 for the ranks that were started."""
+    members: tuple[int, ...]
+    """Job ranks that train, ascending; member i has rank i."""
+    spares: tuple[int, ...] = ()
+    """Job ranks that wait, as the recipe does not fit a number of ranks with them."""
+    lost: tuple[int, ...] = ()
+    """Job ranks that the change to this generation has lost."""
+    plan: Any = None
+    """What the function that chose the members has added; JSON."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Members and spares, ascending."""
+        return tuple(sorted((*self.members, *self.spares)))
+
+
+Facts = Mapping[int, Any]
+"""What each survivor reported at its arrival, by job rank; JSON."""
+ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
+"""Choose the members of the next generation and a plan from the facts of the survivors and the lost ranks. It raises
+RunError if the survivors cannot go on, and CannotChooseError where another rank has to choose."""
+
+
+def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
+    """Record in the store of a job that the process of a rank is gone.
+
+    Args:
+        store: the store, without a prefix.
+        rank: its job rank.
+        how: how the process ended, if that is known.
+    """
+    if how:
+        store.set(f"{PREFIX}/how/{rank}", how)
+    store.append(f"{PREFIX}/{LOST_KEY}", f"{rank}\n")  # type: ignore[attr-defined]
+
+
+def lost_ranks(store: dist.Store) -> set[int]:
+    """Return the job ranks that are lost so far.
+
+    Args:
+        store: the store, without a prefix.
+    """
+    key = f"{PREFIX}/{LOST_KEY}"
+    return set(map(int, store.get(key).decode().split())) if store.check([key]) else set()
+
+
+class Regroup:
+    """Connection of one rank to the agreement of the survivors; used by the training thread.
+
+    Args:
+        rank_env: environment of this rank; the launcher or rank 0 hosts the store.
+        device_type: "cpu" or "cuda".
+        timeout_s: a rank that does not arrive within this time counts as lost.
+        find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
+        kill: kills the process of a job rank, if it is on this machine.
+        note_progress: called while this rank waits.
+    """
+
+    def __init__(
+        self,
+        rank_env: RankEnv,
+        device_type: str,
+        timeout_s: float,
+        find_gone: Callable[[], Sequence[int]],
+        kill: Callable[[int], None],
+        note_progress: Callable[[], None],
+    ) -> None:
+        self._rank_env = rank_env
+        self._rank = rank_env.rank
+        self._device_type = device_type
+        self._timeout_s = timeout_s
+        self._find_gone = find_gone
+        self._kill = kill
+        self._note_progress = note_progress
+        self._poll_s = max(POLL_S, rank_env.world_size / 5000)
+        self._connection: dist.Store | None = None
+        self._group_stores: list[_GenerationStore] = []
+        self.current = Generation(0, tuple(range(rank_env.world_size)))
+
+    def open_first_store(self) -> dist.Store:
+        """Connect to the job's store after the rendezvous, and return that of the first generation's groups."""
+        self._connection = dist.TCPStore(
+            self._rank_env.master_address,
+            self._rank_env.master_port,
+            is_master=False,
+            timeout=timedelta(seconds=max(STORE_TIMEOUT_S, self._timeout_s)),
+            wait_for_workers=False,
+        )
+        return self.group_store()
+
+    @property
+    def _base(self) -> dist.Store:
+        assert self._connection is not None, "open_first_store() comes first"
+        return self._connection
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(PREFIX, self._base)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the current generation.
+
+        Raises:
+            ValueError: it is a spare.
+        """
+        return self.current.members.index(self._rank)
+
+    @property
+    def is_spare(self) -> bool:
+        """Return whether this process waits in the current generation."""
+        return self._rank not in self.current.members
+
+    def group_store(self) -> dist.Store:
+        """Return the store on which the process groups of the current generation connect.
+
+        A wait in it ends with LostRankError when a member is lost. A process of an older generation uses other keys.
+        On GPUs it is torch's own store, as threads of NCCL use it too, and a rank that is lost while the others
+        connect ends the job after the timeout.
+        """
+        keys = dist.PrefixStore(f"groups/{self.current.number}", self._store)
+        if self._device_type == "cuda":
+            return keys
+        store = _GenerationStore(keys, self._raise_if_lost)
+        # torch keeps the C++ half of the object alone.
+        self._group_stores.append(store)
+        return store
+
+    def lost(self) -> set[int]:
+        """Return the job ranks that are lost so far."""
+        return lost_ranks(self._base)
+
+    def how_it_ended(self, rank: int) -> str:
+        """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
+        key = f"how/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def is_broken(self) -> bool:
+        """Return whether a member of the current generation is lost."""
+        return not self.lost().isdisjoint(self.current.members)
+
+    def next(self, facts: Any, choose: ChooseMembers) -> Generation:
+        """Agree with the other survivors on the next generation; it becomes the current one.
+
+        The process groups of this rank must be free: other ranks may wait on their connections.
+
+        Args:
+            facts: what the choice needs to know of this rank; JSON.
+            choose: chooses the members from the facts of all survivors.
+
+        Raises:
+            NoLossError: no member is lost, or the training has ended.
+            RunError: the survivors cannot go on, or count this rank as lost.
+        """
+        number = self.current.number + 1
+        self._store.append(f"arrived/{number}", json.dumps([self._rank, facts]) + "\n")  # type: ignore[attr-defined]
+        key = f"generation/{number}"
+        started_s = time.monotonic()
+        next_look_s = started_s
+        while not self._store.check([key]):
+            now_s = time.monotonic()
+            if now_s >= next_look_s:
+                if self.ended_status() is not None:
+                    raise NoLossError
+                self._report_gone(waited_s=now_s - started_s, number=number)
+                if (survivors := self._survivors(number)) is not None:
+                    self._publish(key, survivors, choose)
+                # One store serves all ranks: the first one to arrive looks often, the others in case it is lost.
+                next_look_s = now_s + (self._poll_s if self._is_first(number) else LOOK_S)
+            self._note_progress()
+            time.sleep(self._poll_s)
+        found = json.loads(self._store.get(key))
+        if "refused" in found:
+            raise RunError(found["refused"])
+        self.current = Generation(**{name: _as_tuple(value) for name, value in found.items()})
+        if self._rank not in self.current.ranks:
+            raise RunError(
+                f"rank {self._rank} did not arrive in time when the ranks regrouped, and the others went on without it"
+            )
+        return self.current
+
+    def await_change(self) -> int | None:
+        """Wait as a spare; return the exit status once the training has ended, or None once a member is lost.
+
+        Raises:
+            RunError: a rank that trains has failed.
+        """
+        next_look_s = time.monotonic()
+        while True:
+            if (status := self.ended_status()) is not None:
+                return status
+            if time.monotonic() >= next_look_s:
+                self._report_gone(waited_s=0.0, number=self.current.number)
+                next_look_s = time.monotonic() + LOOK_S
+            # The others train on without a lost spare.
+            if self.is_broken():
+                return None
+            if self._store.check([f"failed/{self.current.number}"]):
+                raise RunError("a rank that trains has failed; its message says why")
+            self._note_progress()
+            time.sleep(self._poll_s)
+
+    def end(self, status: int) -> None:
+        """Record that the training of the current generation has ended; the first status counts."""
+        self._store.compare_set(f"ended/{self.current.number}", "", str(status))
+
+    def fail(self) -> None:
+        """Record that a member of the current generation has failed, so that spares end too."""
+        self._store.set(f"failed/{self.current.number}", "1")
+
+    def ended_status(self) -> int | None:
+        """Return the exit status of the training of the current generation; None while it trains."""
+        key = f"ended/{self.current.number}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def _raise_if_lost(self) -> None:
+        self._note_progress()
+        for rank in set(self._find_gone()) - self.lost():
+            report_lost(self._base, rank)
+        if self.is_broken():
+            raise LostRankError(f"{format_ranks(sorted(self.lost()))} lost while the process groups connected")
+
+    def _report_gone(self, *, waited_s: float, number: int) -> None:
+        """Record lost ranks: those whose processes are gone, and those that did not arrive in time.
+
+        Raises:
+            NoLossError: no member is lost after the wait for one.
+        """
+        lost = self.lost()
+        gone = set(self._find_gone()) - lost
+        is_loss = not (lost | gone).isdisjoint(self.current.members)
+        if not is_loss and waited_s > min(LOSS_WAIT_S, self._timeout_s):
+            raise NoLossError
+        if is_loss and waited_s > self._timeout_s:
+            silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone
+            for rank in silent:
+                # It must not go on writing files of the run.
+                self._kill(rank)
+            gone |= silent
+        for rank in gone:
+            report_lost(self._base, rank)
+
+    def _survivors(self, number: int) -> dict[int, Any] | None:
+        """Return the facts of the survivors, by job rank; None while a rank has neither arrived nor is lost."""
+        lost = self.lost()
+        arrived = self._arrived(number)
+        if lost.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost | set(arrived):
+            return None
+        return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost}
+
+    def _is_first(self, number: int) -> bool:
+        """Return whether this rank was the first to arrive."""
+        lost = self.lost()
+        return next((rank for rank in self._arrived(number) if rank not in lost), self._rank) == self._rank
+
+    def _publish(self, key: str, survivors: dict[int, Any], choose: ChooseMembers) -> None:
+        lost = tuple(sorted(set(self.current.ranks) - set(survivors)))
+        try:
+            members, plan = choose(survivors, lost)
+        except CannotChooseError:
+            return
+        except RunError as error:
+            self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
+            return
+        spares = tuple(rank for rank in survivors if rank not in members)
+        found = Generation(self.current.number + 1, tuple(members), spares, lost, plan)
+        self._store.compare_set(key, "", json.dumps(asdict(found)))
+
+    def _arrived(self, number: int) -> dict[int, Any]:
+        return dict(map(json.loads, self._lines(f"arrived/{number}")))
+
+    def _lines(self, key: str) -> list[str]:
+        return self._store.get(key).decode().splitlines() if self._store.check([key]) else []
+
+
+class _GenerationStore(dist.Store):
+    """Store of torch whose waits end with an exception once a member of the generation is lost.
+
+    torch's own wait blocks in C++ until its timeout; the members that connect to a lost one would wait as long.
+    """
+
+    def __init__(self, store: dist.Store, raise_if_lost: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner = store
+        self._raise_if_lost = raise_if_lost
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value."""
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        return self._inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its value."""
+        return self._inner.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value if the old one is as expected; return the value after it."""
+        return self._inner.compare_set(key, expected, desired)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+        return self._inner.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; return whether it existed."""
+        return self._inner.delete_key(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys exist.
+
+        Raises:
+            LostRankError: a member is lost.
+            DistStoreError: the timeout is over.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        pause_s = CONNECT_POLL_S
+        while not self._inner.check(keys):
+            self._raise_if_lost()
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise dist.DistStoreError(f"wait timeout for {', '.join(keys)}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of torch's own waits."""
+        self._inner.set_timeout(timeout)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

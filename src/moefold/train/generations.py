@@ -1,0 +1,289 @@
+"""Training through the loss of ranks: the survivors build a smaller job in their processes and go on.
+
+See `launch.regroup` for the agreement. A generation has process groups, a model and a trainer of its own. All of them
+are freed before the next one is built: the connections of gloo close when a group is freed, and until then another
+survivor may wait on them.
+"""
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
+from moefold.comm.flight_recorder import format_ranks, group_timeout
+from moefold.comm.groups import current_world
+from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
+from moefold.config.schema import Config
+from moefold.errors import RunError
+from moefold.host.processes import run_with_timeout
+from moefold.launch.failure import is_collective_error
+from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
+from moefold.launch.regroup import Generation, LostRankError, NoLossError, Regroup
+from moefold.launch.rendezvous import STORE_ERRORS
+from moefold.launch.watchdog import Watchdog
+from moefold.metrics.writer import log_fault
+from moefold.recipe import after_loss, fitting_after_loss
+from moefold.train.callbacks.callback import Callback, TrainingContext
+from moefold.train.callbacks.checkpointing import SaveHistory
+from moefold.train.member_choice import Facts, choose, snapshot_facts
+from moefold.train.signals import StopSignals
+
+MAX_COLLECTIONS = 8
+"""Limit of the collections that free a model; the last one finds nothing."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Ranks that were lost, for the log."""
+
+    generation: Generation
+    """The generation without them."""
+    activities: tuple[str, ...]
+    """What each lost rank did."""
+    noticed_s: float
+    """Time of the error on this rank, as time.monotonic()."""
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step that is restored from memory; None: a checkpoint is loaded."""
+        step: int | None = self.generation.plan["step"]
+        return step
+
+    @property
+    def lacks_shards(self) -> bool:
+        """Return whether there are snapshots in memory that lack a shard."""
+        return self.restored_step is None and self.generation.plan["snapshots"] > 0
+
+    def describe(self, cfg: Config) -> str:
+        """Return a log message.
+
+        Args:
+            cfg: the recipe of the new generation.
+        """
+        new = self.generation
+        lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
+        waits = "waits" if len(new.spares) == 1 else "wait"
+        spares = f", {format_ranks(new.spares)} {waits}" if new.spares else ""
+        lacks = "; the memory of the others lacks shards of the lost ranks" if self.lacks_shards else ""
+        return (
+            f"lost {'; '.join(lost)}; {len(new.members)} ranks go on with dp={cfg.parallel.dp}{spares}, as "
+            f"faults.on_loss says{lacks}"
+        )
+
+    def to_record(self, cfg: Config, step: int) -> dict[str, Any]:
+        """Return the record for faults.jsonl.
+
+        Args:
+            cfg: the recipe of the new generation.
+            step: step from which it goes on.
+        """
+        new = self.generation
+        return {
+            "step": step,
+            "kind": "loss",
+            "action": "regrouped",
+            "generation": new.number,
+            "lost": list(new.lost),
+            "what": [activity.strip() for activity in self.activities],
+            "ranks": list(new.members),
+            "spares": list(new.spares),
+            "dp": cfg.parallel.dp,
+            "from": "checkpoint" if self.restored_step is None else "memory",
+            "seconds": round(time.monotonic() - self.noticed_s, 3),
+        }
+
+
+class LossLog(Callback):
+    """Callback that records the loss after which a generation begins, once it is ready to train."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Log the loss, on rank 0."""
+        if run.log is None:
+            return
+        record = self._loss.to_record(run.cfg, run.position.step)
+        log_fault(Path(run.cfg.run.dir), record)
+        source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
+        run.log.message(
+            f"regrouped in {record['seconds']:.2f} s; training goes on after step {run.position.step}{source}"
+        )
+
+
+def _drop_frames(error: Exception) -> None:
+    """Drop the stack frames of an exception and of its causes, which hold the model; their text becomes a note."""
+    chain: list[BaseException] = [error]
+    for each in chain:
+        chain += [other for other in (each.__cause__, each.__context__) if other is not None and other not in chain]
+    error.add_note("".join(traceback.format_exception(error)).rstrip())
+    for each in chain:
+        # A cleared frame would still hold the closure of its function.
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+
+
+def with_saved_checkpoints(cfg: Config, history: SaveHistory) -> Config:
+    """Return the recipe that resumes from the newest checkpoint of this run, if it has saved one; collective."""
+    world = current_world()
+    found = bool(complete_checkpoints(checkpoint_folder(cfg))) if world.is_rank0 and cfg.checkpoint.saves else False
+    known = world.all_gather_object((found, history.has_saved))
+    if not known[0][0] or not any(has_saved for _, has_saved in known):
+        return cfg
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
+
+
+TrainGeneration = Callable[[Config, Sequence[str], Sequence[Callback], SaveHistory], int]
+"""Train with the default process group of the generation, given its recipe, messages for the log, further callbacks
+and the checkpoints of the run; return the exit status."""
+
+
+class GenerationLoop:
+    """Trains with the ranks that are there, generation after generation.
+
+    Args:
+        cfg: the recipe with the chosen run folder.
+        regroup: agreement of the survivors.
+        watchdog: tells what a lost rank did.
+        device: device of this rank.
+        train: trains one generation; nothing may hold its groups once it has returned or raised.
+        on_spare: called when this rank becomes a spare.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        regroup: Regroup,
+        watchdog: Watchdog,
+        device: torch.device,
+        train: TrainGeneration,
+        on_spare: Callable[[], None],
+    ) -> None:
+        self._cfg = cfg
+        self._regroup = regroup
+        self._watchdog = watchdog
+        self._device = device
+        self._train = train
+        self._on_spare = on_spare
+        self._history = SaveHistory()
+        self._loss: Loss | None = None
+
+    def run(self, stop: StopSignals) -> int:
+        """Train to the end, through losses; return the exit status.
+
+        Args:
+            stop: signal handlers; from the first loss on, a signal that comes between two steps is not lost.
+
+        Raises:
+            RunError: too few ranks are left, or a rank has failed by itself.
+        """
+        with ExitStack() as handlers:
+            return self._run_generations(lambda: handlers.enter_context(stop))
+
+    def _run_generations(self, on_loss: Callable[[], Any]) -> int:
+        while True:
+            failure: Exception | None = None
+            try:
+                status = self._run_generation()
+            except Exception as error:  # noqa: BLE001 - raised again unless a lost rank explains it
+                failure = error
+            noticed_s = time.monotonic()
+            if failure is None and status is not None:
+                self._regroup.end(status)
+                return status
+            if failure is not None and not self._may_be_loss(failure):
+                self._regroup.fail()
+                raise failure
+            if self._loss is None:
+                on_loss()
+            if failure is not None:
+                _drop_frames(failure)
+            self._free_groups()
+            try:
+                generation = self._regroup.next(snapshot_facts(self._history.snapshots), self._choose_members)
+            except NoLossError:
+                ended = self._regroup.ended_status()
+                if ended is None and failure is not None:
+                    self._regroup.fail()
+                    raise failure from None
+                return ended or 0
+            activities = tuple(map(self._describe_end, generation.lost))
+            self._loss = Loss(generation, activities, noticed_s)
+            self._history.restored_step = generation.plan["step"]
+            if self._history.snapshots is not None:
+                self._history.snapshots.settle(generation.plan["snapshots"])
+
+    def _run_generation(self) -> int | None:
+        """Train, or wait as a spare; return the exit status, or None where a spare has to regroup."""
+        generation = self._regroup.current
+        recorder = self._watchdog.flight_recorder
+        if self._regroup.is_spare:
+            recorder.set_phase("waiting as a spare rank")
+            self._on_spare()
+            return self._regroup.await_change()
+        cfg = after_loss(self._cfg, len(generation.members))
+        if self._loss is None:
+            return self._train(self._cfg, (), (), self._history)
+        recorder.start_generation(generation.members)
+        recorder.set_phase("connecting to the other ranks")
+        self._connect(len(generation.members))
+        return self._train(cfg, (self._loss.describe(cfg),), (LossLog(self._loss),), self._history)
+
+    def _connect(self, num_ranks: int) -> None:
+        rank = self._regroup.rank
+        # Libraries read the variables of torchrun.
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
+        timeout = group_timeout(self._cfg.faults.timeout_s)
+        store = self._regroup.group_store()
+        run_with_timeout(
+            timeout.total_seconds() + CONNECT_GRACE_S,
+            lambda: init_process_group(store, rank, num_ranks, self._device, timeout),
+        )
+
+    def _may_be_loss(self, error: Exception) -> bool:
+        """Return whether the loss of a rank may explain an error."""
+        if is_collective_error(error) or isinstance(error, LostRankError):
+            return True
+        try:
+            return bool(self._watchdog.gone_ranks()) or self._regroup.is_broken()
+        except STORE_ERRORS:
+            return False
+
+    def _describe_end(self, rank: int) -> str:
+        """Return what a lost rank did, and how its process ended."""
+        how = self._regroup.how_it_ended(rank)
+        return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
+
+    def _choose_members(self, facts: Facts, lost: Sequence[int]) -> tuple[Sequence[int], Any]:
+        survivors = sorted(facts)
+        sizes = [size for size in fitting_after_loss(self._cfg) if size <= len(survivors)]
+        if not sizes:
+            texts = [f"rank {rank}{self._describe_end(rank)}" for rank in lost]
+            raise RunError(
+                f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
+                f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
+            )
+        choice = choose(facts, sizes[-1], self._history.snapshots)
+        return choice.members, {"snapshots": choice.generation, "step": choice.step}
+
+    def _free_groups(self) -> None:
+        """Free model and process groups of the generation, which closes the connections of gloo."""
+        if self._history.snapshots is not None:
+            self._history.snapshots.forget_groups()
+        forget_process_groups()
+        drain_backward_queue()
+        # Modules and their hooks refer to each other, partly through nodes of the autograd graph: what one collection
+        # frees makes more of them unreachable.
+        for _ in range(MAX_COLLECTIONS):
+            if not gc.collect():
+                break
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

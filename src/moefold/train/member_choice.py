@@ -1,0 +1,85 @@
+"""Choice of the ranks that train after a loss, and of the state that they go back to. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moefold.checkpoint.peer_snapshot import HeldSteps, PeerSnapshots, SnapshotLayout, choose_members, choose_step
+from moefold.launch.regroup import CannotChooseError
+
+Facts = Mapping[int, Any]
+"""`snapshot_facts` of each survivor, by job rank."""
+
+
+class MemberChoice(NamedTuple):
+    """Members of the next generation."""
+
+    members: tuple[int, ...]
+    """Job ranks, ascending."""
+    generation: int
+    """Generation of the snapshots that the survivors settle on; 0 without snapshots."""
+    step: int | None
+    """Step to restore from the snapshots; None: the members load a checkpoint."""
+
+
+def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
+    """Return what the choice needs to know of this process, as JSON: the claims of `PeerSnapshots`."""
+    if snapshots is None:
+        return None
+    return [
+        [generation, rank, {str(step): sorted(ranks) for step, ranks in held.items()}]
+        for generation, rank, held in snapshots.claims()
+    ]
+
+
+def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberChoice:
+    """Choose `count` of the survivors: those that have all shards of the newest step in memory, if any have.
+
+    Args:
+        facts: of each survivor.
+        count: number of members.
+        snapshots: of this process, for the layout of the snapshots.
+
+    Raises:
+        CannotChooseError: this process has no snapshot of the mapping that was lost, and others have.
+    """
+    survivors = sorted(facts)
+    generation = max((found[0][0] for found in facts.values() if found), default=0)
+    if not generation or snapshots is None:
+        return MemberChoice(tuple(survivors[:count]), 0, None)
+    held, job_ranks = _held_by_rank(facts, generation)
+    layout = snapshots.layout_of(generation)
+    if layout is None:
+        if held:
+            raise CannotChooseError
+        return MemberChoice(tuple(survivors[:count]), generation, None)
+    return MemberChoice(*_members(survivors, count, held, job_ranks, layout, generation))
+
+
+def _held_by_rank(facts: Facts, generation: int) -> tuple[dict[int, HeldSteps], dict[int, int]]:
+    """Return what each survivor holds of a generation and its job rank, by its rank in the generation."""
+    held: dict[int, HeldSteps] = {}
+    job_ranks = {}
+    for job_rank, claims in facts.items():
+        for number, rank, steps in claims or []:
+            if number == generation and rank is not None:
+                held[rank] = {int(step): frozenset(ranks) for step, ranks in steps.items()}
+                job_ranks[rank] = job_rank
+    return held, job_ranks
+
+
+def _members(
+    survivors: Sequence[int],
+    count: int,
+    held: Mapping[int, HeldSteps],
+    job_ranks: Mapping[int, int],
+    layout: SnapshotLayout,
+    generation: int,
+) -> tuple[tuple[int, ...], int, int | None]:
+    step = choose_step(held, layout)
+    chosen = tuple(held) if len(held) <= count else choose_members(held, layout, count)
+    if step is None or chosen is None:
+        return tuple(survivors[:count]), generation, None
+    members = [job_ranks[rank] for rank in chosen]
+    # Spares of the lost mapping have no snapshot of it, and get all shards from the others.
+    members += [rank for rank in survivors if rank not in job_ranks.values()][: count - len(members)]
+    return tuple(sorted(members)), generation, step
