@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.site_network import SWITCH, StepTimes, ip, port_of, records, start, switch
 from moefold.config.schema import Config
@@ -164,6 +165,8 @@ class Plan:
     """By step: members, their shares, and the sites that applied the round."""
     joins: dict[int, dict[int, int]] = field(default_factory=dict)
     """By step: giver of each site that takes a state."""
+    taken: dict[int, int] = field(default_factory=dict)
+    """By site that took a state: the steps of its process before, whose samples it has read."""
 
 
 def read_plan(trial: Trial) -> Plan:
@@ -177,7 +180,28 @@ def read_plan(trial: Trial) -> Plan:
                 followers.append(number)
     for site, giver, index in re.findall(r"site (\d) takes the state of site (\d) after round (\d+)", trial.text()):
         plan.joins.setdefault(EVERY * int(index), {})[int(site)] = int(giver)
+        before = re.findall(r"after step (\d+): took the state of site", trial.log(int(site)).read_text())
+        plan.taken[int(site)] = int(before[-1])
     return plan
+
+
+class _Samples:
+    """Samples in the order in which a site reads them after it took a state: it goes on from its own."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self._data = data
+        self._count = count
+        self.skipped = dict.fromkeys(range(count), 0)
+        """Samples that a site has not read, as its steps jumped."""
+
+    def annotated_sample(self, index: int) -> Any:
+        """Return the sample in the place of one of an undisturbed site."""
+        return self._data.annotated_sample(index - self._count * self.skipped[index % self._count])
+
+
+@dataclass(frozen=True)
+class _Data:
+    train: _Samples
 
 
 class PlannedSites(OracleSites):
@@ -186,6 +210,8 @@ class PlannedSites(OracleSites):
     def __init__(self, cfg: Config, plan: Plan) -> None:
         super().__init__(cfg)
         self._plan = plan
+        self._samples = _Samples(self._data.train, cfg.sites.count)
+        self._data = _Data(self._samples)  # type: ignore[assignment]
 
     def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
         members, weights, followers = self._plan.rounds.get(step, ([], [], []))
@@ -203,6 +229,7 @@ class PlannedSites(OracleSites):
         state = super()._step(step)
         for site, giver in self._plan.joins.get(step, {}).items():
             self._take_state(site, giver)
+            self._samples.skipped[site] = (step - self._plan.taken[site]) * self.cfg.train.global_batch_size
         return state
 
     def _take_state(self, site: int, giver: int) -> None:
@@ -216,7 +243,7 @@ class PlannedSites(OracleSites):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial has shown."""
+    """Message, time and survivors of a fault."""
 
     message: str
     """Regular expression of the message about the fault, in the output of the others or of the meeting point."""

@@ -6,11 +6,12 @@
 Preset `tiny`, python-docs, 128 tokens, 300 steps, float32: DP has 32 samples a step, a site 16. Each row of `ROWS` is
 one `moefold train`. `run` appends a line for each finished run to DIR/results.jsonl, and does not repeat a run that is
 there. `table` prints the losses of all seeds, what they need to the target of AlgoPerf (arXiv:2306.07179: here the mean
-final loss of DP plus 5 %), and whether the learning gate passes: the row `GATE` is at most 5 % above DP, closes half of
-the gap between one site alone and DP, and sends at most a thirtieth of DP's bytes.
+final loss of DP plus 5 %), and whether the learning gate passes for `GATE`, and for `SCALED` with the learning rate
+times the square root of 2: at most 5 % above DP, half of the gap between one site alone and DP closed, and at most a
+thirtieth of DP's bytes.
 
-Seconds are those of a link of 20 Mbit/s and 50 ms by formula, without overlap, with the steps of the same training
-time: the median of DP's steps over its 32 samples. `python -m benchmarks.site_seconds` measures such a link.
+Seconds are by formula: the steps, of half the median time of a step of DP on one rank, and a link of 20 Mbit/s and
+50 ms without overlap.
 """
 
 import argparse
@@ -44,7 +45,9 @@ COMMON = (
     "checkpoint.every=0",
     "checkpoint.at_end=false",
 )
-DP, ALONE, GATE = "DP", "one site alone", "mean, every=10, int8"
+DP, ALONE = "DP", "one site alone"
+GATE = "mean, every=10, int8"
+SCALED = "mean, every=10, int8, lr 4.2e-3"
 MEAN = ("sites.count=2", "sites.every=10")
 INT8 = (*MEAN, "sites.precision=int8")
 RESIDUAL = (*MEAN, "sites.residual=0.95")
@@ -59,7 +62,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     GATE: INT8,
     "mean, every=10, fp4": (*MEAN, "sites.precision=fp4"),
     "mean, every=5, int8": (*INT8, "sites.every=5"),
-    "mean, every=10, int8, lr 4.2e-3": (*INT8, "train.lr=4.2e-3"),
+    SCALED: (*INT8, "train.lr=4.2e-3"),
     "mean, every=10, int8, lr 6e-3": (*INT8, "train.lr=6e-3"),
     "mean, every=10, int8, sites.lr=1.4": (*INT8, "sites.lr=1.4"),
     "mean, every=10, int8, moments=average": (*INT8, "sites.moments=average"),
@@ -158,7 +161,7 @@ def num_parameters() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         recipe = Path(temporary) / "empty.toml"
         recipe.touch()
-        return count_parameters(load_config(recipe, [*COMMON]).model)
+        return count_parameters(load_config(recipe, [*COMMON]).model).total
 
 
 def print_table(runs: Mapping[str, Mapping[int, Run]]) -> None:
@@ -189,7 +192,7 @@ def print_table(runs: Mapping[str, Mapping[int, Run]]) -> None:
             _to_target(by_seed, target, step_s, step_bytes if is_dp else 0),
         )
         print(f"| {' | '.join(cells)} |")
-        if row == GATE:
+        if row in (GATE, SCALED):
             is_learnt = all(value <= 0.05 for value in above) and all(value >= 0.5 for value in closed)
             print(f"^ learning gate: {'passes' if is_learnt and share <= 1 / 30 else 'FAILS'} on {len(above)} seeds")
 
