@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -17,6 +18,16 @@ os.environ.pop("COLUMNS", None)
 if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter, which has to be asked for before the first test imports one.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure() -> None:
+    """Collect no garbage while the tests are imported: what they make stays, and is searched again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again: `train/test_garbage_collection.py` counts on it."""
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,7 +22,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
-from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic
+from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
@@ -128,14 +128,13 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
 
     The last round of sites that met in pairs is one of all sites, which send their weights.
     """
-    in_pairs = cfg.sites.topology == "pairs"
-    if in_pairs and is_last:
-        # In whole blocks of the code, and not coded.
-        traffic = site_traffic(replace(cfg, sites=replace(cfg.sites, topology="all")))
-        sent = sum(difference_itemsize(cfg) * part.num_coded + part.plain_bytes for part in traffic)
-        return (cfg.sites.count - 1) * sent
-    traffic = site_traffic(cfg)
+    in_pairs = cfg.sites.topology == "pairs" and not is_last
     code = recipe_format(cfg)
+    if cfg.sites.topology == "pairs" and is_last:
+        # The vector has the blocks of the code, and is sent as it is.
+        cfg = replace(cfg, sites=replace(cfg.sites, topology="all"))
+        code = wire_format("float32", difference_itemsize(cfg))
+    traffic = site_traffic(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
     return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
 

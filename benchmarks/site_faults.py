@@ -1,0 +1,362 @@
+"""Measure what faults of sites do to the others: the table of docs/log.md.
+
+    PYTHONPATH=. python -m benchmarks.site_faults                      all faults, 10 minutes on 2 cores
+    PYTHONPATH=. python -m benchmarks.site_faults --only "cable|NaN"   faults whose name matches
+
+Three sites of one rank in network namespaces around a switch, where the meeting point runs; 40 tiny steps in float64,
+a round every 4. Reported are the message of the fault, the longest time without a step of another site after it, the
+rounds that another site has skipped, and the largest relative difference of the loss of the last step, over all sites
+that reach it, to a run whose rounds have these members by plan: the oracle of sites. It must be below `TOLERANCE`.
+Needs root.
+"""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.site_network import SWITCH, StepTimes, ip, port_of, records, start, switch
+from moefold.config.schema import Config
+from moefold.recipe import load_config
+from moefold.verify.oracle import Weights
+from moefold.verify.oracle_sites import OracleSites, SitesState
+
+STEPS, EVERY, FAULT_STEP, COUNT = 40, 4, 12, 3
+LOST = 2
+"""The site with the fault."""
+TOLERANCE = 1e-9
+WAIT_S = 300.0
+PORT = 29600
+RECIPE = f"""
+[run]
+seed = 3
+steps = {STEPS}
+device = "cpu"
+dtype = "float64"
+[model]
+num_layers = 2
+hidden_size = 16
+num_attention_heads = 4
+num_query_groups = 2
+head_dim = 4
+vocab_size = 32
+num_experts = 8
+top_k = 2
+moe_ffn_hidden_size = 8
+init_std = 0.2
+[train]
+seq_len = 16
+micro_batch_size = 1
+global_batch_size = 4
+lr = 1e-2
+lr_schedule = "constant"
+warmup_steps = 0
+[data]
+kind = "synthetic"
+[sites]
+count = {COUNT}
+every = {EVERY}
+timeout_s = 8
+[faults]
+timeout_s = 600
+[checkpoint]
+every = 8
+at_end = false
+keep = 0
+"""
+
+
+class Trial:
+    """Three sites and a meeting point in network namespaces."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder = folder
+        self._names = names
+        self.recipe = folder / "sites.toml"
+        self.recipe.write_text(RECIPE)
+        self._secret = folder / "secret.txt"
+        self._secret.write_text(secrets.token_hex(32))
+        self._secret.chmod(0o600)
+        self.sites: dict[int, subprocess.Popen[bytes]] = {}
+        self.steps = {number: StepTimes(self.run_dir(number)) for number in range(COUNT)}
+        self.start_meet()
+
+    def run_dir(self, number: int) -> Path:
+        """Return the run folder of a site."""
+        return self.folder / f"site-{number}" / "run"
+
+    def start_meet(self) -> None:
+        """Start the meeting point."""
+        words = ["-m", "moefold", "meet", "--host", SWITCH, "--port", str(PORT), "--secret", str(self._secret)]
+        self.meet = start(self._names[-1], words, self.folder / "meet.log")
+
+    def start(self, faults: Mapping[int, tuple[str, int]] | None = None, *only: int) -> None:
+        """Start sites, some of them with a fault at a step."""
+        for number in only or range(COUNT):
+            fault, step = (faults or {}).get(number, ("none", 0))
+            folder = self.folder / f"site-{number}"
+            folder.mkdir(exist_ok=True)
+            words = ["-m", "benchmarks.site_fault_job", fault, str(step), str(folder), "train", str(self.recipe)]
+            words += [f"sites.number={number}", f"sites.meet={SWITCH}:{PORT}", f"sites.secret={self._secret}"]
+            self.sites[number] = start(self._names[number], [*words, f"run.dir={folder / 'run'}"], self.log(number))
+
+    def log(self, number: int) -> Path:
+        """Return the output of a site."""
+        return self.folder / f"site-{number}.log"
+
+    def text(self) -> str:
+        """Return all output so far."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+    def wait(self, condition: Callable[[], bool]) -> float:
+        """Wait until a condition holds; return the time."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not condition():
+            has_ended = bool(self.sites) and all(site.poll() is not None for site in self.sites.values())
+            if (has_ended and not condition()) or time.monotonic() > deadline_s:
+                raise TimeoutError(self.text())
+            time.sleep(0.01)
+        return time.time()
+
+    def wait_for_step(self, step: int, number: int = 0) -> float:
+        """Wait until a site has taken a step."""
+        return self.wait(lambda: self.steps[number].last() >= step)
+
+    def fault_time(self) -> float:
+        """Wait for the fault that a site injects into itself, and return its time."""
+        path = self.folder / f"site-{LOST}" / "fault"
+        self.wait(path.exists)
+        return float(path.read_text())
+
+    def wait_for_end(self) -> None:
+        """Wait until all sites have ended."""
+        self.wait(lambda: all(site.poll() is not None for site in self.sites.values()))
+
+    def cut(self, *, is_up: bool) -> None:
+        """Take the cable of the lost site out, or put it in again."""
+        ip("-n", self._names[-1], "link", "set", port_of(LOST), "up" if is_up else "down")
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in (*self.sites.values(), self.meet):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for steps in self.steps.values():
+            steps.stop()
+
+
+@dataclass
+class Plan:
+    """Members, shares and followers of each round, and who takes whose state, as a trial has shown them."""
+
+    rounds: dict[int, tuple[list[int], list[float], list[int]]] = field(default_factory=dict)
+    """By step: members, their shares, and the sites that applied the round."""
+    joins: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By step: giver of each site that takes a state."""
+
+
+def read_plan(trial: Trial) -> Plan:
+    """Read the plan of a finished trial."""
+    plan = Plan()
+    for number in range(COUNT):
+        path = trial.folder / f"site-{number}" / "rounds.jsonl"
+        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            if line.get("applied"):
+                _, _, followers = plan.rounds.setdefault(line["step"], (line["members"], line["weights"], []))
+                followers.append(number)
+    for site, giver, index in re.findall(r"site (\d) takes the state of site (\d) after round (\d+)", trial.text()):
+        plan.joins.setdefault(EVERY * int(index), {})[int(site)] = int(giver)
+    return plan
+
+
+class PlannedSites(OracleSites):
+    """Oracle of sites whose rounds have the members of a plan."""
+
+    def __init__(self, cfg: Config, plan: Plan) -> None:
+        super().__init__(cfg)
+        self._plan = plan
+
+    def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
+        members, weights, followers = self._plan.rounds.get(step, ([], [], []))
+        mean = {
+            name: sum(
+                weight * (self.outer[site][name] - self.sites[site].weights[name].detach())
+                for site, weight in zip(members, weights, strict=True)
+                if weight
+            )
+            for name in self.outer[0]
+        }
+        return [mean if site in followers else None for site in range(len(self.sites))]
+
+    def _step(self, step: int) -> SitesState:
+        state = super()._step(step)
+        for site, giver in self._plan.joins.get(step, {}).items():
+            self._take_state(site, giver)
+        return state
+
+    def _take_state(self, site: int, giver: int) -> None:
+        for name, phi in self.outer[giver].items():
+            self.outer[site][name] = phi.clone()
+            self.sites[site].weights[name].data.copy_(phi)
+        ours, theirs = (self.sites[number]._optimizer for number in (site, giver))
+        ours._moments = {name: (first.clone(), second.clone()) for name, (first, second) in theirs._moments.items()}
+        ours._moment_updates = theirs._moment_updates
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial has shown."""
+
+    message: str
+    """Regular expression of the message about the fault, in the output of the others or of the meeting point."""
+    fault_s: float
+    survivors: tuple[int, ...] = (0, 1)
+    is_resumed: bool = False
+    """All sites have ended and were started again."""
+
+
+def _killed(trial: Trial) -> Outcome:
+    trial.start({LOST: ("killed", FAULT_STEP)})
+    return Outcome(r"round \d+ is not applied: .*|the exchange with .* failed.*", trial.fault_time())
+
+
+def _stopped(trial: Trial) -> Outcome:
+    trial.start({LOST: ("stopped", FAULT_STEP)})
+    fault_s = trial.fault_time()
+    trial.wait_for_step(FAULT_STEP + 2 * EVERY)
+    # The process of the rank is the only one of the site that is stopped.
+    for pid in _stopped_children(trial.sites[LOST].pid):
+        os.kill(pid, signal.SIGCONT)
+    return Outcome(r"round \d+ is not applied: .*", fault_s)
+
+
+def _stopped_children(pid: int) -> list[int]:
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    below = [found for child in listed for found in _stopped_children(int(child))]
+    is_stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return [*([pid] if is_stopped else []), *below]
+
+
+def _cable(trial: Trial) -> Outcome:
+    trial.start()
+    trial.wait_for_step(FAULT_STEP - 1)
+    fault_s = time.time()
+    trial.cut(is_up=False)
+    trial.wait_for_step(FAULT_STEP + 2 * EVERY)
+    trial.cut(is_up=True)
+    return Outcome(rf"round \d+ is not applied: .*|site {LOST} on .*was silent.*|.*did not come within.*", fault_s)
+
+
+def _meet_killed(trial: Trial) -> Outcome:
+    trial.start()
+    trial.wait_for_step(FAULT_STEP - 1)
+    fault_s = time.time()
+    trial.meet.kill()
+    trial.meet.wait()
+    trial.wait_for_step(FAULT_STEP + 2 * EVERY)
+    trial.start_meet()
+    return Outcome(r"the round of the sites is skipped: .*", fault_s)
+
+
+def _vote_lost(trial: Trial) -> Outcome:
+    trial.start({LOST: ("vote", FAULT_STEP)})
+    return Outcome(rf"site {LOST} takes the state of .*", trial.fault_time())
+
+
+def _newcomer(trial: Trial) -> Outcome:
+    trial.start({LOST: ("killed", EVERY), 0: ("wait", 4 * EVERY + 2), 1: ("wait", 4 * EVERY + 2)})
+    trial.fault_time()
+    trial.wait(lambda: trial.sites[LOST].poll() is not None)
+    shutil.rmtree(trial.folder / f"site-{LOST}")
+    trial.start(None, LOST)
+    here = re.compile(rf"site {LOST} on \S+ is here, at step 0 after 0 rounds")
+    trial.wait(lambda: len(here.findall((trial.folder / "meet.log").read_text())) == 2)
+    trial.wait_for_step(4 * EVERY + 1)
+    fault_s = time.time()
+    for number in (0, 1):
+        (trial.folder / f"site-{number}" / "go").touch()
+    return Outcome(rf"site {LOST} takes the state of .*", fault_s)
+
+
+def _bit(trial: Trial) -> Outcome:
+    trial.start({LOST: ("bit", FAULT_STEP)})
+    fault_s = trial.fault_time()
+    trial.wait_for_end()
+    # All of them resume from step 8.
+    trial.start()
+    return Outcome(r"the outer weights of .* are not those of the other sites", fault_s, is_resumed=True)
+
+
+def _nan(trial: Trial) -> Outcome:
+    trial.start({LOST: ("nan", FAULT_STEP)})
+    return Outcome(r"step \d+: .* sent no finite weights and counts 0", trial.fault_time())
+
+
+FAULTS: dict[str, Callable[[Trial], Outcome]] = {
+    "kill -9 of a site in an exchange": _killed,
+    "SIGSTOP of a site in an exchange, SIGCONT later": _stopped,
+    "cable of a site out, and in again": _cable,
+    "`moefold meet` killed, and started again": _meet_killed,
+    "answer to the vote of a site lost": _vote_lost,
+    "a new site in the place of a lost one, at round 5": _newcomer,
+    "bit of phi flipped, all sites resumed": _bit,
+    "NaN in the weights of a site": _nan,
+}
+
+
+def run_trial(main: Callable[[Trial], Outcome]) -> tuple[str, float, int, float]:
+    """Run a trial; return message, pause, skipped rounds of site 0 and the relative difference of the last loss."""
+    with tempfile.TemporaryDirectory() as temporary, switch(COUNT) as names:
+        trial = Trial(Path(temporary), names)
+        try:
+            outcome = main(trial)
+            trial.wait_for_end()
+            for number in outcome.survivors:
+                if trial.sites[number].returncode:
+                    raise RuntimeError(trial.text())
+            time.sleep(0.1)
+            pause_s = max(trial.steps[number].pause_after(outcome.fault_s) for number in outcome.survivors)
+        finally:
+            trial.close()
+        found = re.search(outcome.message, trial.text())
+        if found is None:
+            raise RuntimeError(f"no message {outcome.message}\n{trial.text()}")
+        skipped = sum(bool(one["sites"] and one["sites"]["skipped"]) for one in records(trial.run_dir(0)))
+        expected = PlannedSites(load_config(trial.recipe, ["sites.number=0"]), read_plan(trial)).run(STEPS)[-1].losses
+        losses = {number: records(trial.run_dir(number))[-1] for number in range(COUNT)}
+        differences = [
+            abs(line["loss"] / expected[number] - 1) for number, line in losses.items() if line["step"] == STEPS
+        ]
+        return found[0].strip(), pause_s, skipped, max(differences)
+
+
+def main() -> int:
+    """Print the table; 1 if a loss is not that of the plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only faults whose name matches")
+    args = parser.parse_args()
+    print("| fault | message | the others train on after | rounds that they skip | difference of the last loss |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    is_wrong = False
+    for name, trial_main in FAULTS.items():
+        if re.search(args.only, name):
+            message, pause_s, skipped, difference = run_trial(trial_main)
+            is_wrong |= not difference <= TOLERANCE
+            print(f"| {name} | {message} | {pause_s:.1f} s | {skipped} | {difference:.0e} |", flush=True)
+    print(f"load average at the end: {os.getloadavg()[0]:.1f}")
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
