@@ -208,7 +208,9 @@ class GenerationLoop:
             RunError: too few ranks are left, or a rank has failed by itself.
         """
         with ExitStack() as handlers:
-            return self._run_generations(lambda: handlers.enter_context(stop))
+            status = self._run_generations(lambda: handlers.enter_context(stop))
+            self._regroup.leave()
+            return status
 
     def _run_generations(self, on_loss: Callable[[], Any]) -> int:
         while True:
