@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import DistStoreError
 
 from moefold.errors import RunError
 from moefold.host.rank_env import RankEnv
@@ -153,3 +155,20 @@ def test_the_failure_of_a_member_ends_spares(job: Job) -> None:
     job.ranks[0].fail()
     with pytest.raises(RunError, match="a rank that trains has failed"):
         job.ranks[3].await_change()
+
+
+def test_the_host_of_the_store_leaves_last(job: Job) -> None:
+    report_lost(job.store, 1)
+    job.all_arrive([0, 2, 3], 2)
+    host = job.pool.submit(job.ranks[0].leave)
+    job.ranks[2].leave()
+    assert not host.done()
+    job.ranks[3].leave()
+    host.result()
+
+
+def test_a_wait_for_a_member_is_no_progress(job: Job) -> None:
+    # The watchdog can kill a stopped member only if the time runs.
+    job.ranks[0]._note_progress = lambda: pytest.fail("progress")
+    with pytest.raises(DistStoreError, match="wait timeout"):
+        job.ranks[0].group_store().wait(["address of rank 3"], timedelta(seconds=0.01))

@@ -232,3 +232,29 @@ def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, sta
     )
     assert f"  rank 0 of this machine is {state}\n" in err
     assert err.count("docs/failures.md") == err.count("moefold: ") == 1
+
+
+class _Losses:
+    """Store reporter of a job of which another rank has recorded the loss of rank 2."""
+
+    def __init__(self) -> None:
+        self.num_timeouts = 0
+
+    def drop_silent_ranks(self) -> set[int]:
+        self.num_timeouts += 1
+        return {2}
+
+    def request_diagnosis(self, reason: str, *, is_lost_peer: bool) -> None:
+        raise EOFError(reason)
+
+
+@pytest.mark.parametrize(("members", "num_timeouts"), [(None, 2), ((0, 2), 2), ((0, 1), 1)])
+def test_a_loss_that_another_rank_recorded_gives_time_to_regroup_once(members, num_timeouts):
+    losses = _Losses()
+    watchdog = Watchdog(RankEnv(0, 0, 3, "127.0.0.1", 1), 0.05, regroups=True)
+    watchdog._store_reporter = losses  # type: ignore[assignment]
+    watchdog.flight_recorder.members = members
+    with pytest.raises(EOFError, match="no progress"):
+        watchdog._watch()
+    watchdog.close()
+    assert losses.num_timeouts == num_timeouts

@@ -150,6 +150,17 @@ def test_rank_lost_while_the_others_regroup(event, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_is_newer_than_the_snapshots_is_loaded(tmp_path):
+    # With dp=1 no snapshot is taken; the spare still has one of step 1.
+    cfg = recipe(tmp_path / "run", checkpoint={"every": 1, "peer_every": 1}, world_size=4, tp=2, zero=0)
+    done = train(cfg, [Kill(1, 2, "forward"), Kill(0, 5, "forward")])
+    check_finished(done)
+    assert [(fault["step"], fault["from"]) for fault in read_faults(done.folder)] == [(1, "memory"), (4, "checkpoint")]
+    assert "lacks shards" not in done.output
+    assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_saves_in_the_background_go_on(tmp_path):
     cfg = recipe(tmp_path / "run", checkpoint={"async_save": True, "every": 1}, **EIGHT)
     done = train(cfg, [Kill(3, 4, "forward"), Kill(0, 5, "saving a checkpoint")])

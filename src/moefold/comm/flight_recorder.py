@@ -63,7 +63,8 @@ class FlightRecorder:
         self.hang_timeout_s = hang_timeout_s
         self.first_rank = 0
         """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
-        self._members: Sequence[int] | None = None
+        self.members: Sequence[int] | None = None
+        """Rank in the job of each rank of the default process group; None before the ranks regroup."""
         self.awaited_rank: int | None = None
         """Rank of the job for a message of which this rank waits, maybe longer than the timeout; None: for none."""
         self.step = 0
@@ -84,7 +85,7 @@ class FlightRecorder:
             axes: name of the group.
             ranks: its members, in the default process group.
         """
-        members = self._members
+        members = self.members
         in_job = [self.first_rank + rank if members is None else members[rank] for rank in ranks]
         self._groups.append(f"{axes} ({format_ranks(in_job)})")
         self._counts.append(0)
@@ -97,7 +98,7 @@ class FlightRecorder:
             members: rank in the job of each rank of the new default process group.
         """
         self._event = "", -1, ()
-        self._members = members
+        self.members = members
         self._groups, self._counts = [], []
 
     def begin_step(self, step: int, phase: str) -> None:

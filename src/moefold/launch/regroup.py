@@ -11,12 +11,14 @@ or when it does not arrive within `faults.timeout_s`. A rank that ended with an 
 the job ends as it does without regrouping.
 
 Keys of the store, below `moefold/regroup/`: `lost` and `arrived/N` are lists to which ranks append, `generation/N` is
-written once, `ended/N` is the exit status of the training of generation N.
+written once, `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read
+it.
 """
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,6 +39,8 @@ CONNECT_POLL_S = 0.005
 """Least interval while process groups connect, which asks for several keys one after another."""
 LOSS_WAIT_S = 5.0
 """Limit of the wait for the lost rank that explains a failed collective."""
+LEAVE_WAIT_S = 20.0
+"""Limit of the wait of the rank that hosts the store for the others, when the training has ended."""
 STORE_TIMEOUT_S = 60.0
 """Limit of the wait for one answer of the store."""
 
@@ -264,6 +268,24 @@ class Regroup:
         """Record that the training of the current generation has ended; the first status counts."""
         self._store.compare_set(f"ended/{self.current.number}", "", str(status))
 
+    def leave(self) -> None:
+        """Leave the store at the end of the training; rank 0, if it hosts the store, waits until all others have left.
+
+        Without this wait, a spare or a late rank would ask a store that is gone.
+        """
+        if self._rank_env.record_paths:
+            # The launcher hosts it.
+            return
+        with suppress(dist.DistError, RuntimeError):
+            self._store.append("left", f"{self._rank}\n")  # type: ignore[attr-defined]
+            deadline_s = time.monotonic() + LEAVE_WAIT_S
+            while self._rank == 0 and time.monotonic() < deadline_s:
+                away = self.lost().union(map(int, self._lines("left")), self._find_gone())
+                if away.issuperset(self.current.ranks):
+                    return
+                self._note_progress()
+                time.sleep(self._poll_s)
+
     def fail(self) -> None:
         """Record that a member of the current generation has failed, so that spares end too."""
         self._store.set(f"failed/{self.current.number}", "1")
@@ -274,7 +296,7 @@ class Regroup:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def _raise_if_lost(self) -> None:
-        self._note_progress()
+        # No progress is noted: the watchdog kills a stopped rank for which the others wait here.
         for rank in set(self._find_gone()) - self.lost():
             report_lost(self._base, rank)
         if self.is_broken():

@@ -92,6 +92,8 @@ class Watchdog:
         self.flight_recorder = FlightRecorder(timeout_s, self._file)
         self.reporter = SingleReporter(rank_env)
         self._stopped = threading.Event()
+        self._timed_losses: set[int] = set()
+        """Losses for which this rank had another timeout."""
         self._store_reporter: _StoreReporter | None = None
 
     def start(self, session: str) -> None:
@@ -196,13 +198,27 @@ class Watchdog:
         limit_s = self.flight_recorder.hang_timeout_s
         while not self._stopped.wait(min(REPORT_PERIOD_S, limit_s / 5)):
             if self.flight_recorder.stalled_s() > limit_s:
-                if self._regroups and store_reporter.drop_silent_ranks():
-                    # The survivors get errors from now on; a second timeout ends the job.
-                    self.flight_recorder.note_progress()
+                if self._regroups and self._awaits_regroup(store_reporter):
                     continue
                 reason = f"no progress for {limit_s:g} s (faults.timeout_s)"
                 self._request_diagnosis(store_reporter, reason, is_lost_peer=False)
                 self._report_without_store(store_reporter, reason)
+
+    def _awaits_regroup(self, store_reporter: "_StoreReporter") -> bool:
+        """Return whether this rank has time to regroup after a loss, which may have been recorded by another rank.
+
+        The survivors get errors from a loss on; a second timeout in the same generation without a new loss ends the
+        job.
+        """
+        lost = store_reporter.drop_silent_ranks()
+        if self.flight_recorder.stalled_s() <= self.flight_recorder.hang_timeout_s:
+            return True
+        members = self.flight_recorder.members
+        new = lost - self._timed_losses if members is None else lost.intersection(members) - self._timed_losses
+        self._timed_losses |= new
+        if new:
+            self.flight_recorder.note_progress()
+        return bool(new)
 
     def _request_diagnosis(self, store_reporter: "_StoreReporter", reason: str, *, is_lost_peer: bool) -> None:
         """Let the store reporter run the diagnosis, which ends the process; return if the store does not respond."""
@@ -384,8 +400,8 @@ class _StoreReporter(threading.Thread):
         snapshot = observed or (report and report["snapshot"])
         return report["host"] if report else "", FlightSnapshot.from_json(snapshot) if snapshot else None
 
-    def drop_silent_ranks(self) -> bool:
-        """Kill the stopped ranks of this machine, so that the others can regroup; return whether a rank was lost.
+    def drop_silent_ranks(self) -> set[int]:
+        """Kill the stopped ranks of this machine, so that the others can regroup; return all ranks lost so far.
 
         Called by the watchdog after the timeout. On GPUs, ranks that report nothing are recorded as lost too. With gloo
         the others would still wait on the connections to an unreachable host, so that the job ends.
@@ -393,8 +409,7 @@ class _StoreReporter(threading.Thread):
         try:
             base = self._base_store
             if base is None:
-                return False
-            known = lost_ranks(base)
+                return set()
             before = {rank: self._last_text(rank) for rank in range(self._rank_env.world_size)}
             for rank, peer in self._local_peers.items():
                 if peer.process.state() == STOPPED:
@@ -406,9 +421,9 @@ class _StoreReporter(threading.Thread):
                 for rank in left:
                     if rank != self._rank_env.rank and self._last_text(rank) == before[rank]:
                         report_lost(base, rank)
-            return lost_ranks(base) != known
+            return lost_ranks(base)
         except STORE_ERRORS:
-            return False
+            return set()
 
     def _last_text(self, rank: int) -> bytes:
         store = self._connected_store

@@ -9,7 +9,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
 from moefold.comm.flight_recorder import format_ranks, group_timeout
 from moefold.comm.groups import current_world
 from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
@@ -33,7 +33,7 @@ from moefold.metrics.writer import log_fault
 from moefold.recipe import after_loss, fitting_after_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
-from moefold.train.member_choice import Facts, choose, snapshot_facts
+from moefold.train.member_choice import choose, snapshot_facts
 from moefold.train.signals import StopSignals
 
 MAX_COLLECTIONS = 8
@@ -60,7 +60,8 @@ class Loss:
     @property
     def lacks_shards(self) -> bool:
         """Return whether there are snapshots in memory that lack a shard."""
-        return self.restored_step is None and self.generation.plan["snapshots"] > 0
+        lacks: bool = self.generation.plan["lacks_shards"]
+        return lacks
 
     def describe(self, cfg: Config) -> str:
         """Return a log message.
@@ -132,13 +133,34 @@ def _drop_frames(error: Exception) -> None:
 
 
 def with_saved_checkpoints(cfg: Config, history: SaveHistory) -> Config:
-    """Return the recipe that resumes from the newest checkpoint of this run, if it has saved one; collective."""
+    """Return the recipe that resumes from the newest checkpoint of this run, if it has saved one; collective.
+
+    All ranks learn of the saves: one that was a spare has taken part in none of them.
+    """
     world = current_world()
     found = bool(complete_checkpoints(checkpoint_folder(cfg))) if world.is_rank0 and cfg.checkpoint.saves else False
-    known = world.all_gather_object((found, history.has_saved))
-    if not known[0][0] or not any(has_saved for _, has_saved in known):
+    known = world.all_gather_object((found, history.saved_step))
+    history.saved_step = max((step for _, step in known if step is not None), default=None)
+    if not known[0][0] or history.saved_step is None:
         return cfg
     return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
+
+
+def newest_complete_step(cfg: Config, facts: Mapping[int, Any]) -> int:
+    """Return the step of the newest complete checkpoint that the survivors have saved; -1 without one.
+
+    It is newer than all snapshots where these are taken less often than checkpoints are saved, or by none of the ranks,
+    as a job with dp=1 takes none.
+
+    Args:
+        cfg: the recipe.
+        facts: of each survivor, the `saved_step` of its `SaveHistory`.
+    """
+    last = max((known["saved_step"] for known in facts.values() if known["saved_step"] is not None), default=-1)
+    if last < 0 or not cfg.checkpoint.saves:
+        return -1
+    steps = map(step_of, complete_checkpoints(checkpoint_folder(cfg)))
+    return max((step for step in steps if step <= last), default=-1)
 
 
 TrainGeneration = Callable[[Config, Sequence[str], Sequence[Callback], SaveHistory], int]
@@ -186,7 +208,9 @@ class GenerationLoop:
             RunError: too few ranks are left, or a rank has failed by itself.
         """
         with ExitStack() as handlers:
-            return self._run_generations(lambda: handlers.enter_context(stop))
+            status = self._run_generations(lambda: handlers.enter_context(stop))
+            self._regroup.leave()
+            return status
 
     def _run_generations(self, on_loss: Callable[[], Any]) -> int:
         while True:
@@ -208,7 +232,7 @@ class GenerationLoop:
                 _drop_frames(failure)
             self._free_groups()
             try:
-                generation = self._regroup.next(snapshot_facts(self._history.snapshots), self._choose_members)
+                generation = self._regroup.next(self._facts(), self._choose_members)
             except NoLossError:
                 ended = self._regroup.ended_status()
                 if ended is None and failure is not None:
@@ -262,7 +286,11 @@ class GenerationLoop:
         how = self._regroup.how_it_ended(rank)
         return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
 
-    def _choose_members(self, facts: Facts, lost: Sequence[int]) -> tuple[Sequence[int], Any]:
+    def _facts(self) -> dict[str, Any]:
+        """Return what the choice of the members needs to know of this rank, as JSON."""
+        return {"snapshots": snapshot_facts(self._history.snapshots), "saved_step": self._history.saved_step}
+
+    def _choose_members(self, facts: Mapping[int, Any], lost: Sequence[int]) -> tuple[Sequence[int], Any]:
         survivors = sorted(facts)
         sizes = [size for size in fitting_after_loss(self._cfg) if size <= len(survivors)]
         if not sizes:
@@ -271,8 +299,13 @@ class GenerationLoop:
                 f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
             )
-        choice = choose(facts, sizes[-1], self._history.snapshots)
-        return choice.members, {"snapshots": choice.generation, "step": choice.step}
+        held = {rank: known["snapshots"] for rank, known in facts.items()}
+        choice = choose(held, sizes[-1], self._history.snapshots)
+        step = choice.step
+        if step is not None and newest_complete_step(self._cfg, facts) > step:
+            step = None
+        lacks_shards = choice.generation > 0 and choice.step is None
+        return choice.members, {"snapshots": choice.generation, "step": step, "lacks_shards": lacks_shards}
 
     def _free_groups(self) -> None:
         """Free model and process groups of the generation, which closes the connections of gloo."""

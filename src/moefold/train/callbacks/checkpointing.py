@@ -48,8 +48,8 @@ class SaveHistory:
 
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
-    has_saved: bool = False
-    """This process has saved a checkpoint, so that the newest in the folder is of this run."""
+    saved_step: int | None = None
+    """Step of the last save that was started; None: no save, so that a checkpoint in the folder is not of this run."""
     snapshots: PeerSnapshots | None = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
@@ -176,7 +176,7 @@ class Checkpointing(Callback):
             RunError: there is no checkpoint yet.
         """
         found = Resume(self._history.resumed_from)
-        if self._history.has_saved:
+        if self._history.saved_step is not None:
             own = replace(run.cfg.checkpoint, resume="auto")
             found = resolve_resume(replace(run.cfg, checkpoint=own), run.data.fingerprints)
         if found.path is None:
@@ -234,7 +234,7 @@ class Checkpointing(Callback):
         waited_s = self.saver.save(state, self._progress(run))
         run.save_s += waited_s
         self.total_save_s += waited_s
-        self._history.has_saved = True
+        self._history.saved_step = run.position.step
 
     def _progress(self, run: TrainingContext) -> TrainState:
         """Return the progress of the run, as checkpoints and snapshots store it."""
