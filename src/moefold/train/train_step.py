@@ -181,7 +181,7 @@ class TrainingStep:
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
             if faults.replica_check_every:
                 self._replica_checker = ReplicaCheck(
-                    model, named_moments(self.optimizer, self.optimized), zero, self._fsdp_hooks
+                    model, named_moments(self.optimizer, self.optimized), zero, self._fsdp_hooks, cfg.samples_by_replica
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
