@@ -585,13 +585,6 @@ class Config:
         """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
         return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
 
-    @property
-    def samples_by_replica(self) -> tuple[int, ...]:
-        """Samples of each data-parallel replica in a step, without padding."""
-        count = self.num_micro_batches * self.train.micro_batch_size
-        rest = (self.train.global_batch_size - number * count for number in range(self.parallel.dp))
-        return tuple(min(max(samples, 0), count) for samples in rest)
-
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
+from moefold.config.schema import Config
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
@@ -231,6 +232,13 @@ class ReplicaCheck:
         for name, parameter in _own_parameters(module, prefix):
             axis = "edp" if ".experts." in name else "dp_cp"
             yield _TensorDigest(f"the gathered {name}", self._hasher.digest(parameter), (axis,))
+
+
+def samples_by_replica(cfg: Config) -> tuple[int, ...]:
+    """Return the samples of each data-parallel replica in a step, without padding."""
+    count = cfg.num_micro_batches * cfg.train.micro_batch_size
+    rest = (cfg.train.global_batch_size - number * count for number in range(cfg.parallel.dp))
+    return tuple(min(max(samples, 0), count) for samples in rest)
 
 
 def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
