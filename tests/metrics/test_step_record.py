@@ -18,6 +18,7 @@ KEYS = [
     "mtp_loss",
     "indexer_loss",
     "grad_norm",
+    "projected_gradient",
     "lr",
     "tokens",
     "step_time_s",

@@ -308,6 +308,12 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
         paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
         resumed = tensors(paths[1], "")
         assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]
+        folders = (tmp_path / run / f"site-{number}" for run in ("whole", "parts"))
+        whole_rounds, rounds = ({r["step"]: r["sites"] for r in records(path) if r["sites"]} for path in folders)
+        for step, metrics in rounds.items():
+            # What the checkpoint lacks of a round is left out.
+            for key in metrics.keys() & {"difference", "agreement", "router_distance"}:
+                assert metrics[key] == whole_rounds[step][key], (step, key)
 
 
 @pytest.mark.slow

@@ -113,19 +113,29 @@ class ReplicaMetrics:
 
     @classmethod
     def from_dot_products(
-        cls, losses: NDArray[np.float64], dense: NDArray[np.float64], experts: NDArray[np.float64]
+        cls,
+        losses: NDArray[np.float64],
+        dense: NDArray[np.float64],
+        experts: NDArray[np.float64],
+        samples: NDArray[np.float64],
+        expert_samples: NDArray[np.float64],
     ) -> Self:
         """Compute the metrics from losses and gradient dot products of the replicas.
+
+        They are those of losses and gradients per sample; replicas of padding alone are left out.
 
         Args:
             losses: loss of each replica, in any common unit, [dp].
             dense: dot products of the dense gradients, [dp, dp].
             experts: dot products of the expert gradients, [edp, edp].
+            samples: samples of each replica without padding, in any common unit, [dp].
+            expert_samples: samples of each replica of the experts, likewise, [edp].
         """
-        norm, mean, least = _gradient_agreement(dense)
-        expert_norm, expert_mean, expert_least = _gradient_agreement(experts)
+        norm, mean, least = _gradient_agreement(_per_sample(dense, samples))
+        expert_norm, expert_mean, expert_least = _gradient_agreement(_per_sample(experts, expert_samples))
+        has_samples = samples > 0
         return cls(
-            loss_dispersion=_relative_deviation(losses),
+            loss_dispersion=_relative_deviation(losses[has_samples] / samples[has_samples]),
             grad_norm_dispersion=norm,
             grad_cosine=mean,
             grad_cosine_min=least,
@@ -133,6 +143,14 @@ class ReplicaMetrics:
             expert_grad_cosine=expert_mean,
             expert_grad_cosine_min=expert_least,
         )
+
+
+def _per_sample(dot_products: NDArray[np.float64], samples: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the dot products of the gradients per sample, of the replicas that have samples."""
+    has_samples = samples > 0
+    counts = samples[has_samples]
+    found: NDArray[np.float64] = dot_products[np.ix_(has_samples, has_samples)] / np.outer(counts, counts)
+    return found
 
 
 def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:

@@ -9,18 +9,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
+from moefold.config.schema import Config
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.topology.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,19 @@ class ReplicaCheck:
         moments: optimizer moments by name.
         zero: the ZeRO level; from 1 on, the gathered weights are compared too.
         comm_hooks: the communication hooks of the model's FSDP modules.
+        samples: samples of each data-parallel replica in a step, without padding; empty: all have as many.
     """
 
     def __init__(
-        self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int, comm_hooks: FSDPCommHooks
+        self,
+        model: ParallelModel,
+        moments: Mapping[str, Tensor],
+        zero: int,
+        comm_hooks: FSDPCommHooks,
+        samples: Sequence[int] = (),
     ) -> None:
         groups = model.groups
+        self._samples, self._expert_samples = _samples_of_replicas(groups.layout, samples)
         self._model = model
         self._moments = moments
         self._zero = zero
@@ -120,7 +131,11 @@ class ReplicaCheck:
         parts = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
         total = all_reduce_sum(torch.cat(parts), groups.world).cpu().split([part.numel() for part in parts])
         return ReplicaMetrics.from_dot_products(
-            total[0].numpy(), total[1].view(dp, dp).numpy(), total[2].view(edp, edp).numpy()
+            total[0].numpy(),
+            total[1].view(dp, dp).numpy(),
+            total[2].view(edp, edp).numpy(),
+            self._samples,
+            self._expert_samples,
         )
 
     @torch.no_grad()
@@ -217,6 +232,29 @@ class ReplicaCheck:
         for name, parameter in _own_parameters(module, prefix):
             axis = "edp" if ".experts." in name else "dp_cp"
             yield _TensorDigest(f"the gathered {name}", self._hasher.digest(parameter), (axis,))
+
+
+def samples_by_replica(cfg: Config) -> tuple[int, ...]:
+    """Return the samples of each data-parallel replica in a step, without padding."""
+    count = cfg.num_micro_batches * cfg.train.micro_batch_size
+    rest = (cfg.train.global_batch_size - number * count for number in range(cfg.parallel.dp))
+    return tuple(min(max(samples, 0), count) for samples in rest)
+
+
+def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the samples of each replica, [dp], and of each replica of the experts, [edp], in units of their own.
+
+    A replica of the experts has the samples of all ranks with its edp coordinate, whose tokens are routed to it.
+
+    Args:
+        layout: the mapping.
+        samples: samples of each data-parallel replica; empty: all have as many.
+    """
+    of_replicas = np.array(samples or [1] * layout.dp, dtype=np.float64)
+    of_experts = np.zeros(layout.edp)
+    for rank in range(layout.world_size):
+        of_experts[layout.moe.coordinate(rank, "edp")] += of_replicas[layout.attention.coordinate(rank, "dp")]
+    return of_replicas, of_experts
 
 
 def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.memory_tracking import bytes_by_part, track_memory
 from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
+from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck, samples_by_replica
 from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
 from moefold.train.metric_packer import MetricPacker
@@ -181,7 +181,11 @@ class TrainingStep:
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
             if faults.replica_check_every:
                 self._replica_checker = ReplicaCheck(
-                    model, named_moments(self.optimizer, self.optimized), zero, self._fsdp_hooks
+                    model,
+                    named_moments(self.optimizer, self.optimized),
+                    zero,
+                    self._fsdp_hooks,
+                    samples_by_replica(cfg),
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers

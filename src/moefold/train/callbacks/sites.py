@@ -366,7 +366,9 @@ class SiteRounds(Callback):
             outer.last_update = 0.0
         else:
             reshard_parameters(run.training.model.stages)
-            if has_moe_layers(self._cfg.model) and not self._is_merge(pending.step):
+            # A checkpoint has g of a round that is not applied yet, and not what this site sent.
+            knows_own = "members" in self._record
+            if knows_own and has_moe_layers(self._cfg.model) and not self._is_merge(pending.step):
                 squares = _sum_of_ranks(run, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
             norms = self._step(run, pending, is_overlapped=is_overlapped)
@@ -374,10 +376,11 @@ class SiteRounds(Callback):
                 run.training.reset_moments()
             self._merge_experts(run, pending.step)
             difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
-            self._record |= {
-                "difference": (difference / weights) ** 0.5 if weights else 0.0,
-                "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
-            }
+            if knows_own:
+                self._record |= {
+                    "difference": (difference / weights) ** 0.5 if weights else 0.0,
+                    "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
+                }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
 
     def _step(self, run: TrainingContext, pending: PendingRound, *, is_overlapped: bool) -> OuterNorms:
