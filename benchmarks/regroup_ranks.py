@@ -43,7 +43,8 @@ def _create_groups(size: int, watchdog: Watchdog) -> None:
 def _rank(folder: Path, rank_env: RankEnv, device_type: str) -> int:
     watchdog = Watchdog(rank_env, TIMEOUT_S, regroups=True)
     recorder = watchdog.flight_recorder
-    regroup = Regroup(rank_env, device_type, TIMEOUT_S, watchdog.gone_ranks, watchdog.kill, recorder.note_progress)
+    find_lost = (watchdog.gone_ranks, watchdog.silent_ranks)
+    regroup = Regroup(rank_env, device_type, TIMEOUT_S, *find_lost, watchdog.kill, recorder.note_progress)
     split = JobSplit(rank_env.world_size, 0)
     joined = init_split_job(rank_env, split, device_type, TIMEOUT_S, watchdog.start, regroup.open_first_store)
     with joined, watchdog:

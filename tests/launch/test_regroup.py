@@ -1,6 +1,6 @@
 """The agreement of the survivors of a lost rank, with the ranks as threads of one process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -22,13 +22,15 @@ class Job:
     def __init__(self) -> None:
         self.store = loopback_store()
         self.gone: list[int] = []
+        self.find_silent: Callable[[], list[int]] = list
         self.killed: list[int] = []
         self.pool = ThreadPoolExecutor(ALL)
         self.ranks = [self._rank(rank, 60.0) for rank in range(ALL)]
 
     def _rank(self, rank: int, timeout_s: float) -> Regroup:
         env = RankEnv(rank, rank, ALL, HOST, self.store.port, local_world_size=ALL)
-        regroup = Regroup(env, "cpu", timeout_s, lambda: self.gone, self.killed.append, lambda: None)
+        find_lost = (lambda: self.gone, lambda: self.find_silent())
+        regroup = Regroup(env, "cpu", timeout_s, *find_lost, self.killed.append, lambda: None)
         regroup.open_first_store()
         return regroup
 
@@ -127,6 +129,19 @@ def test_a_silent_rank_counts_as_lost(job: Job) -> None:
     assert found == early.result() == Generation(1, (0, 2), (), (1, 3), (0, 2))
     assert job.killed == [3]
     assert "went on without it" in str(job.arrive(3, 2))
+
+
+def test_the_ranks_of_a_lost_machine_are_missed_by_the_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefold.launch.regroup.LOSS_WAIT_S", 0.0)
+    job.find_silent = lambda: [1, 2]
+    assert job.all_arrive([0, 3], 2) == [Generation(1, (0, 3), (), (1, 2), (0, 3))] * 2
+    assert job.killed == []
+
+
+def test_another_survivor_records_the_ranks_of_a_lost_machine_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefold.launch.regroup.LOSS_WAIT_S", 0.0)
+    job.find_silent = lambda: report_lost(job.store, 1) or report_lost(job.store, 2) or []
+    assert job.all_arrive([0, 3], 2) == [Generation(1, (0, 3), (), (1, 2), (0, 3))] * 2
 
 
 def test_too_few_survivors_get_the_message(job: Job) -> None:

@@ -7,7 +7,8 @@ connections that other survivors wait on, and reports its arrival at the next ge
 generation has arrived or is lost, the first survivor that sees it publishes the next generation, which all accept.
 
 A process counts as lost when it is gone without an exit status (the launcher and the ranks of its machine see that),
-or when it does not arrive within `faults.timeout_s`. A rank that ended with an error message of its own is not lost:
+when a collective has failed and it reports nothing any more (it and the others of its machine are gone), or when it
+does not arrive within `faults.timeout_s`. A rank that ended with an error message of its own is not lost:
 the job ends as it does without regrouping.
 
 Keys of the store, below `moefold/regroup/`: `lost` and `arrived/N` are lists to which ranks append, `generation/N` is
@@ -116,6 +117,7 @@ class Regroup:
         device_type: "cpu" or "cuda".
         timeout_s: a rank that does not arrive within this time counts as lost.
         find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
+        find_silent: returns the job ranks that report nothing any more, after a wait of some periods of reports.
         kill: kills the process of a job rank, if it is on this machine.
         note_progress: called while this rank waits.
     """
@@ -126,6 +128,7 @@ class Regroup:
         device_type: str,
         timeout_s: float,
         find_gone: Callable[[], Sequence[int]],
+        find_silent: Callable[[], Sequence[int]],
         kill: Callable[[int], None],
         note_progress: Callable[[], None],
     ) -> None:
@@ -134,6 +137,7 @@ class Regroup:
         self._device_type = device_type
         self._timeout_s = timeout_s
         self._find_gone = find_gone
+        self._find_silent = find_silent
         self._kill = kill
         self._note_progress = note_progress
         self._poll_s = max(POLL_S, rank_env.world_size / 5000)
@@ -310,9 +314,15 @@ class Regroup:
         """
         lost = self.lost()
         gone = set(self._find_gone()) - lost
+        if (lost | gone).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
+            # Nothing on the machine of a lost node is left to report it.
+            gone |= set(self._find_silent()) - set(self._arrived(number))
+            # Another survivor may have recorded them meanwhile.
+            lost = self.lost()
+            gone -= lost
+            if (lost | gone).isdisjoint(self.current.members):
+                raise NoLossError
         is_loss = not (lost | gone).isdisjoint(self.current.members)
-        if not is_loss and waited_s > min(LOSS_WAIT_S, self._timeout_s):
-            raise NoLossError
         if is_loss and waited_s > self._timeout_s:
             silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone
             for rank in silent:

@@ -149,6 +149,12 @@ class Watchdog:
             return [] if self._store_reporter is None else self._store_reporter.lost_peers()
         return []
 
+    def silent_ranks(self) -> list[int]:
+        """Return the ranks that report nothing any more and have no exit status; takes some periods of reports."""
+        with suppress(*STORE_ERRORS):
+            return [] if self._store_reporter is None else self._store_reporter.silent_ranks()
+        return []
+
     def kill(self, rank: int) -> None:
         """Kill the process of a rank, if it is another one of this machine."""
         if self._store_reporter is not None:
@@ -410,20 +416,25 @@ class _StoreReporter(threading.Thread):
             base = self._base_store
             if base is None:
                 return set()
-            before = {rank: self._last_text(rank) for rank in range(self._rank_env.world_size)}
             for rank, peer in self._local_peers.items():
                 if peer.process.state() == STOPPED:
                     self.kill_peer(rank)
                     report_lost(base, rank)
-            time.sleep(MAX_MISSED_PERIODS * self.period_s)
+            silent = self.silent_ranks()
             if not self.stack_shows_comm:
-                left = [rank for rank in before if not self._connected_store.check([f"left/{rank}"])]
-                for rank in left:
-                    if rank != self._rank_env.rank and self._last_text(rank) == before[rank]:
-                        report_lost(base, rank)
+                for rank in silent:
+                    report_lost(base, rank)
             return lost_ranks(base)
         except STORE_ERRORS:
             return set()
+
+    def silent_ranks(self) -> list[int]:
+        """Return the other ranks whose reports do not change for `MAX_MISSED_PERIODS`, and that have not left."""
+        others = [rank for rank in range(self._rank_env.world_size) if rank != self._rank_env.rank]
+        before = {rank: self._last_text(rank) for rank in others}
+        time.sleep(MAX_MISSED_PERIODS * self.period_s)
+        silent = [rank for rank in others if self._last_text(rank) == before[rank]]
+        return [rank for rank in silent if not self._connected_store.check([f"left/{rank}"])]
 
     def _last_text(self, rank: int) -> bytes:
         store = self._connected_store

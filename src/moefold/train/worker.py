@@ -108,7 +108,8 @@ def train_on_rank(
     failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
     note_progress = watchdog.flight_recorder.note_progress
-    regroup = Regroup(rank_env, device_type, limit_s, watchdog.gone_ranks, watchdog.kill, note_progress)
+    find_lost = (watchdog.gone_ranks, watchdog.silent_ranks)
+    regroup = Regroup(rank_env, device_type, limit_s, *find_lost, watchdog.kill, note_progress)
     open_store = regroup.open_first_store if regroups else None
     joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start, open_store)
     with failing, joined as (device, link), watchdog, ExitStack() as cleanup:
