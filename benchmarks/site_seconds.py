@@ -1,0 +1,170 @@
+"""Compare the time of data parallelism with that of two sites over a slow link: 20 Mbit/s and 50 ms.
+
+`python -m benchmarks.site_seconds`: two hosts in network namespaces (`benchmarks/slow_link.py`, needs root), a rank on
+each, preset `tiny`, 16 samples of 128 tokens for each rank and step. Steps 11 to 40 are timed, since the first exchange
+connects. Bytes are those of the whole run: at the network device, and as the metrics report them.
+"""
+
+import argparse
+import secrets
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.site_network import StepTimes, host_address, records, start
+from benchmarks.slow_link import sent_bytes, slow_link
+
+PORT = 29600
+FIRST, LAST = 10, 40
+COMMON = (
+    "run.device=cpu",
+    f"run.steps={LAST}",
+    "model.preset=tiny",
+    "train.seq_len=128",
+    "train.micro_batch_size=8",
+    "data.kind=python-docs",
+    "train.eval_every=0",
+    "checkpoint.every=0",
+    "checkpoint.at_end=false",
+    "faults.timeout_s=600",
+)
+SITES = ("train.global_batch_size=16", "sites.count=2", "sites.every=10", "sites.timeout_s=300")
+ROWS: dict[str, tuple[str, ...]] = {
+    "data parallelism": ("train.global_batch_size=32", "parallel.world_size=2"),
+    "mean, every=10, float32": SITES,
+    "mean, every=10, int8": (*SITES, "sites.precision=int8"),
+    "streaming, every=10": (*SITES, "sites.method=streaming", "sites.fragment_layers=1", "sites.overlap=3"),
+}
+"""Settings of each row."""
+
+
+class Trial(NamedTuple):
+    """Result of a run."""
+
+    seconds: float
+    """Of the timed steps."""
+    exchange_s: float
+    """Of all timed rounds."""
+    wait_s: float
+    """Part of it that training waited for."""
+    device_bytes: int
+    """That a host has sent over the link."""
+    reported_bytes: int
+    """That a site reports as sent."""
+
+
+@contextmanager
+def meeting_point(host: str, folder: Path) -> Iterator[Path]:
+    """Run a meeting point on a host; yield the file of its secret."""
+    secret = folder / "secret.txt"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    words = ["meet", "--host", host_address(0), "--port", str(PORT), "--secret", str(secret)]
+    process = start(host, ["-m", "moefold", *words], folder / "meet.log")
+    try:
+        yield secret
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait for the ranks.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    statuses = [process.wait(1200) for process in processes]
+    if any(statuses):
+        raise RuntimeError("\n".join(path.read_text() for path in sorted(folder.glob("*.log"))))
+
+
+def run_data_parallel(hosts: Sequence[str], words: Sequence[str], folder: Path) -> None:
+    """Train one job with a rank on each host."""
+    processes = [
+        start(
+            host,
+            ["-m", "moefold", "train", str(folder / "empty.toml"), *words, f"run.dir={folder / 'site-0'}"],
+            folder / f"rank-{rank}.log",
+            RANK=str(rank),
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            WORLD_SIZE="2",
+            MASTER_ADDR=host_address(0),
+            MASTER_PORT=str(PORT),
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    wait_for(processes, folder)
+
+
+def run_sites(hosts: Sequence[str], words: Sequence[str], folder: Path) -> None:
+    """Train a site on each host."""
+    with meeting_point(hosts[0], folder) as secret:
+        processes = []
+        for number, host in enumerate(hosts):
+            own = (f"sites.number={number}", f"run.dir={folder / f'site-{number}'}")
+            shared = (f"sites.meet={host_address(0)}:{PORT}", f"sites.secret={secret}")
+            train = ["-m", "moefold", "train", str(folder / "empty.toml"), *words, *shared, *own]
+            processes.append(start(host, train, folder / f"site-{number}.log"))
+        wait_for(processes, folder)
+
+
+def run_trial(words: Sequence[str], bytes_per_s: float, latency_s: float) -> Trial:
+    """Train over the link, and measure."""
+    with tempfile.TemporaryDirectory() as temporary, slow_link(bytes_per_s, latency_s) as hosts:
+        folder = Path(temporary)
+        (folder / "empty.toml").touch()
+        steps = StepTimes(folder / "site-0")
+        try:
+            run = run_sites if any(word.startswith("sites.") for word in words) else run_data_parallel
+            run(hosts, (*COMMON, *words), folder)
+            num_sent = sent_bytes(hosts[1])
+        finally:
+            steps.stop()
+        times = {step: at for at, step in steps.times}
+        rounds = {record["step"]: record.get("sites") for record in records(folder / "site-0")}
+        found = {step: round_ for step, round_ in rounds.items() if round_}
+        timed = [round_ for step, round_ in found.items() if step > FIRST]
+        return Trial(
+            times[LAST] - times[FIRST],
+            sum(round_["exchange_s"] for round_ in timed),
+            sum(round_["wait_s"] for round_ in timed),
+            num_sent,
+            sum(round_["sent_bytes"] for round_ in found.values()),
+        )
+
+
+def main() -> None:
+    """Print a row for each setting, the median of some trials."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=20.0, help="rate of each direction of the link, in Mbit/s")
+    parser.add_argument("--latency-ms", type=float, default=50.0, help="added to each direction, in milliseconds")
+    parser.add_argument("--trials", type=int, default=1, help="trials of each row")
+    args = parser.parse_args()
+    head = ("", f"steps {FIRST + 1} to {LAST}, s", "exchanges, s", "training waited, s", "hidden")
+    print(f"| {' | '.join((*head, 'MB at the device', 'MB reported', 'device / reported'))} |\n|" + " --- |" * 8)
+    for name, words in ROWS.items():
+        trials = [run_trial(words, args.mbit * 1e6 / 8, args.latency_ms / 1e3) for _ in range(args.trials)]
+        middle = sorted(trials, key=lambda trial: trial.seconds)[len(trials) // 2]
+        seconds = statistics.median(trial.seconds for trial in trials)
+        cells = [name, f"{seconds:.1f}"]
+        if middle.exchange_s:
+            hidden = max(0.0, 1 - middle.wait_s / middle.exchange_s)
+            cells += [f"{middle.exchange_s:.1f}", f"{middle.wait_s:.1f}", f"{hidden:.0%}"]
+        else:
+            cells += [""] * 3
+        cells.append(f"{middle.device_bytes / 1e6:.2f}")
+        if middle.reported_bytes:
+            cells += [f"{middle.reported_bytes / 1e6:.2f}", f"{middle.device_bytes / middle.reported_bytes:.3f}"]
+        else:
+            cells += [""] * 2
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
