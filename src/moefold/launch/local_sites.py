@@ -36,7 +36,8 @@ SiteMain = Callable[[int, int], int]
 
 
 def run_local_sites(main: SiteMain, count: int, min_members: int, environments: Sequence[dict[str, str]]) -> int:
-    """Run all sites, wait for them, and return the exit status: the largest one, or that of a signal.
+    """Run all sites, wait for them, and return the exit status: the largest one of those that ended by themselves, or
+    that of a signal.
 
     Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the others are ended too
     if they are too few for a round.
@@ -99,6 +100,8 @@ class _Site:
         self.pid = pid
         self.outputs = ((out, sys.stdout), (err, sys.stderr))
         self.status: int | None = None
+        self.is_ended = False
+        """It was told to end, as too few sites are left."""
 
 
 def _fork(
@@ -173,7 +176,7 @@ class _Sites:
             loop.add_signal_handler(number, self._forward, number)
         async with MeetServer(listener, secret, _log) as server:
             await asyncio.gather(*(self._wait(site, server) for site in self._sites))
-        status = max(site.status or 0 for site in self._sites)
+        status = max(site.status or 0 for site in self._sites if not site.is_ended)
         if self._received and status in (0, *(SIGNAL_STATUS + number for number in self._received)):
             if self._received[0] == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -207,6 +210,8 @@ class _Sites:
                 flush=True,
             )
             if not is_enough:
+                for other in others:
+                    other.is_ended = True
                 self._send(signal.SIGTERM)
 
 
