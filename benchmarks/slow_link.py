@@ -35,7 +35,7 @@ def slow_link(bytes_per_s: float, latency_s: float, queue_s: float = 1.0) -> Ite
     Args:
         bytes_per_s: rate of each direction.
         latency_s: time that a packet takes in addition, in each direction.
-        queue_s: packets beyond a queue of so many seconds are dropped.
+        queue_s: packets that would wait longer than this in the queue are dropped.
     """
     hosts = [f"moefold{os.getpid()}h{number}" for number in range(2)]
     devices: list[int] = []

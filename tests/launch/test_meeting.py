@@ -67,6 +67,17 @@ def test_sites_wait_for_each_other_at_the_start():
     assert point.hello(2, connection=9) == {"ready": True}
 
 
+def test_site_whose_process_has_ended_is_not_awaited_without_a_word():
+    point = Point(2)
+    point.meeting.end_site(0, "it is done")
+    assert point.hello(1) == {"missing": [0], "refused_sites": {"0": "it is done"}}
+    # It was started again.
+    assert point.hello(0) == {"ready": True}
+    point.meeting.close_connection(0)
+    point.meeting.end_site(0, "it is done")
+    assert point.hello(1) == {"ready": True}
+
+
 def test_round_is_applied_once_all_have_voted():
     point = Point(2)
     point.all_here(2)

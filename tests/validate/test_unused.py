@@ -55,6 +55,7 @@ CASES = [
     ("sites.merge_experts=0.1", ["sites.count=2"], ["sites.count=2", "sites.experts=own"]),
     ("sites.merge_every=60", ["sites.count=2", "sites.experts=own"], ["sites.count=2", "sites.method=spes"]),
     ("sites.merge_until=60", ["sites.count=2", "sites.experts=own"], ["sites.count=2", "sites.method=spes"]),
+    ("sites.method=spes", [], ["sites.count=2"]),
     ("sites.first=5", [], ["sites.method=diloco"]),
     ("sites.nesterov=false", ["sites.count=2"], ["sites.count=2", "sites.method=diloco"]),
     ("model.num_experts=4", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),

@@ -28,6 +28,8 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MAX_LINE_BYTES = 2**16
 """Longest line of a site that is printed as one."""
+ENDED_EARLY = "its process has ended with an error; start all sites again once that is mended"
+ALREADY_DONE = "it has all of its run.steps; raise run.steps, or start a new run with another run.dir"
 
 SiteMain = Callable[[int, int], int]
 """Main function of a site: called with its number and the port of the meeting point, returns the exit status."""
@@ -37,7 +39,7 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
     """Run all sites, wait for them, and return the exit status: the largest one, or that of a signal.
 
     Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the others are ended too
-    if they are too few for a round.
+    if they are too few for a round; their statuses do not count.
 
     Args:
         main: main function of a site.
@@ -97,6 +99,8 @@ class _Site:
         self.pid = pid
         self.outputs = ((out, sys.stdout), (err, sys.stderr))
         self.status: int | None = None
+        self.is_ended = False
+        """It was told to end, as too few sites are left."""
 
 
 def _fork(
@@ -169,9 +173,9 @@ class _Sites:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._forward, number)
-        async with MeetServer(listener, secret, lambda line: print_escaped(f"meeting point: {line}", flush=True)):
-            await asyncio.gather(*(self._wait(site) for site in self._sites))
-        status = max(site.status or 0 for site in self._sites)
+        async with MeetServer(listener, secret, _log) as server:
+            await asyncio.gather(*(self._wait(site, server) for site in self._sites))
+        status = max(site.status or 0 for site in self._sites if not site.is_ended)
         if self._received and status in (0, *(SIGNAL_STATUS + number for number in self._received)):
             if self._received[0] == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -188,12 +192,13 @@ class _Sites:
             if site.status is None:
                 os.kill(site.pid, number)
 
-    async def _wait(self, site: _Site) -> None:
-        """Pass the output of a site on until it closes, and wait for its end."""
+    async def _wait(self, site: _Site, server: MeetServer) -> None:
+        """Pass the output of a site on until it closes, wait for its end, and tell the meeting point."""
         await asyncio.gather(*(_pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
         _, status = await asyncio.to_thread(os.waitpid, site.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         site.status = code if code >= 0 else SIGNAL_STATUS - code
+        server.end_site(site.number, ENDED_EARLY if site.status else ALREADY_DONE)
         if site.status and not self._received:
             others = [other for other in self._sites if other.status is None]
             is_enough = len(others) >= self._min_members
@@ -204,7 +209,13 @@ class _Sites:
                 flush=True,
             )
             if not is_enough:
+                for other in others:
+                    other.is_ended = True
                 self._send(signal.SIGTERM)
+
+
+def _log(line: str) -> None:
+    print_escaped(f"meeting point: {line}", flush=True)
 
 
 async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:

@@ -60,6 +60,15 @@ class MeetServer:
             task.cancel()
         await asyncio.gather(self._ticker, *self._tasks, return_exceptions=True)
 
+    def end_site(self, number: int, reason: str) -> None:
+        """Tell the sites that wait for this one that its process has ended.
+
+        Args:
+            number: of the site.
+            reason: why it does not come.
+        """
+        self._meeting.end_site(number, reason)
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)

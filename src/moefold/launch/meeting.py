@@ -76,6 +76,8 @@ class Meeting:
         self._refusals: dict[int, str] = {}
         self._refused: dict[int, str] = {}
         """Sites that were refused at the start and did not come back, with the reason."""
+        self._ended: dict[int, str] = {}
+        """Sites whose process has ended before it came here, with the reason."""
         self._givers: dict[int, Message] = {}
         """Answers to joining sites whose giver is known."""
         self._num_gifts = 0
@@ -148,6 +150,16 @@ class Meeting:
             if site.connection == connection:
                 self._drop(number, f"on {site.host} has closed its connection")
 
+    def end_site(self, number: int, reason: str) -> None:
+        """Count a site as one that does not come, if its process has ended before the first round.
+
+        Args:
+            number: of the site.
+            reason: why it does not come, for the sites that wait for it.
+        """
+        if not self._has_started and number not in self._sites:
+            self._ended[number] = reason
+
     def drop_silent(self) -> list[int]:
         """Count sites as lost that were silent for `SILENT_S`, and return their connections."""
         dropped = []
@@ -213,6 +225,7 @@ class Meeting:
                 self._refused[number] = refusal
             return
         self._refused.pop(number, None)
+        self._ended.pop(number, None)
         is_new = number not in self._sites or self._sites[number].connection is None
         self._sites[number] = site
         # After a loss of the connection or of the meeting point, no site waits for the others again.
@@ -260,7 +273,8 @@ class Meeting:
         count = _int(message["settings"], "sites.count")
         missing = [other for other in range(count) if other not in self.living]
         if missing and not self._has_started:
-            refused = {str(other): self._refused[other] for other in missing if other in self._refused}
+            absent = self._refused | self._ended
+            refused = {str(other): absent[other] for other in missing if other in absent}
             return {"missing": missing} | ({"refused_sites": refused} if refused else {})
         if not self._has_started:
             self._has_started = True

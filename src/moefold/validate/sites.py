@@ -310,6 +310,12 @@ UNUSED_SITES_KEYS = (
         "set sites.count",
     ),
     UnusedKeyRule(
+        "sites.method",
+        lambda cfg: not cfg.sites.is_active,
+        "sites.count=1 without an outer step has no rounds",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
         "sites.every sites.first",
         lambda cfg: not cfg.sites.is_active,
         "sites.count=1 without an outer step has no rounds",

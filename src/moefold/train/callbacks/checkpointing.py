@@ -167,7 +167,9 @@ class Checkpointing(Callback):
         started_s = time.perf_counter()
         state = checkpoint_state(*self._stored(run), run.training.optimizer)
         self.snapshots.take(state, self._progress(run), run.groups)
-        run.save_s += time.perf_counter() - started_s
+        blocked_s = time.perf_counter() - started_s
+        run.save_s += blocked_s
+        self.total_save_s += blocked_s
 
     def roll_back(self, run: TrainingContext, step_fault: StepFault) -> Resume:
         """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective.
