@@ -175,12 +175,12 @@ def test_sigterm_to_torchrun_saves_and_exits_in_time(tmp_path):
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused_and_not_tried_for_ever(tmp_path):
-    process = _torchrun(tmp_path / "run", "parallel.elastic=true", "train.global_batch_size=3")
+    process = _torchrun(tmp_path / "run", "parallel.elastic=true", "train.global_batch_size=1")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     # Once for the first try, and once for the restart that --max-restarts=1 allows.
     assert errors.count("moefold: error: parallel.elastic=true: the launcher started 2 processes") == 2
-    assert "fits 1 or 3: " in errors
+    assert "fits 1: " in errors
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from tests.e2e.command import metrics, moefold, small, train
 
 pytestmark = pytest.mark.e2e
 
+GROUPS = ("rl.group_size=4", "train.global_batch_size=4")
 TASK = ("data.kind=task", "data.task=sort", "data.task_size=3", "train.seq_len=32", "checkpoint.every=50")
 RL = (
     *TASK,
@@ -66,8 +67,8 @@ def test_rollout_scores_completions_and_prints_a_summary(start, tmp_path):
 def test_a_missing_reward_is_refused_before_ranks_start(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "x"}\n' * 40)
-    words = ("data.kind=prompts", f"data.path={prompts}", "rl.group_size=4", "reward.use=absent.py:reward")
-    done = moefold(*small(tmp_path / "run", *words, "train.seq_len=128"))
+    words = ("data.kind=prompts", f"data.path={prompts}", "reward.use=absent.py:reward")
+    done = moefold(*small(tmp_path / "run", *words, *GROUPS, "train.seq_len=128"))
     assert done.returncode == 2
     assert "reward.use='absent.py:reward': 'absent.py' does not exist; name a Python file" in done.stderr
 
@@ -81,7 +82,7 @@ def test_conversations_are_sampled_scored_and_sampled_again(tmp_path):
         "def reward(prompts, completions, answer, **columns):\n"
         "    return [float(len(one[0]['content']) % 2) for one in completions]\n"
     )
-    words = ("data.kind=prompts", f"data.path={prompts}", f"reward.use={reward}:reward", "rl.group_size=4")
+    words = ("data.kind=prompts", f"data.path={prompts}", f"reward.use={reward}:reward", *GROUPS)
     run = tmp_path / "run"
     done = train(run, *words, "rollout.max_tokens=6", "train.seq_len=128", "run.steps=1", "checkpoint.every=1")
     assert "next: moefold rollout " in done.stdout

@@ -62,34 +62,34 @@ def test_program_cannot_start_all_sites():
         set_up_run(recipe, None)
 
 
-def _open_pipes(first: int = 0) -> set[str]:
-    """The pipes that this process has open, from a descriptor on."""
-    found = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:
-            continue
-        if int(descriptor) >= first and target.startswith("pipe:"):
-            found.add(target)
-    return found
+def _pipe(descriptor: int | str) -> str:
+    """Name of the file of a descriptor; "" if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
 
 
 def test_site_holds_no_pipe_of_another_one():
     """A site would not notice that nothing reads its output, as another one could."""
-    before = _open_pipes()
     with listen("127.0.0.1", 0) as listener:
 
         def main(number: int, port: int) -> int:
             # Its own output has the descriptors 1 and 2.
-            os.write(1, f"{number} {sorted(_open_pipes(3) - before)}".encode())
+            os.write(1, " ".join(_pipe(found) for found in os.listdir("/proc/self/fd") if int(found) > 2).encode())
             return 0
 
         sites: list = []
         for _ in range(3):
             sites.append(_fork(main, sites, 1, listener, {}))
+        of_sites = {_pipe(descriptor) for site in sites for descriptor, _ in site.outputs}
+        assert len(of_sites) == 6
+        held = []
         for site in sites:
-            (out, _), (err, _) = site.outputs
-            with os.fdopen(out) as output, os.fdopen(err):
-                assert output.read() == f"{site.number} []"
+            (out, _), _ = site.outputs
+            held.append(set(os.read(out, 2**16).decode().split()))
+        assert [pipes & of_sites for pipes in held] == [set()] * 3
+        for site in sites:
+            for descriptor, _ in site.outputs:
+                os.close(descriptor)
             assert os.waitpid(site.pid, 0)[1] == 0

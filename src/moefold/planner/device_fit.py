@@ -178,6 +178,9 @@ def device_toml(device: Device, comments: Sequence[str]) -> str:
             for link in value:
                 keys = {key: number for key, number in asdict(link).items() if key != "oversubscription"}
                 tables += ["", "[[links]]", *(f"{key} = {_toml_value(item)}" for key, item in keys.items())]
+        elif field.name == "site_link":
+            if value is not None:
+                tables += ["", "[site_link]", *(f"{key} = {_toml_value(item)}" for key, item in asdict(value).items())]
         elif isinstance(value, dict):
             tables += ["", f"[{field.name}]", *(f"{key} = {_toml_value(item)}" for key, item in value.items())]
         else:

@@ -60,9 +60,11 @@ MIN_ROUNDS_OF_MOMENTUM = 100
 
 def _describe_sites(cfg: Config) -> str:
     sites = cfg.sites
-    num_rounds = rounds_until(cfg, cfg.run.steps) // recipe_fragments(cfg)
+    count = recipe_fragments(cfg)
+    # The last round is one of all fragments.
+    num_rounds = 1 + -(-(rounds_until(cfg, cfg.run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
-    fragments = f" for each of {count} fragments" if (count := recipe_fragments(cfg)) > 1 else ""
+    fragments = f" for each of {count} fragments" if count > 1 else ""
     pairs = " of random pairs" if sites.topology == "pairs" else ""
     resting = ", in which one site rests" if pairs and sites.count % 2 else ""
     text = f"{number}a round{pairs} every {sites.every} steps{fragments}{resting}, learning rate {sites.lr:g}"
