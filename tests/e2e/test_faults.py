@@ -18,14 +18,20 @@ from tests.e2e.command import ROOT, checkpoints, child_ids, environment, interru
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
 STEPS = 48
-ELASTIC = ("parallel.elastic=true", "run.dtype=float64", "checkpoint.every=4", f"run.steps={STEPS}")
+ELASTIC = (
+    "train.global_batch_size=4",
+    "parallel.elastic=true",
+    "run.dtype=float64",
+    "checkpoint.every=4",
+    f"run.steps={STEPS}",
+)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run on one rank."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    train(run_dir, "run.dtype=float64", f"run.steps={STEPS}")
+    train(run_dir, "train.global_batch_size=4", "run.dtype=float64", f"run.steps={STEPS}")
     return losses(run_dir)
 
 
