@@ -24,10 +24,8 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from moefold.comm.flight_recorder import (
-    FILE_BYTES,
     FlightRecorder,
     FlightSnapshot,
-    decode_snapshot,
     format_ranks,
     read_snapshot,
 )
@@ -36,6 +34,7 @@ from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, hard_exit
 from moefold.launch.hang_diagnosis import RankReport, describe_activity, format_diagnosis
+from moefold.launch.local_peer import LocalPeer
 from moefold.launch.regroup import lost_ranks, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.single_reporter import SingleReporter
@@ -281,7 +280,7 @@ class _StoreReporter(threading.Thread):
         self._exit_status: int | None = None
         self._reason = ""
         self._is_lost_peer = False
-        self._local_peers: dict[int, _LocalPeer] = {}
+        self._local_peers: dict[int, LocalPeer] = {}
         self._recorded_losses: set[int] = set()
         self._awaited_report_s = 0.0
         self._store: dist.Store | None = None
@@ -502,7 +501,7 @@ class _StoreReporter(threading.Thread):
             file = entry.pop("file")
             report_files[rank] = entry.pop("report_file")
             if rank != self._rank_env.rank:
-                peers[rank] = _LocalPeer(ProcessId(machine=machine, **entry), file)
+                peers[rank] = LocalPeer(ProcessId(machine=machine, **entry), file)
         if shared_file := report_files[min(report_files)]:
             self._reporter.use_file(shared_file)
         # One assignment: another thread may be iterating over the dictionary.
@@ -566,25 +565,6 @@ class _StoreReporter(threading.Thread):
                 last = reports[rank].snapshot if snapshot is None else FlightSnapshot.from_json(snapshot)
                 reports[rank] = replace(reports[rank], process_state=state, snapshot=last)
         return reports
-
-
-class _LocalPeer:
-    """Another rank of this machine and its flight record, which stays open after the rank died."""
-
-    def __init__(self, process: ProcessId, file: str) -> None:
-        self.process = process
-        self._record_file = None
-        with suppress(OSError):
-            self._record_file = Path(file).open("rb", buffering=0) if file else None  # noqa: SIM115 - open until exit
-
-    def describe(self) -> tuple[str, dict[str, Any] | None]:
-        """Return the process state and, unless the rank is alive, its last flight-recorder snapshot."""
-        state = self.process.state()
-        if state == ALIVE or self._record_file is None:
-            return state, None
-        self._record_file.seek(0)
-        snapshot = decode_snapshot(self._record_file.read(FILE_BYTES))
-        return state, None if snapshot is None else snapshot.to_json()
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
