@@ -5,23 +5,20 @@ a limited rate (`tc qdisc ... tbf`). It needs root for `ip netns`, and changes n
 """
 
 import argparse
-import json
 import os
-import secrets
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.site_network import DEVICE, host_address, ip, records, run_sites
 from moefold.cost.hardware import SiteLink
 from moefold.planner.sites import SiteCost, site_volumes
 from moefold.recipe import load_config
 from moefold.topology.fragments import recipe_fragments
 
-ROOT = Path(__file__).parents[1]
 RECIPE = """
 [run]
 steps = 4
@@ -44,8 +41,6 @@ timeout_s = 120
 [faults]
 timeout_s = 600
 """
-HOSTS = ("10.214.0.1", "10.214.0.2")
-PORT = 29600
 
 
 @contextmanager
@@ -54,34 +49,19 @@ def cable(bytes_per_s: float) -> Iterator[list[str]]:
     names = [f"moefold{os.getpid()}{letter}" for letter in "ab"]
     rate = f"{round(8 * bytes_per_s)}bit"
     limit = ("rate", rate, "burst", "32kb", "latency", "200ms")
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable0", "netns", names[1])
-        for name, host in zip(names, HOSTS, strict=True):
-            ip("-n", name, "addr", "add", f"{host}/24", "dev", "cable0")
-            ip("-n", name, "link", "set", "cable0", "up")
+        ip("link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", host_address(number), "peer", host_address(1 - number), "dev", DEVICE)
+            ip("-n", name, "link", "set", DEVICE, "up")
             ip("-n", name, "link", "set", "lo", "up")
-            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "cable0", "root", "tbf", *limit)
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
         yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-def start(name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start `moefold` in a network namespace."""
-    with log.open("w") as opened:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, "-m", "moefold", *words],
-            stdout=opened,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable0"},
-        )
 
 
 def measured_rounds(folder: Path, bytes_per_s: float, words: Sequence[str]) -> list[dict[str, float]]:
@@ -89,39 +69,11 @@ def measured_rounds(folder: Path, bytes_per_s: float, words: Sequence[str]) -> l
     folder.mkdir(parents=True)
     recipe = folder / "sites.toml"
     recipe.write_text(RECIPE)
-    secret = folder / "secret.txt"
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o600)
-    with cable(bytes_per_s) as names:
-        meet = start(
-            names[0], ["meet", "--host", HOSTS[0], "--port", str(PORT), "--secret", str(secret)], folder / "meet"
-        )
-        try:
-            sites = [
-                start(
-                    name,
-                    [
-                        "train",
-                        str(recipe),
-                        *words,
-                        f"sites.number={number}",
-                        f"sites.meet={HOSTS[0]}:{PORT}",
-                        f"sites.secret={secret}",
-                        f"run.dir={folder / f'site-{number}'}",
-                    ],
-                    folder / f"site-{number}.log",
-                )
-                for number, name in enumerate(names)
-            ]
-            codes = [site.wait(600) for site in sites]
-        finally:
-            meet.terminate()
-            meet.wait()
-    if any(codes):
-        raise RuntimeError("\n".join((folder / f"site-{number}.log").read_text() for number in (0, 1)))
-    records = [json.loads(line) for line in (folder / "site-0" / "metrics.jsonl").read_text().splitlines()]
+    with cable(bytes_per_s) as hosts:
+        run_sites(hosts, recipe, words, folder)
+    rounds = [record["sites"] for record in records(folder / "site-0")]
     # The first exchange connects.
-    return [record["sites"] for record in records if record["sites"]][1:]
+    return [round_ for round_ in rounds if round_][1:]
 
 
 def main() -> None:

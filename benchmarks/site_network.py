@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ DEVICE = "cable0"
 """Name of the network device of a host."""
 SWITCH = "10.215.0.254"
 """Address of the switch, where the meeting point runs."""
+PORT = 29600
+"""Port of a meeting point on a host."""
 
 
 def ip(*words: str) -> None:
@@ -68,6 +71,44 @@ def start(name: str, program: Sequence[str], log: Path, **variables: str) -> sub
             stderr=subprocess.STDOUT,
             env=os.environ | environment | variables,
         )
+
+
+@contextmanager
+def meeting_point(host: str, folder: Path) -> Iterator[Path]:
+    """Run a meeting point on a host; yield the file of its secret."""
+    secret = folder / "secret.txt"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    words = ["meet", "--host", host_address(0), "--port", str(PORT), "--secret", str(secret)]
+    process = start(host, ["-m", "moefold", *words], folder / "meet.log")
+    try:
+        yield secret
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait for the ranks.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    statuses = [process.wait(1200) for process in processes]
+    if any(statuses):
+        raise RuntimeError("\n".join(path.read_text() for path in sorted(folder.glob("*.log"))))
+
+
+def run_sites(hosts: Sequence[str], recipe: Path, words: Sequence[str], folder: Path) -> None:
+    """Train a site on each host, with run folders and logs in a folder."""
+    with meeting_point(hosts[0], folder) as secret:
+        processes = []
+        for number, host in enumerate(hosts):
+            own = (f"sites.number={number}", f"run.dir={folder / f'site-{number}'}")
+            shared = (f"sites.meet={host_address(0)}:{PORT}", f"sites.secret={secret}")
+            train = ["-m", "moefold", "train", str(recipe), *words, *shared, *own]
+            processes.append(start(host, train, folder / f"site-{number}.log"))
+        wait_for(processes, folder)
 
 
 class StepTimes:

@@ -6,19 +6,15 @@ connects. Bytes are those of the whole run: at the network device, and as the me
 """
 
 import argparse
-import secrets
 import statistics
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.site_network import StepTimes, host_address, records, start
+from benchmarks.site_network import PORT, StepTimes, host_address, records, run_sites, start, wait_for
 from benchmarks.slow_link import sent_bytes, slow_link
 
-PORT = 29600
 FIRST, LAST = 10, 40
 COMMON = (
     "run.device=cpu",
@@ -57,32 +53,6 @@ class Trial(NamedTuple):
     """That a site reports as sent."""
 
 
-@contextmanager
-def meeting_point(host: str, folder: Path) -> Iterator[Path]:
-    """Run a meeting point on a host; yield the file of its secret."""
-    secret = folder / "secret.txt"
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o600)
-    words = ["meet", "--host", host_address(0), "--port", str(PORT), "--secret", str(secret)]
-    process = start(host, ["-m", "moefold", *words], folder / "meet.log")
-    try:
-        yield secret
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def wait_for(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Wait for the ranks.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    statuses = [process.wait(1200) for process in processes]
-    if any(statuses):
-        raise RuntimeError("\n".join(path.read_text() for path in sorted(folder.glob("*.log"))))
-
-
 def run_data_parallel(hosts: Sequence[str], words: Sequence[str], folder: Path) -> None:
     """Train one job with a rank on each host."""
     processes = [
@@ -102,18 +72,6 @@ def run_data_parallel(hosts: Sequence[str], words: Sequence[str], folder: Path) 
     wait_for(processes, folder)
 
 
-def run_sites(hosts: Sequence[str], words: Sequence[str], folder: Path) -> None:
-    """Train a site on each host."""
-    with meeting_point(hosts[0], folder) as secret:
-        processes = []
-        for number, host in enumerate(hosts):
-            own = (f"sites.number={number}", f"run.dir={folder / f'site-{number}'}")
-            shared = (f"sites.meet={host_address(0)}:{PORT}", f"sites.secret={secret}")
-            train = ["-m", "moefold", "train", str(folder / "empty.toml"), *words, *shared, *own]
-            processes.append(start(host, train, folder / f"site-{number}.log"))
-        wait_for(processes, folder)
-
-
 def run_trial(words: Sequence[str], bytes_per_s: float, latency_s: float) -> Trial:
     """Train over the link, and measure."""
     with tempfile.TemporaryDirectory() as temporary, slow_link(bytes_per_s, latency_s) as hosts:
@@ -121,8 +79,10 @@ def run_trial(words: Sequence[str], bytes_per_s: float, latency_s: float) -> Tri
         (folder / "empty.toml").touch()
         steps = StepTimes(folder / "site-0")
         try:
-            run = run_sites if any(word.startswith("sites.") for word in words) else run_data_parallel
-            run(hosts, (*COMMON, *words), folder)
+            if any(word.startswith("sites.") for word in words):
+                run_sites(hosts, folder / "empty.toml", (*COMMON, *words), folder)
+            else:
+                run_data_parallel(hosts, (*COMMON, *words), folder)
             num_sent = sent_bytes(hosts[1])
         finally:
             steps.stop()

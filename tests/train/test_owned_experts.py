@@ -18,20 +18,8 @@ from moefold.train.train_step import TrainingStep
 from moefold.verify.oracle_sites import OracleSites
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
-from tests.train.test_sites import (
-    TOLERANCE,
-    adapted,
-    checkpoint,
-    largest_error,
-    planned_bytes,
-    recipe,
-    records,
-    tensors,
-    train,
-    train_and_come_back,
-    train_sites,
-    train_until,
-)
+from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
+from tests.train.test_sites import adapted, planned_bytes, recipe, train, train_and_come_back, train_sites, train_until
 from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity
@@ -93,15 +81,7 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
     expected = OracleSites(without_mapping(cfg)).run(num_steps)
     for number in range(count):
         run_dir = tmp_path / f"site-{number}"
-        for step in (2, 3, num_steps):
-            path = checkpoint(run_dir, step)
-            state = expected[step - 1]
-            assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
-            assert largest_error(tensors(path, "outer.weights."), state.outer[number]) <= TOLERANCE
-            if cfg.sites.momentum:
-                assert largest_error(tensors(path, "outer.momentum."), state.momentum[number]) <= TOLERANCE
-        losses = [record["loss"] for record in records(run_dir)]
-        assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
+        assert_equals_oracle(cfg, number, run_dir, expected, (2, 3, num_steps))
         assert (
             differing_tensors(*(checkpoint(folder, num_steps) for folder in (run_dir, tmp_path / "site-0")), "outer.")
             == []

@@ -7,20 +7,8 @@ import pytest
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from tests.train.site_jobs import Server, of_site, run_sites
-from tests.train.test_sites import (
-    CO2,
-    MEAN,
-    TOLERANCE,
-    checkpoint,
-    largest_error,
-    planned_bytes,
-    recipe,
-    records,
-    tensors,
-    train,
-    train_and_fail,
-    train_sites,
-)
+from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
+from tests.train.test_sites import CO2, MEAN, planned_bytes, recipe, train, train_and_fail, train_sites
 
 pytestmark = pytest.mark.parity
 

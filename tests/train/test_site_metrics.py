@@ -10,7 +10,8 @@ from moefold.train.routing_probe import count_equal_choices
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
-from tests.train.test_sites import STREAMING, TOLERANCE, checkpoint, recipe, records, tensors, train_sites
+from tests.train.site_results import TOLERANCE, checkpoint, records, tensors
+from tests.train.test_sites import STREAMING, recipe, train_sites
 from tests.verify.recipes import without_mapping
 
 

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
-from moefold.checkpoint.safe_metadata import SafeReader, read_metadata
 from moefold.comm.groups import ParallelGroups
 from moefold.config.lora import LoraConfig
 from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
@@ -39,11 +35,11 @@ from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle_sites import OracleSites
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
+from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
 from tests.verify.recipes import tiny, without_mapping
 
 pytestmark = pytest.mark.parity
 
-TOLERANCE = 1e-9
 MEAN = {"count": 2, "every": 2}
 DILOCO = {"count": 2, "every": 2, "lr": 0.7, "momentum": 0.9}
 
@@ -90,37 +86,6 @@ def train_sites(pool, cfg: Config, **sites: Any) -> list[str]:
     with Server().running() as server:
         run_sites(pool, [of_site(cfg, n, server.port, **sites) for n in range(cfg.sites.count)], train)
     return server.log
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def checkpoint(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{step:06d}"
-
-
-def tensors(path: Path, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names begin with a prefix, without it."""
-    stored = read_metadata(path).state_dict_metadata
-    state = {
-        name: torch.empty(info.size, dtype=info.properties.dtype)
-        for name, info in stored.items()
-        if name.startswith(prefix)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-
-
-def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert actual.keys() == expected.keys()
-    return max(
-        float((actual[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-30))
-        for name, tensor in expected.items()
-        if tensor.numel()
-    )
 
 
 def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
@@ -188,15 +153,7 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
     expected = OracleSites(without_mapping(cfg)).run(5)
     for number in range(count):
         run_dir = tmp_path / f"site-{number}"
-        for step in (2, 3, 5):
-            path = checkpoint(run_dir, step)
-            state = expected[step - 1]
-            assert largest_error(tensors(path, "model."), state.weights[number]) <= TOLERANCE
-            assert largest_error(tensors(path, "outer.weights."), state.outer[number]) <= TOLERANCE
-            if cfg.sites.momentum:
-                assert largest_error(tensors(path, "outer.momentum."), state.momentum[number]) <= TOLERANCE
-        losses = [record["loss"] for record in records(run_dir)]
-        assert losses == pytest.approx([state.losses[number] for state in expected], rel=TOLERANCE)
+        assert_equals_oracle(cfg, number, run_dir, expected, (2, 3, 5))
         # Pairs end with the mean of all, and with momentum of their own.
         prefix = "outer." if cfg.sites.topology == "all" else "outer.weights."
         assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), prefix) == []

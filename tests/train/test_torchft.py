@@ -13,7 +13,8 @@ from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
-from tests.train.test_sites import TOLERANCE, checkpoint, largest_error, recipe, tensors, train_sites
+from tests.train.site_results import TOLERANCE, checkpoint, largest_error, tensors
+from tests.train.test_sites import recipe, train_sites
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
