@@ -32,7 +32,7 @@ def test_budgets_of_the_code():
 def test_the_budgets_are_those_of_the_house():
     limits = rules.settings()
     limits.pop("exceptions")
-    assert limits == {"file_lines": 600, "function_lines": 80, "parameters": 8, "nesting": 4, "class_members": 25}
+    assert limits == {"file_lines": 800, "function_lines": 80, "parameters": 8, "nesting": 4, "class_members": 25}
 
 
 def test_a_long_file_is_found(exceeded):
