@@ -178,7 +178,7 @@ def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
         raise ColumnError(f"{location}: {unknown_column_message(column, fields)}")
     text = fields[column]
     if not isinstance(text, str):
-        raise ConfigError(f"{location}: column {column!r} holds {json_type_name(text)}, not text; fix or remove it")
+        raise ColumnError(f"{location}: column {column!r} holds {json_type_name(text)}, not text; fix or remove it")
     reject_surrogates(text, f"{location}: column {column!r}")
     return text
 

@@ -199,7 +199,7 @@ def _configurations(folder: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{folder / _CARD} cannot be read ({error}); fix or remove it") from error
     if match is None:
         return []
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         fields = yaml.safe_load(match[1])
