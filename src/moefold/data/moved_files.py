@@ -82,7 +82,7 @@ def names_now(
     if len(then.paths) == len(now.paths):
         for i, (before, after) in enumerate(zip(then.sources, now.sources, strict=True)):
             found |= _matched(then, before, saved, now, after, fingerprints) or {
-                name: _joined(now.paths[i], _relative(name, then.paths[i])) for name in before
+                name: _place_now(name, then, i, now.paths[i]) for name in before
             }
     elif all(then.sources) and all(now.sources):
         before = tuple(name for names in then.sources for name in names)
@@ -107,6 +107,14 @@ def _matched(
         if not same or (then.by_folder and _meaning(then, one) != _meaning(now, other)):
             return {}
     return dict(zip(before, after, strict=True))
+
+
+def _place_now(name: str, then: DataFiles, index: int, root: str) -> str:
+    """Return the name that a file below a path of the checkpoint has below the path of the recipe."""
+    relative = _relative(name, then.paths[index])
+    if not relative and then.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
+        return name
+    return _joined(root, relative)
 
 
 def _meaning(files: DataFiles, name: str) -> str:
