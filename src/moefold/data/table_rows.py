@@ -104,17 +104,22 @@ def _arrow_values(file: Path, column: str, start: int) -> Iterator[tuple[int, An
     row = 0
     try:
         with open_seekable(file) as opened:
-            for batch in _arrow_batches(opened, file, column):
-                for first in range(0, batch.num_rows, _SLICE_ROWS):
-                    part = batch.column(column).slice(first, _SLICE_ROWS)
-                    if row + len(part) > start:
-                        values = python_values(part, file, column, row)
-                        yield from ((row + i, value) for i, value in enumerate(values) if row + i >= start)
-                    row += len(part)
+            for part in _arrow_parts(opened, file, column):
+                if row + len(part) > start:
+                    values = python_values(part, file, column, row)
+                    yield from ((row + i, value) for i, value in enumerate(values) if row + i >= start)
+                row += len(part)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
             f"{file} is damaged after row {row} ({str(error).splitlines()[0]}); copy it again or leave it out"
         ) from error
+
+
+def _arrow_parts(opened: Any, file: Path, column: str) -> Iterator[Any]:
+    """Yield the column of an arrow file in parts."""
+    for batch in _arrow_batches(opened, file, column):
+        for first in range(0, batch.num_rows, _SLICE_ROWS):
+            yield batch.column(column).slice(first, _SLICE_ROWS)
 
 
 def _arrow_batches(opened: Any, file: Path, column: str) -> Iterator[Any]:
