@@ -110,7 +110,7 @@ def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
         raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {found})")
     most = max(tables)[0]
     best = [suffix for count, suffix in tables if count == most]
-    # A description such as stats.json may stand beside the one file with text.
+    # A description such as stats.json may stand next to the one file with text.
     best = [suffix for suffix in best if suffix not in (".json", ".txt")] or best
     if len(best) > 1:
         raise ConfigError(
