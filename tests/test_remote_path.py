@@ -134,8 +134,9 @@ def test_two_colons_are_part_of_a_name_and_chain_nothing(tmp_path, cache):
         assert (root / name).read_text() == name
         assert name in [entry.name for entry in root.entries()]
         assert Path(local_copy(str(root / name))).read_text() == name
-    chained = RemotePath("memory://none::file:///etc/passwd")
-    assert not chained.exists()
+    assert not RemotePath("memory://none::file:///etc/passwd").exists()
+    with pytest.raises(ConfigError, match="has '::' in the name of its server or bucket; write one address"):
+        RemotePath("s3://bucket::file:///etc/passwd").exists()
 
 
 def test_a_file_system_that_cannot_connect_is_one_line(monkeypatch):

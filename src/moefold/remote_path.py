@@ -27,6 +27,7 @@ HUB_SCHEME = "hf://"
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"})
 """Protocols of stores without folders: a key may contain slashes, and no folder is created before a file."""
 _ABSOLUTE_SCHEMES = frozenset({"file", "local"})
+_HOSTLESS_SCHEMES = _ABSOLUTE_SCHEMES | {"memory"}
 PROTOCOLS = OBJECT_STORES | _ABSOLUTE_SCHEMES | {"memory", "hdfs", "webhdfs", "sftp", "http", "https"}
 """Protocols that may be used. fsspec has others that read an archive, a cache or a program's output, start a shell, or
 fill templates of a file, and it chains several by `::`, which is plain text here."""
@@ -109,13 +110,15 @@ class RemotePath(PosixPath):
                 f"{str(self)!r} has the protocol {self.scheme!r}, which is none of {', '.join(sorted(PROTOCOLS))}; "
                 "use one of them, or a path"
             )
+        if self.scheme not in _HOSTLESS_SCHEMES and "::" in "".join(self.parts[1:2]):
+            raise ConfigError(f"{str(self)!r} has '::' in the name of its server or bucket; write one address")
         try:
-            from fsspec import get_filesystem_class
+            from fsspec.core import strip_protocol, url_to_fs
 
-            kind = get_filesystem_class(self.scheme)
-            # Not `url_to_fs`, which takes a key with `::` apart.
-            filesystem = kind(**kind._get_kwargs_from_urls(str(self)))
-            key = str(kind._strip_protocol(str(self)))
+            # `url_to_fs` would take a key with `::` apart, so it gets the address of the server alone.
+            host = "" if self.scheme in _HOSTLESS_SCHEMES else "".join(self.parts[1:2])
+            filesystem = url_to_fs(f"{self.scheme}://{host}/")[0]
+            key = str(strip_protocol(str(self)))
         except ImportError as error:
             package = _PACKAGES.get(self.scheme)
             way_out = f"pip install {package}, or the extra: {install_command('remote')}" if package else str(error)
