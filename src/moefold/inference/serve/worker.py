@@ -34,8 +34,9 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         with engine.open(job.num_pages) as generation:
             loop = EngineLoop(generation, loaded.groups)
             if listener is not None:
+                url = url_of(listener)
                 _start_http(CompletionServer(job, tokenizer, loop), loop, listener)
-                print_escaped(f"moefold: {job.name} at {url_of(listener)}/v1", flush=True)
+                print_escaped(f"moefold: {job.name} at {url}/v1", flush=True)
             loop.run()
     return 0
 
