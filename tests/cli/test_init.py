@@ -61,7 +61,7 @@ def test_list_describes_each_recipe(capsys):
         (["olmoe-1b-7b-8xh100"], "did you mean 'pretrain/olmoe-1b-7b-8xh100'?"),
         (["xxxxxxx", "folder"], "`moefold init --list` shows the recipes"),
         (["sft", "a", "b"], "one argument too many"),
-        (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
+        (["sft", f"{__file__}/none"], f"DIR='{__file__}/none' cannot be written"),
     ],
 )
 def test_invalid_arguments_are_one_message(capsys, words, message):
