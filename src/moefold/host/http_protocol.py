@@ -45,7 +45,7 @@ def make_server(
     # asyncio's own loop: another one would not call the listener's accept.
     config = uvicorn.Config(
         app,
-        http=protocol,  # type: ignore[arg-type]
+        http=protocol,
         ws="none",
         loop="asyncio",
         log_config=logs,
@@ -57,7 +57,7 @@ def make_server(
     return uvicorn.Server(config), [GuardedListener(listener, guard)]
 
 
-class GuardedProtocol(H11Protocol):
+class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
     """HTTP connection that is closed when its request does not come, or its answer is not read."""
 
     def __init__(
@@ -90,7 +90,7 @@ class GuardedProtocol(H11Protocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._num_discarded = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the time of the first header."""
         super().connection_made(transport)
         self._enter("header")
