@@ -15,6 +15,7 @@ FLOORS = (
         "extras",
         "progress",
         "cache_dir",
+        "folder_files",
         "remote_path",
         "remote_copy",
         "hub",

@@ -125,7 +125,7 @@ def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
         (["absent"], "run 'absent' does not exist"),
         (["RUN", "--layer", "7"], "--layer 7 is no MoE layer of"),
         (["RUN", "--png", "balance.jpg"], "--png balance.jpg must end in .png, .svg or .pdf"),
-        (["RUN", "--png", "/nonexistent/balance.png"], "--png /nonexistent/balance.png cannot be written"),
+        (["RUN", "--png", f"{__file__}/balance.png"], f"--png {__file__}/balance.png cannot be written"),
     ],
 )
 def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):

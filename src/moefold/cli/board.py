@@ -51,10 +51,9 @@ def run(argv: list[str]) -> int:
         )
     _check_packages()
     # numpy and starlette take a tenth of a second to import, which --help does not need.
-    import uvicorn
-
     from moefold.board.app import make_app
     from moefold.board.run_list import RunList
+    from moefold.host.http_protocol import make_server
 
     runs = RunList([Path(name) for name in arguments.runs])
     token = secrets.token_urlsafe(24) if arguments.allow_remote or arguments.token else ""
@@ -65,8 +64,8 @@ def run(argv: list[str]) -> int:
         url = url_of(listener).replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
         address = f"{url}/{f'?token={token}' if token else ''}"
         print_escaped(f"moefold: {count} run{'s' if count > 1 else ''} at {address}", flush=True)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        http, sockets = make_server(app, listener)
+        http.run(sockets=sockets)
     return 0
 
 

@@ -72,7 +72,7 @@ def find_source(name: str) -> ModelSource:
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
-        return replace(_checkpoint_source(checkpoint), skipped=tuple(skipped_checkpoints(path, checkpoint)))
+        return replace(checkpoint_source(checkpoint), skipped=tuple(skipped_checkpoints(path, checkpoint)))
     if is_hf_folder(path):
         return _hf_source(path)
     raise ConfigError(
@@ -82,7 +82,12 @@ def find_source(name: str) -> ModelSource:
     )
 
 
-def _checkpoint_source(path: Path) -> ModelSource:
+def checkpoint_source(path: Path) -> ModelSource:
+    """Return the model of a checkpoint folder.
+
+    Raises:
+        ConfigError: its metadata cannot be read, or is of another version.
+    """
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")
