@@ -1,7 +1,8 @@
 """Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,16 @@ _END_OF_TEXT = (
 )
 
 
+@dataclass(frozen=True)
+class TokenTable:
+    """What each id of a tokenizer writes."""
+
+    pieces: Sequence[bytes]
+    """Bytes of each id, [ids]; empty for those that are no token."""
+    special_ids: frozenset[int]
+    """Ids of the tokens that are marks and no text."""
+
+
 class Tokenizer(Protocol):
     """Converts text to ids and ids to text."""
 
@@ -48,6 +59,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ids."""
+        ...
+
+    def token_table(self) -> TokenTable:
+        """Return what each id writes."""
         ...
 
 
@@ -89,6 +104,10 @@ class ByteTokenizer:
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
         return octets.decode("utf-8", errors="replace")
+
+    def token_table(self) -> TokenTable:
+        """Return the bytes; none is special."""
+        return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
 
 class JsonTokenizer:
@@ -160,6 +179,11 @@ class JsonTokenizer:
         with self._translate_errors("cannot make text of tokens"):
             return self._process.decode(flat)
 
+    def token_table(self) -> TokenTable:
+        """Return what each id writes; takes about a second for a large vocabulary."""
+        with self._translate_errors("cannot list its tokens"):
+            return TokenTable(*self._process.pieces())
+
     @contextmanager
     def _translate_errors(self, failure: str) -> Iterator[None]:
         """Turn errors of the tokenizer, and texts that are not Unicode, into a ConfigError."""
@@ -200,6 +224,10 @@ class NumberTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         """Return ids as decimal numbers."""
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
+
+    def token_table(self) -> TokenTable:
+        """Return the numbers; none is special."""
+        return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())
 
 
 def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
