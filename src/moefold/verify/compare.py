@@ -9,14 +9,17 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.data import ProgramData, Sampler
+from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.verify.distributed_run import DistributedRecord, open_samples
+from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
 from moefold.verify.oracle_objectives import OracleObjective, recipe_objective
+from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
 """Share of the largest gradient of its layer up to which a gradient is zero but for rounding."""
@@ -64,12 +67,17 @@ def run_oracle(
     dataset = data or open_samples(cfg)
     size = cfg.train.global_batch_size
     model = build_model(cfg)
+    buffers = set(model.state_dict()) - dict(model.named_parameters()).keys()
     init_weights(model, cfg.model, cfg.run.seed)
     draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
+    reads = ReadRecord()
+    objective = objective or recipe_objective(reads.watch(cfg))
     oracle = Oracle(
-        cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective or recipe_objective(cfg)
+        cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective, reads=reads
     )
+    if unknown := sorted(buffers - oracle.router.buffers().keys()):
+        no_formula(f"the buffer {format_list(unknown)}", "verify/oracle_routing.py")
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = []
     for i in range(num_steps):
@@ -77,6 +85,7 @@ def run_oracle(
         steps.append(oracle.step(oracle_batch(dataset.train, cfg, range(i * size, (i + 1) * size))))
     on_progress("oracle, evaluation")
     eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
+    oracle.check_keys()
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     gain = num_steps * cfg.train.lr / cfg.train.eps
     return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain)
@@ -132,7 +141,9 @@ def token_chunks(cfg: Config) -> list[list[int]]:
 def oracle_batch(split: Sampler, cfg: Config, indices: Iterable[int]) -> OracleBatch:
     """Build a global batch from the samples of these indices."""
     length = cfg.train.seq_len
-    samples = [split.annotated_sample(index) for index in indices]
+    reads = ReadRecord()
+    read_samples = [split.annotated_sample(index) for index in indices]
+    samples = [reads.watch(sample) for sample in read_samples]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
     scales = [np.ones(length) if sample.weight_scale is None else sample.weight_scale for sample in samples]
@@ -142,8 +153,11 @@ def oracle_batch(split: Sampler, cfg: Config, indices: Iterable[int]) -> OracleB
     for kind in ("token_columns", "sample_columns"):
         for name in getattr(samples[0], kind):
             columns[name] = torch.from_numpy(np.stack([getattr(sample, kind)[name] for sample in samples]))
+    tokens = np.stack([sample.tokens for sample in samples])
+    if unread := sorted({name for sample in read_samples for name in reads.unread(sample)}):
+        no_formula(f"{format_list(unread)} of a sample", "verify/compare.py")
     return OracleBatch(
-        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        torch.from_numpy(tokens),
         torch.from_numpy(np.stack(documents)),
         torch.from_numpy(np.stack(weights) * ~(padding[:, 1:] | padding[:, :-1])).double(),
         torch.from_numpy(np.stack(scales)),
