@@ -97,9 +97,7 @@ def _gla(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor
     return _gated_norm(model, weights, name, torch.stack(found), gates * torch.sigmoid(gates))
 
 
-def _delta_rule(
-    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, *, is_kda: bool
-) -> Tensor:
+def _delta_rule(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, *, is_kda: bool) -> Tensor:
     """Return the output of Gated DeltaNet or Kimi Delta Attention for the tokens of one document, [S, H]."""
     value_heads = model.linear_num_value_heads
     repeats = value_heads // model.linear_num_key_heads

@@ -109,11 +109,11 @@ def _token_loss(loss: PolicyGradientLoss, law: Tensor, columns: OracleColumns, r
             unknown_kind("rl.objective", unknown)
     value = value * _correction(loss, old, of_row("old_log_probs"), of_sequence, position)
     coefficient = loss.kl
-    kind = loss.kl_kind
+    kl_kind = loss.kl_kind
     if not coefficient:
         return value
     ratio_to_reference = torch.exp(of_row("reference_log_probs")[position] - law[position])
-    match kind:
+    match kl_kind:
         case "k3":
             return value + coefficient * (ratio_to_reference - torch.log(ratio_to_reference) - 1)
         case "k2":

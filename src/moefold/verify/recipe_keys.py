@@ -1,7 +1,7 @@
 """Classes of the recipe keys: those that the oracle has to read, and those that do not change what it computes.
 
-Every key of the schema is in one class. A key that is set, that a formula has to read and that no formula has read makes
-the verdict meaningless: `unread_keys` finds it.
+Every key of the schema is in one class. If a key that counts is set and no formula has read it, the verdict means
+nothing: `unread_keys` finds it.
 """
 
 from types import MappingProxyType
