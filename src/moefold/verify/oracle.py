@@ -247,7 +247,7 @@ class Oracle:
                     micro, documents, hidden, [weight[rows] for weight in weights], context, routed
                 )
         aux = {
-            layer: self.cfg.moe.aux_coefficient * self.router.aux_loss(layer, batches)
+            layer: self.router.aux_coefficient * self.router.aux_loss(layer, batches)
             for layer, batches in routed.items()
         }
         z = {

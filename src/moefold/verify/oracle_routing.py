@@ -78,13 +78,25 @@ class OracleRouter:
         self.biases = {name: zeros.clone() for name in names}
         match cfg.moe.aux_kind:
             case "last_global_batch":
-                uses_last_counts = cfg.moe.aux_coefficient > 0
+                uses_last_counts = self.aux_coefficient > 0
             case "micro_batch" | "sequence" | "global_batch":
                 uses_last_counts = False
             case unknown:
                 unknown_kind("moe.aux_kind", unknown)
         empty = torch.zeros(cfg.model.num_router_choices, dtype=torch.int64)
         self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
+
+    @property
+    def aux_coefficient(self) -> float:
+        """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
+        coefficient = self._cfg.moe.aux_loss
+        match self._cfg.moe.choice:
+            case "topk":
+                return coefficient
+            case "quantile" | "sinkhorn" | "round_robin" | "skewed":
+                return 0.0
+            case unknown:
+                unknown_kind("moe.choice", unknown)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent state, by name."""
@@ -177,7 +189,7 @@ class OracleRouter:
 
     def aux_loss(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
         """Return the load-balancing loss of one layer, averaged over the micro-batches of a global batch."""
-        if not self._cfg.moe.aux_coefficient:
+        if not self.aux_coefficient:
             return torch.zeros((), dtype=torch.float64)
         match self._cfg.moe.aux_kind:
             case "last_global_batch":

@@ -62,7 +62,7 @@ class OracleSites:
         ]
         self.outer = [{name: p.clone() for name, p in initial.items()} for _ in self.sites]
         self.momentum = [{name: torch.zeros_like(p) for name, p in initial.items()} for _ in self.sites]
-        layers = cfg.sites.fragment_layers
+        layers = self.cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
         self._num_rounds = 0
         self._last_round = [[0] * self._num_fragments for _ in self.sites]
