@@ -7,15 +7,16 @@ import argparse
 import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_USER_ERROR
-from moefold.terminal import MULTILINE_CHARS, printable
+from moefold.terminal import printable
 
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 
@@ -31,8 +32,10 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": _ParagraphFormatter, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and an error message, with control characters escaped, and exit with status 2."""
-        super().error(printable(message, MULTILINE_CHARS))
+        """Print one line, with control characters escaped, and exit with status 2."""
+        self.exit(
+            EXIT_USER_ERROR, f"{self.prog}: error: {printable(message)}; `{self.prog} --help` explains the arguments\n"
+        )
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):
@@ -69,6 +72,18 @@ def _wrapped_line(line: str, width: int) -> list[str]:
     )
     broken = [part.replace(UNBROKEN_SPACE, " ") for part in broken]
     return [part + " \\" for part in broken[:-1]] + broken[-1:] if is_command else broken
+
+
+def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the path of the recipe and the overrides: a first word `section.key=value` is an override.
+
+    Args:
+        recipe: the first word; None: none was given.
+        overrides: the other words.
+    """
+    if recipe is None or ("=" in recipe and not Path(recipe).exists()):
+        return None, [*([] if recipe is None else [recipe]), *overrides]
+    return Path(recipe), list(overrides)
 
 
 RANK0_REPORT_WAIT_S = 10.0

@@ -3,10 +3,9 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.schema import Config, has_moe_layers
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
@@ -57,7 +56,7 @@ def run(argv: list[str]) -> int:
         NoFormulaError: the oracle cannot judge the recipe; exit status 3.
     """
     args = _parser().parse_intermixed_args(argv)
-    cfg = load_config(Path(args.recipe), args.overrides)
+    cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     check_config(cfg)
     if AUTO in cfg.train.recompute:
         raise ConfigError(
