@@ -13,6 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moefold.config.aliases import OPTION_OF, key_hint
+from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_USER_ERROR
@@ -33,9 +35,25 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line, with control characters escaped, and exit with status 2."""
-        self.exit(
-            EXIT_USER_ERROR, f"{self.prog}: error: {printable(message)}; `{self.prog} --help` explains the arguments\n"
-        )
+        hint = self._our_words(message) or f"`{self.prog} --help` explains the arguments"
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {printable(message)}; {hint}\n")
+
+    def _our_words(self, message: str) -> str:
+        """Return how moefold calls an argument of other software that argparse does not recognise; "" if unknown."""
+        if not message.startswith("unrecognized arguments: "):
+            return ""
+        takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
+        for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
+            plain = name.replace("-", "_")
+            option = OPTION_OF.get(plain.lower(), "")
+            section, _, key = plain.partition(".")
+            if option in self._option_string_actions:
+                return f"moefold calls this {option}"
+            if takes_settings and section in sections() and key in key_types(section):
+                return f"settings have no dashes: {section}.{key}=VALUE"
+            if takes_settings and key_hint(name):
+                return key_hint(name)
+        return ""
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):

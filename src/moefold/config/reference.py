@@ -98,6 +98,8 @@ def recipe_page() -> str:
         "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",
         "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
         "preset fills are no settings of the recipe: `model.index_topk=0` may leave those of its indexer unread.",
+        "Names of Hugging Face, Megatron, torchtitan and vLLM are answered with those of this page: `learning_rate` is",
+        "`train.lr`. `moefold train --keys lr` lists the keys with a word in their names.",
         "",
     ]
     for section in sections():
