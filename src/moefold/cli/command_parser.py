@@ -47,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
             plain = name.replace("-", "_")
             option = OPTION_OF.get(plain.lower(), "")
             section, _, key = plain.partition(".")
-            if option in self._option_string_actions:
+            if any(option in action.option_strings for action in self._actions):
                 return f"moefold calls this {option}"
             if takes_settings and section in sections() and key in key_types(section):
                 return f"settings have no dashes: {section}.{key}=VALUE"
