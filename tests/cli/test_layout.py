@@ -176,7 +176,9 @@ def test_no_arguments_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as stopped:
         run([])
     assert stopped.value.code == 2
-    assert "usage: moefold layout" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("moefold layout: error: ")
+    assert err.count("\n") == 1
 
 
 def test_help_names_every_key(capsys):
