@@ -96,7 +96,9 @@ class MetricTable:
                 self._column(name).append(row, np.nan)
         loads = record.get("expert_load")
         if isinstance(loads, list) and loads:
-            self._column(WORST_LOAD).append(row, max(map(finite_number, loads)))
+            worst = self._column(WORST_LOAD)
+            worst.append(row, max(map(finite_number, loads)))
+            worst.is_count = False
 
     def latest(self, name: str) -> tuple[int, float] | None:
         """Return step and value of the last record, NaN if it was not finite; None if there is none."""

@@ -7,11 +7,11 @@ NUM_DASHES = 3
 NUM_STYLES = NUM_COLORS * NUM_DASHES
 """A style is dash * NUM_COLORS + colour; dash 0 is a solid line."""
 _STRIDE = 5
-"""Distance to the next colour that is tried: neighbours in the palette are similar. It has no factor of 16."""
+"""Distance to the next colour that is tried; it has no factor of 16."""
 
 
 def free_style(key: str, taken: Collection[int]) -> int:
-    """Return the style of a run: the colour of its key, or the next one that no other run has.
+    """Return the style of a run: the colour of its key, or the next one that no other run has or is close to.
 
     Solid lines are used up first; beyond `NUM_STYLES` runs, styles come again.
 
@@ -20,9 +20,17 @@ def free_style(key: str, taken: Collection[int]) -> int:
         taken: styles of the other runs.
     """
     wanted = int(key, 16)
+    colors = [(wanted + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]
     for dash in range(NUM_DASHES):
-        for i in range(NUM_COLORS):
-            style = dash * NUM_COLORS + (wanted + _STRIDE * i) % NUM_COLORS
-            if style not in taken:
-                return style
+        ring = [dash * NUM_COLORS + color for color in colors]
+        # Neighbours in the palette are similar.
+        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(taken)]
+        free = [style for style in ring if style not in taken]
+        if free:
+            return (apart or free)[0]
     return wanted % NUM_STYLES
+
+
+def _next(style: int, distance: int) -> int:
+    dash, color = divmod(style, NUM_COLORS)
+    return dash * NUM_COLORS + (color + distance) % NUM_COLORS
