@@ -67,6 +67,7 @@ class Page:
     def key(self, name: str) -> None:
         """Press and release a key."""
         codes = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes |= {"PageUp": 33, "PageDown": 34, "End": 35, "Home": 36}
         text = {"Enter": "\r", " ": " "}.get(name, "")
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if kind == "keyDown" and text else {}

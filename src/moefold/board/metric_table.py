@@ -10,7 +10,7 @@ import numpy as np
 
 from moefold.board.downsample import downsample
 from moefold.board.smoothing import exponential_mean, reach
-from moefold.metrics.expert_balance import Array, finite_number
+from moefold.metrics.expert_balance import MAX_VALUE, Array, finite_number
 from moefold.metrics.step_metrics import StepMetrics
 
 MAX_METRICS = 1000
@@ -47,6 +47,8 @@ class Curve:
 
 class _Column:
     """One metric: rows of the table and values, NaN where the value was not finite."""
+
+    __slots__ = ("is_count", "rows", "values")
 
     def __init__(self) -> None:
         self.rows = array("I")
@@ -151,11 +153,14 @@ class MetricTable:
         )
 
     def _add(self, name: str, value: Any, row: int) -> None:
-        number = finite_number(value)
+        # Most of the time of reading a long run is spent here: a float needs no conversion.
+        number = value if type(value) is float and -MAX_VALUE <= value <= MAX_VALUE else finite_number(value)
         if number == number:  # not NaN
-            column = self._column(name)
-            column.append(row, number)
-            column.is_count = column.is_count and type(value) is int
+            column = self._columns.get(name) or self._column(name)
+            column.rows.append(row)
+            column.values.append(number)
+            if column.is_count and type(value) is not int:
+                column.is_count = False
 
     def _column(self, name: str) -> _Column:
         column = self._columns.get(name)

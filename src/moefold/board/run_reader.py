@@ -80,7 +80,7 @@ class RunReader:
         self._layers: tuple[int, ...] = ()
         self._layer_ranges: StepRanges | None = None
         self._memory: dict[str, Any] | None = None
-        self._rank_times: dict[str, Any] | None = None
+        self._rank_times: tuple[int, dict[str, Any]] | None = None
         self._num_invalid_steps = 0
 
     def _clear_faults(self) -> None:
@@ -219,7 +219,7 @@ class RunReader:
                 ranks = values[known].astype(np.int64)
             recent = Counter(ranks[-RECENT_STEPS:].tolist())
             return {
-                "times": self._rank_times,
+                "times": None if self._rank_times is None else _newest_times(*self._rank_times),
                 "steps": recent.total(),
                 "slowest": [{"rank": rank, "steps": count} for rank, count in recent.most_common(MAX_SLOWEST_RANKS)],
                 "slowest_over_steps": slowest_over_steps(steps, ranks) if len(steps) else None,
@@ -347,8 +347,7 @@ class RunReader:
             }
         times = record.get("rank_times")
         if isinstance(times, dict):
-            numbers = {name: finite_number(value) for name, value in times.items()}
-            self._rank_times = {"step": step} | {name: value for name, value in numbers.items() if not np.isnan(value)}
+            self._rank_times = (step, times)
 
     def _read_faults(self) -> None:
         lines = self._faults_tail.read()
@@ -376,6 +375,11 @@ class RunReader:
             kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), max_points)).astype(np.int64))
             axes[name] = {"steps": steps[kept].tolist(), "values": numbers[kept].tolist()}
         return axes
+
+
+def _newest_times(step: int, times: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: finite_number(value) for name, value in times.items()}
+    return {"step": step} | {name: value for name, value in numbers.items() if not np.isnan(value)}
 
 
 def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:

@@ -6,6 +6,7 @@
   const VIEWS = ["curves", "experts", "memory", "ranks", "faults", "rollouts", "recipes"];
   const DEFAULT_CHOSEN = 4;
   const POLL_MS = 2000;
+  const READING_MS = 3000;
   const BUSY_FACTOR = 5;
   const NONE = "none";
 
@@ -107,6 +108,7 @@
   // --- the loop ---
   let timer = null;
   let lastSeen = "";
+  let drawnMs = -Infinity;
   let isPolling = false;
   let isWanted = false;
 
@@ -136,11 +138,13 @@
       if (runs.length) drawRuns();
       const chosen = chosenRuns();
       const seen = JSON.stringify([runs.length > 0, chosen.map((run) => [run.key, run.version, run.name])]);
-      if (seen !== lastSeen) {
+      const hasMore = chosen.some((run) => run.has_more);
+      // Long runs come in parts, and each takes as long to draw as all of them.
+      if (seen !== lastSeen && !(hasMore && performance.now() - drawnMs < READING_MS)) {
         lastSeen = seen;
         if (runs.length) await refresh();
+        drawnMs = performance.now();
       }
-      const hasMore = chosen.some((run) => run.has_more);
       waitMs = hasMore ? 0 : Math.max(POLL_MS, BUSY_FACTOR * (performance.now() - startMs));
       const running = runs.filter((run) => run.state === "running").length;
       if (Board.source.isLive) say(runs.length ? `${running} of ${runs.length} running` : "waiting for a run");
