@@ -142,6 +142,7 @@ class RunReader:
                 "state": self._state(),
                 "step": self._step(),
                 "steps": steps if type(steps) is int else None,
+                "modified_s": modified_s,
                 "age_s": None if modified_s is None else max(0.0, time.time() - modified_s),
                 **self._row_values(),
                 "mapping": _mapping(settings),

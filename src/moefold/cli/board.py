@@ -14,7 +14,7 @@ from moefold.remote_path import is_remote
 from moefold.terminal import print_escaped
 
 DEFAULT_PORT = 6007
-EPILOG = """RUNS are run folders, or folders of run folders, which are searched again while the board is open; they may be
+EPILOG = """RUNS are run folders, or folders of run folders, which are searched again while the board is open and may be
 empty yet. The board only reads: it follows running jobs, and any number of boards may show one run.
 
 The server listens on this machine alone. From another machine, forward its port: ssh -L 6007:127.0.0.1:6007 HOST

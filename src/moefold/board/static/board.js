@@ -17,8 +17,8 @@
     view: VIEWS.find((view) => view === address.get("view")) || VIEWS[0], turn: 0, cache: new Map(),
   };
 
-  // In the order of the list, so that curves and legends do not depend on the order of the clicks.
-  const chosenRuns = () => state.runs.filter((run) => state.chosen.includes(run.key)).slice(0, state.max);
+  // By their names, so that curves and legends do not depend on the order of the clicks.
+  const chosenRuns = () => Board.byName(state.runs.filter((run) => state.chosen.includes(run.key))).slice(0, state.max);
 
   const setAll = (keys) => {
     state.isDefault = false;

@@ -26,12 +26,13 @@
     { id: "mapping", title: "mapping", first: 1, class: "narrow-off", value: (run) => run.mapping || null, cell: (run) => run.mapping },
     { id: "faults", title: "faults", first: -1, class: "right narrow-off", value: (run) => run.num_faults,
       cell: (run) => (run.num_faults ? Board.integer(run.num_faults) : "") },
-    // Running runs are equally new: their last steps would change places at each look.
-    { id: "last", title: "last step", first: 1, class: "right narrow-off", value: (run) => (run.state === "running" ? 0 : run.age_s),
+    // By the minute, and running runs are equally new: else rows would change places at each look.
+    { id: "last", title: "last step", first: -1, class: "right narrow-off",
+      value: (run) => (run.state === "running" ? Infinity : run.modified_s && Math.floor(run.modified_s / 60)),
       cell: (run) => Board.duration(run.age_s) },
   ];
 
-  const compared = (a, b) => (typeof a === "string" ? natural.compare(a, b) : a - b);
+  const compared = (a, b) => (typeof a === "string" ? natural.compare(a, b) : a === b ? 0 : a - b);
 
   // Runs by the column of the table; those without a value last, and later names first among equals.
   const sorted = (runs, column, direction) => [...runs].sort((one, other) => {
@@ -47,7 +48,9 @@
     return { column, direction: (state.sort.startsWith("-") ? -1 : 1) * column.first };
   };
 
-  Board.newestFirst = (runs) => sorted(runs, COLUMNS.at(-1), 1);
+  Board.newestFirst = (runs) => sorted(runs, COLUMNS.at(-1), -1);
+
+  Board.byName = (runs) => [...runs].sort((one, other) => natural.compare(one.name, other.name));
 
   const heading = (column, redraw) => {
     const { column: current, direction } = sorting();
