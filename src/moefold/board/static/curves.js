@@ -53,7 +53,7 @@
     ["replicas.", "Replicas", rest], ["sites.", "Sites", rest], ["", "Others", rest],
   ];
   // Shown in other views, or steps of the axis.
-  const HIDDEN = new Set(["tokens", "rank_times.slowest_rank"]);
+  const HIDDEN = new Set(["tokens", "tokens_consumed", "rank_times.slowest_rank"]);
   const AXES = [["step", "step"], ["tokens", "tokens"], ["time_s", "training time"]];
   const NO_SMOOTHING = "0";
   const FEW_POINTS = 30;
