@@ -237,9 +237,7 @@ def legend(metric: str = "loss") -> str:
 
 
 def drawn_names(page: Page) -> list[str]:
-    return page.evaluate(
-        "[...document.querySelectorAll('#runs tbody tr')].map((row) => row.querySelector('label').innerText)"
-    )
+    return page.evaluate("[...document.querySelectorAll('#runs tbody label')].map((label) => label.innerText)")
 
 
 def colors(page: Page) -> dict[str, str]:
@@ -451,7 +449,12 @@ def test_damage_of_a_run_stands_in_its_row_and_the_others_go_on(page, tmp_path):
     settings = json.loads((tmp_path / "old/config.json").read_text())
     del settings["moe"]
     (tmp_path / "old/config.json").write_text(json.dumps(settings))
-    row = "[...document.querySelectorAll('#runs tbody tr')].find((one) => one.innerText.startsWith('{}')).innerText"
+    # A row, and the one below it.
+    row = (
+        "[...document.querySelectorAll('#runs tbody tr')].filter((one) => "
+        "(one.previousSibling?.innerText.startsWith('{0}') && !one.querySelector('label')) || "
+        "one.innerText.startsWith('{0}')).map((one) => one.innerText).join(' ')"
+    )
     with served(tmp_path) as address:
         show(page, address, "curves")
         page.wait(f"{row.format('cut')}.includes('the last line is not complete; it is left out')")

@@ -68,16 +68,20 @@
     if (!run.problems.length) return null;
     const rest = run.problems.length - 1;
     const shown = isChosen || !rest ? run.problems : [`${run.problems[0]}, and ${rest} more`];
-    return element("ul", { class: "problems", title: run.problems.join("\n") }, shown.map((text) => element("li", {}, text)));
+    return element("tr", { class: "problems", title: run.problems.join("\n") },
+      element("td", { colspan: String(COLUMNS.length) }, shown.map((text) => element("p", {}, text))));
   };
 
-  const row = (run, choice) => {
+  // The row of a run, and below it one of what is wrong with its files.
+  const rows = (run, choice) => {
     const isChosen = choice.keys.includes(run.key);
     const box = element("input", { type: "checkbox", id: `run-${run.key}`, checked: isChosen,
       disabled: !isChosen && choice.keys.length >= choice.max, onchange: () => choice.set(run.key, box.checked) });
     const label = element("label", { class: "run-label", title: run.path, for: box.id }, box, Board.swatch(isChosen ? run.style : null), run.name);
     const cells = COLUMNS.slice(1).map((column) => element("td", { class: column.class || "" }, column.cell(run, isChosen)));
-    return element("tr", { class: isChosen ? "chosen" : "" }, element("td", {}, label, problems(run, isChosen)), cells);
+    const below = problems(run, isChosen);
+    const names = [isChosen ? "chosen" : "", below ? "has-problems" : ""].join(" ").trim();
+    return [element("tr", { class: names }, element("td", {}, label), cells), below];
   };
 
   const tools = (redraw) => {
@@ -122,7 +126,7 @@
     const scroll = place.querySelector(".scroll");
     const table = element("table", { class: "run-table" },
       element("thead", {}, element("tr", {}, COLUMNS.map((one) => heading(one, redraw)))),
-      element("tbody", {}, shown.map((run) => row(run, choice))));
+      element("tbody", {}, shown.flatMap((run) => rows(run, choice))));
     // A new table would lose a click that has begun, a selected text, and the place of the focus.
     const drawn = `${choice.keys.length >= choice.max}${table.outerHTML}`;
     if (scroll.matches(":active") || (scroll.drawn === drawn && scroll.choice === choice.keys.join())) return;
