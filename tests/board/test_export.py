@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.board.export import export_board
-from moefold.board.metric_table import MIN_SMOOTHED_POINTS
+from moefold.board.metric_table import MAX_MEAN_POINTS
 from moefold.board.page import STATIC_FILES
 from moefold.board.run_list import RunList
 from moefold.board.smoothing import WEIGHTS, exponential_mean
@@ -51,7 +51,7 @@ def test_a_long_run_is_exported_whole_with_its_extremes(tmp_path, monkeypatch):
     export_board(RunList([run_dir]), tmp_path / "board")
     (answers,) = exported(tmp_path / "board")["data"].values()
     loss = answers["series"]["series"]["loss"]
-    assert len(loss["steps"]) <= 3002 + len(WEIGHTS) * MIN_SMOOTHED_POINTS
+    assert len(loss["steps"]) <= 3002 + len(WEIGHTS) * MAX_MEAN_POINTS
     assert (loss["steps"][-1], max(loss["values"])) == (5000, 99.0)
     # Means over every step, of which an export has a part.
     (spike,) = np.flatnonzero(np.array(loss["values"]) == 99.0)

@@ -25,8 +25,8 @@ NOT_SCALAR = ("step", "expert_load", "moe_layers", "memory_by_part", "nonfinite"
 
 MEASURED = frozenset(field.name for field in fields(StepMetrics) if field.type in (float, float | None))
 """Metrics that are no counts, even if all their values are integers."""
-MIN_SMOOTHED_POINTS = 300
-"""Points that the smoothed curve adds to those of the values, at least, so that its own extremes are kept."""
+MAX_MEAN_POINTS = 300
+"""Points that a smoothed curve adds at most to those of the values, so that its own extremes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class MetricTable:
             name: of the metric.
             first: first step.
             last: last step.
-            max_points: of the values; each smoothed curve may add as many, up to `MIN_SMOOTHED_POINTS`.
+            max_points: of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
             weights: of exponential means by step.
         """
         steps, values = self.column(name)
@@ -142,7 +142,7 @@ class MetricTable:
         }
         kept = downsample(values[shown], max_points)
         for mean in means.values():
-            kept = np.union1d(kept, downsample(mean, min(max_points, MIN_SMOOTHED_POINTS)))
+            kept = np.union1d(kept, downsample(mean, min(max_points, MAX_MEAN_POINTS)))
         return Curve(
             steps=steps[shown][kept].tolist(),
             values=_rounded(values[shown][kept]),

@@ -61,7 +61,8 @@
     place.panel.setAttribute("aria-labelledby", `tab-${view}`);
     address.set({ view });
     place.panel.replaceChildren();
-    refresh();
+    // Before the first answer there is nothing to draw.
+    if (state.runs.length) refresh();
   };
 
   const drawTabs = () => {
