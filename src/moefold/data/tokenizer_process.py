@@ -98,7 +98,7 @@ class TokenizerProcess:
 
     def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         if self._owner != os.getpid():
-            # The lock may be held by a thread that the fork left behind.
+            # The lock may be held by a thread that the fork left.
             self._owner = os.getpid()
             self._lock = threading.Lock()
         with self._lock:
