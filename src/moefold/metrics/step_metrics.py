@@ -224,13 +224,17 @@ class StepMetrics:
     lr: float
     """Learning rate of this step."""
     tokens: int
-    """Tokens trained on so far, including those before a resume."""
+    """Tokens trained on so far: input tokens of all ranks without padding (prompts and masked turns included), of the
+    updates that were applied."""
+    tokens_consumed: int
+    """Such tokens of all steps so far, those of skipped updates included."""
     step_time_s: float
     """Duration of this step, without evaluation and saving."""
     tokens_per_s: float
-    """Tokens of the global batch over step_time_s."""
+    """Input tokens of the global batch without padding over step_time_s, whether the update is applied or skipped."""
     tflops_per_rank: float
-    """Model TFLOP/s of one rank, counting full attention (`cost.flops.train_flops_per_token`)."""
+    """Model TFLOP/s of one rank: tokens_per_s times the FLOPs of a token with full attention
+    (`cost.flops.step_flops_per_token`), over the ranks."""
     mfu: float | None
     """Model FLOPs utilisation: tflops_per_rank over the device's peak, 0 to 1; None if the peak is unknown."""
     memory_gib: float

@@ -11,6 +11,7 @@ from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
+from moefold.optim.lr_schedule import continuation
 from moefold.topology.fragments import recipe_fragments, rounds_until
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
@@ -191,13 +192,14 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
 def next_commands(cfg: Config) -> list[str]:
     """Return commands to suggest once the run has a model."""
     run_dir = shlex.quote(cfg.run.dir)
-    steps = cfg.run.steps
+    overrides, effect = continuation(cfg, 2 * cfg.run.steps)
+    train_on = f"or train on: the same command with {' '.join(overrides)}{f' ({effect})' if effect else ''}"
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
     chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
     if cfg.data.kind in ("task", "prompts"):
-        return [f"next: {_rollout_command(cfg)}", f"or train on: the same command with run.steps={2 * steps}"]
+        return [f"next: {_rollout_command(cfg)}", train_on]
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
-    return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
+    return [f"next: {use}", train_on]
 
 
 def _rollout_command(cfg: Config) -> str:
