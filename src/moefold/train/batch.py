@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -171,9 +170,7 @@ class BatchSharder:
             totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
         count = InputCount(num_tokens, len(parts) * self._padded_batch_size * length)
         batches = [
-            self.build_batch(
-                samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, count
-            )
+            self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, count)
             for samples, weights in parts
         ]
         return [self._placer.add_placement(batch) for batch in batches]

@@ -119,9 +119,9 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
     if cfg.is_rl and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
-        parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
+        parts.append(f"{format_count(len(train_sampler) * seq_len * train_sampler.filled)} tokens to train on")
         parts.append(
-            f"{format_count(len(validation_sampler) * seq_len)} held out"
+            f"{format_count(len(validation_sampler) * seq_len * validation_sampler.filled)} held out"
             if len(validation_sampler)
             else "none held out"
         )
