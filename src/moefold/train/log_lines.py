@@ -32,7 +32,7 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
         f"model  {_describe_model(cfg)}",
         f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
-        f"batch  {_describe_batch(cfg)}, "
+        f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
@@ -82,7 +82,7 @@ def _describe_sampling(cfg: Config) -> str:
     return f"{further}{_describe_mapping(rollout_config(cfg).parallel)}"
 
 
-def _describe_batch(cfg: Config) -> str:
+def _describe_batch(cfg: Config, filled: float) -> str:
     size = cfg.train.global_batch_size
     if cfg.is_rl:
         rl = cfg.rl
@@ -91,6 +91,8 @@ def _describe_batch(cfg: Config) -> str:
             f"{cfg.rollout.max_tokens:,} tokens"
         )
     text = f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
+    if filled < 1:
+        text += f", {1 - filled:.1%} of them padding"
     if padding := cfg.num_padding_micro_batches:
         count = cfg.num_micro_batches * cfg.parallel.dp
         text += f" (of {count} micro-batches on all ranks, {padding} hold padding alone: dp does not divide the batch)"
