@@ -399,7 +399,7 @@ ELSEWHERE = _definitions(
 GROUPS = (
     DefinitionGroup(
         "A step",
-        "`metrics.jsonl` has one line for each step. Numbers of the global batch are equal under "
+        "`metrics.jsonl` has one line for each step. Those of the global batch are equal under "
         "every mapping, apart from rounding.",
         "",
         STEP,
