@@ -4,6 +4,7 @@
 metrics.jsonl, of `moefold inspect --json` and with the words of a step's line. Torch-free.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -493,7 +494,7 @@ def metrics_page() -> str:
     ]
     for group in GROUPS:
         lines += [f"## {group.title}", ""]
-        lines += [group.intro, ""] if group.intro else []
+        lines += [*textwrap.wrap(group.intro, 120), ""] if group.intro else []
         lines += ["| name | unit | what it counts | elsewhere |", "| --- | --- | --- | --- |"]
         for one in group.definitions:
             cells = (f"`{one.name}`", one.unit, one.counts, one.elsewhere)
