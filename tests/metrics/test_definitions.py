@@ -11,7 +11,7 @@ from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text, metri
 from moefold.metrics.expert_balance import LayerSummary
 from moefold.metrics.memory_breakdown import MemoryByPart
 from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, SITE_CURVES
-from moefold.metrics.progress import step_parts
+from moefold.metrics.progress import StepLine
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
 from moefold.metrics.tracker import _LAYER_SCALARS, _SCALARS
@@ -71,10 +71,12 @@ def test_what_trackers_and_inspect_show_is_of_the_record():
 
 def test_each_word_of_the_line_of_a_step_is_defined():
     step = replace(STEP, indexer_loss=0.5, rl={"reward": 0.25}, dropped_fraction=0.5, moe_layers=(LAYER,))
-    parts = step_parts(step, 100, 2.5, 60.0)
+    line = StepLine(100, is_gpu=True, evaluates=True)
+    parts = [text for mfu in (None, 0.5) for text in line.columns(replace(step, mfu=mfu), 2.5, 60.0).values()]
     words = {part: [name for name in NAMES["log."] if name in part] for part in parts}
     assert all(words.values()), words
-    assert {name for names in words.values() for name in names} == set(NAMES["log."][: len(parts)])
+    others = {"parameters", "active for each token", "tokens to train on", "checkpointing blocked training"}
+    assert {name for names in words.values() for name in names} == set(NAMES["log."]) - others
 
 
 def test_a_record_with_an_unknown_name_is_found():
