@@ -168,15 +168,17 @@ class Trainer:
             return None
         self._position.step += 1
         self._position.samples = samples[-1] + 1
-        num_tokens = self._data_loader.count_tokens(batch)
-        self._position.tokens += num_tokens
+        assert batch.num_tokens is not None, "the data loader counts the tokens of each batch"
+        self._position.tokens_consumed += batch.num_tokens
+        if result.decision.updates:
+            self._position.tokens += batch.num_tokens
         return FinishedStep(
             number=self._position.step,
             result=result,
             batch=batch,
             step_time_s=step_time_s,
             is_last=self._position.step == self._cfg.run.steps,
-            num_tokens=num_tokens,
+            num_tokens=batch.num_tokens,
             rl=self._data_loader.step_metrics(),
             # Rollouts that are not trained on yet would be lost: the run stops after the last of them.
             signals=[
@@ -228,6 +230,7 @@ class Trainer:
             for message in (self._train_step.model.message, self._checkpointing.init_message, self._data_loader.message)
             if message
         ]
+        messages += self._checkpointing.resume_messages
         depends_on_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
         checkpoint_dp = self._checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):

@@ -48,6 +48,7 @@ class MetricsLogging(Callback):
             projected_gradient=result.projected_gradient,
             lr=result.lr,
             tokens=run.position.tokens,
+            tokens_consumed=run.position.tokens_consumed,
             step_time_s=step.step_time_s,
             tokens_per_s=tokens_per_s,
             tflops_per_rank=tflops,
