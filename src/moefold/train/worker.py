@@ -258,8 +258,10 @@ def _run_locks(cfg: Config) -> list[FolderLock]:
     """Return one lock for each folder that the run writes to."""
     # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
     wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
-    folders = {"run.dir": cfg.run.dir}
+    folders = {"run.dir": Path(cfg.run.dir)}
     # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
     if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
-        folders["checkpoint.dir"] = cfg.checkpoint.dir
-    return [FolderLock(Path(folder), key, wait_s) for key, folder in folders.items()]
+        folders["checkpoint.dir"] = Path(cfg.checkpoint.dir)
+    # One lock if both are the same folder: this process could not take it twice.
+    distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
+    return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]

@@ -97,6 +97,7 @@ class Checkpointing(Callback):
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        self.saver.open_folder()
         if self.restored_step is not None:
             self._resume_from_peers(run, self.restored_step)
             return Resume(None)
