@@ -27,6 +27,7 @@ from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
+    complete_checkpoints,
     model_sizes,
     read_meta,
     resume_candidate,
@@ -509,7 +510,9 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
         written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
     name = f"file {written}" if written else "a file"
     found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command to resume"
+    saved = complete_checkpoints(disk.parent)
+    way_on = f"to resume from {saved[-1].name}" if saved else "again, from the start: there is no checkpoint yet"
+    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command {way_on}"
 
 
 def _describe_free_space(folder: Path) -> str:

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
 from moefold.launch.regroup import Generation, LostRankError, NoLossError, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
-from moefold.metrics.writer import log_fault
 from moefold.recipe import after_loss, fitting_after_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
@@ -113,7 +111,7 @@ class LossLog(Callback):
         if run.log is None:
             return
         record = self._loss.to_record(run.cfg, run.position.step)
-        log_fault(Path(run.cfg.run.dir), record)
+        run.log.log_fault(record)
         source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
         run.log.message(
             f"regrouped in {record['seconds']:.2f} s; training goes on after step {run.position.step}{source}"

@@ -1,9 +1,8 @@
 """The training loop: load a batch, train a step, run the callbacks."""
 
-import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -107,7 +106,6 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(stop)
             stack.callback(self._data_loader.close)
-            stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             if context.is_first_rank:
                 context.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
             context.log_dropped_files(first_step)
@@ -234,21 +232,3 @@ class Trainer:
                 "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
         return tuple(messages)
-
-
-@contextmanager
-def _explain_disk_full(run_dir: str) -> Iterator[None]:
-    """Turn the OSError of a full or read-only disk under the run folder into one message.
-
-    Raises:
-        RunError: the disk is full or read-only.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise RunError(
-            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; free disk space, and the same command "
-            "goes on from the last checkpoint"
-        ) from error
