@@ -59,10 +59,10 @@ class FolderWriter:
                 continue
             mark = _read_mark(path)
             if mark is not None and mark.job != self._job:
-                raise self._foreign_error(path, mark)
+                raise self.taken_error(path)
         for path in replaced:
             if path.exists() and not self.may_replace(path):
-                raise self._foreign_error(path, _read_mark(path))
+                raise self.taken_error(path)
 
     def mark(self, draft: Path) -> None:
         """Write the name of this job into a new folder, before anything else."""
@@ -77,7 +77,7 @@ class FolderWriter:
         """
         mark = _read_mark(draft)
         if mark is None or mark.job != self._job:
-            raise self._foreign_error(draft, mark)
+            raise self.taken_error(draft)
 
     def note_saved(self, final: Path) -> None:
         """Record that this job has saved a checkpoint."""
@@ -90,7 +90,9 @@ class FolderWriter:
             return True
         return path.name in self._found and _stamp(path) == self._found[path.name]
 
-    def _foreign_error(self, path: Path, mark: _Mark | None) -> ConfigError:
+    def taken_error(self, path: Path) -> ConfigError:
+        """Return the error for a checkpoint, or a part of one, that another job wrote."""
+        mark = _read_mark(path)
         owner = "" if mark is None else f" ({mark.owner})"
         return ConfigError(
             f"{self._key}={str(self._folder)!r} is in use by another job{owner}, which wrote {path.name!r} since this "

@@ -319,10 +319,12 @@ def _create_tmp_folder(tmp: Path, final: Path, writer: FolderWriter | None, grou
                 tmp.mkdir(parents=True, exist_ok=True)
             else:
                 shutil.rmtree(tmp, ignore_errors=True)
-                # Of two jobs that come here at the same time, one fails.
                 tmp.parent.mkdir(parents=True, exist_ok=True)
                 tmp.mkdir()
             writer.mark(tmp)
+        except FileExistsError:
+            # Another job came here at the same time.
+            fault = [writer.taken_error(tmp)]
         except (ConfigError, OSError) as error:
             fault = [error]
     # DCP creates the folder on every rank if it is missing; that must not race with the deletion of the old one.

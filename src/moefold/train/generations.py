@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
-from moefold.comm.flight_recorder import format_ranks, group_timeout
+from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
 from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
 from moefold.config.schema import Config
@@ -263,11 +263,11 @@ class GenerationLoop:
         rank = self._regroup.rank
         # Libraries read the variables of torchrun.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
-        timeout = group_timeout(self._cfg.faults.timeout_s)
+        limit = group_timeout(self._cfg.faults.timeout_s)
         store = self._regroup.group_store()
         run_with_timeout(
-            timeout.total_seconds() + CONNECT_GRACE_S,
-            lambda: init_process_group(store, rank, num_ranks, self._device, timeout),
+            limit.total_seconds() + CONNECT_GRACE_S,
+            lambda: init_process_group(store, rank, num_ranks, self._device, WATCHED_TIMEOUT),
         )
 
     def _may_be_loss(self, error: Exception) -> bool:

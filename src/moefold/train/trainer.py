@@ -1,6 +1,5 @@
 """The training loop: load a batch, train a step, run the callbacks."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -107,7 +106,8 @@ class Trainer:
             stack.enter_context(stop)
             stack.callback(self._data_loader.close)
             if context.is_first_rank:
-                context.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
+                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, self._flight_recorder.clock)
+                context.log = stack.enter_context(log)
             context.log_dropped_files(first_step)
             collect_garbage = stack.enter_context(collect_at_fixed_steps())
             try:
@@ -149,16 +149,19 @@ class Trainer:
 
     def _one_step(self, context: TrainingContext) -> FinishedStep | None:
         """Load a batch and train on it; return None if the step was rolled back. Collective."""
-        started_s = time.perf_counter()
+        clock = self._flight_recorder.clock
+        started_s = clock()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
         self._train_step.start_clock()
         batch, samples = self._data_loader.next_batch(self._position.samples, self._train_step.guard.skipped_ranges)
         context.log_dropped_files(self._position.step + 1)
-        data_s = time.perf_counter() - started_s
+        data_s = clock() - started_s
         result = self._train_step.run(
             batch, self._position.step + 1, lambda: context.stop.flags, data_s, lambda: host_facts(context)
         )
-        step_time_s = time.perf_counter() - started_s
+        step_time_s = clock() - started_s
+        if context.log is not None:
+            context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
         self._checkpointing.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None

@@ -1,7 +1,8 @@
 """Files of the run folder and the progress line, and the callback that writes the metrics of a step to them."""
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGPIPE
@@ -38,7 +39,13 @@ class RunLog:
     """The run folder's files and the progress line; only rank 0 has one."""
 
     def __init__(
-        self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...], stop: StopSignals
+        self,
+        cfg: Config,
+        first_step: int,
+        resume: Resume,
+        messages: tuple[str, ...],
+        stop: StopSignals,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cfg = cfg
         self._dir = Path(cfg.run.dir)
@@ -46,6 +53,7 @@ class RunLog:
         self._resume = resume
         self._messages = messages
         self._stop = stop
+        self._clock = clock
         self._is_pipe_broken = False
         self.outputs = AuxiliaryOutputs(self.message)
         """Files and trackers that may fail while the run goes on."""
@@ -66,7 +74,13 @@ class RunLog:
                 f"run.dir={cfg.run.dir!r} cannot be written: {error.strerror}; free disk space, or set another run.dir"
             ) from error
         with ExitStack() as stack:
-            progress = Progress(cfg.run.steps, self._first_step, sys.stdout, on_broken_pipe=self._stop_on_broken_pipe)
+            progress = Progress(
+                cfg.run.steps,
+                self._first_step,
+                sys.stdout,
+                clock=self._clock,
+                on_broken_pipe=self._stop_on_broken_pipe,
+            )
             self._progress = stack.enter_context(progress)
             for message in self._messages:
                 self._progress.message(message)
@@ -127,6 +141,14 @@ class RunLog:
     def message(self, text: str) -> None:
         """Show a line of text."""
         self._progress.message(text)
+
+    def report_stop(self, step: int, stopped_s: float) -> None:
+        """Show that this process did not run for some time before the end of a step, if so."""
+        if stopped_s > 0:
+            self.message(
+                f"step {step}: the run was stopped for {stopped_s:.1f} s (by a signal, its scheduler, or a suspended "
+                "machine) and goes on; times, rates and faults.timeout_s leave that out"
+            )
 
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
