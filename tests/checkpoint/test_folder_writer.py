@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -179,7 +180,8 @@ def _weights(step: int) -> torch.Tensor:
 
 def _train_for_ever(cfg: Config, number: int, locks: bool, printed: Path) -> None:
     """Resume and save step after step, until this process is killed or refused."""
-    os.setsid()
+    # Nobody kills this process if the test itself is killed.
+    signal.alarm(300)
     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folder = checkpoint_folder(cfg)
@@ -255,7 +257,9 @@ def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]
         if locks:
             assert len(list(folder.glob(".step-*.partial"))) <= 1
     lines = printed.read_text().splitlines()
-    assert [line for line in lines if "is in use by another job" not in line] == []
+    # Without a lock, a folder may also vanish or appear between two looks at it: the save fails, and nothing is lost.
+    known = ("is in use by another job",) if locks else ("is in use by another job", "the checkpoint of step ")
+    assert [line for line in lines if not any(part in line for part in known)] == []
     return {"newest": newest, "refused": len(lines), "in saves": in_saves}
 
 
