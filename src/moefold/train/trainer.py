@@ -106,7 +106,9 @@ class Trainer:
             stack.enter_context(stop)
             stack.callback(self._data_loader.close)
             if context.is_first_rank:
-                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, self._flight_recorder.clock)
+                is_gpu = self._groups.device.type != "cpu"
+                clock = self._flight_recorder.clock
+                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, clock, is_gpu=is_gpu)
                 context.log = stack.enter_context(log)
             context.log_dropped_files(first_step)
             collect_garbage = stack.enter_context(collect_at_fixed_steps())

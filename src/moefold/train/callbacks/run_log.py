@@ -1,5 +1,6 @@
 """Files of the run folder and the progress line, and the callback that writes the metrics of a step to them."""
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.metrics.auxiliary import AuxiliaryOutputs
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
-from moefold.metrics.progress import Progress
+from moefold.metrics.progress import Progress, StepLine
 from moefold.metrics.rank_times import describe_straggler
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.metrics.writer import FAULTS_FILE, MetricsWriter, log_fault
@@ -46,8 +47,11 @@ class RunLog:
         messages: tuple[str, ...],
         stop: StopSignals,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        is_gpu: bool,
     ) -> None:
         self._cfg = cfg
+        self._is_gpu = is_gpu
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
@@ -74,10 +78,12 @@ class RunLog:
                 f"run.dir={cfg.run.dir!r} cannot be written: {error.strerror}; free disk space, or set another run.dir"
             ) from error
         with ExitStack() as stack:
+            line = StepLine(cfg.run.steps, is_gpu=self._is_gpu, evaluates=cfg.train.eval_every > 0)
             progress = Progress(
                 cfg.run.steps,
                 self._first_step,
                 sys.stdout,
+                line=line,
                 clock=self._clock,
                 on_broken_pipe=self._stop_on_broken_pipe,
             )
@@ -126,7 +132,10 @@ class RunLog:
         decision = step_fault.result.decision
         if decision.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "rolling back"}[decision.action]
-            self._progress.message(f"{step_fault.describe()}; {done}, as faults.{decision.reason} says")
+            self._progress.message(
+                f"step {step_fault.step}: {decision.description}; {done} (faults.{decision.reason}); "
+                f"see moefold board {self._board_folder}"
+            )
 
     def log_dropped_file(self, step: int, dropped: DataEvent) -> None:
         """Log dropped data."""
@@ -156,6 +165,11 @@ class RunLog:
             self.log_fault({"step": step} | record)
             self._progress.message(describe_straggler(record))
 
+    @property
+    def _board_folder(self) -> str:
+        """The folder of the runs, as an argument of `moefold board`."""
+        return shlex.quote(str(self._dir.parent))
+
     def rewind(self, resume: Resume, step: int) -> None:
         """Drop the log lines after `step`, where the run resumes."""
         self._writers.close()
@@ -163,8 +177,10 @@ class RunLog:
 
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
         """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
+        self._progress.end()
+        curves = None
         if step >= self._first_step:
-            self.outputs.attempt(LOSS_PLOT_FILE, lambda: plot_loss(self._dir))
+            curves = self.outputs.attempt(LOSS_PLOT_FILE, lambda: plot_loss(self._dir))
         if total_save_s > 0:
             self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
         for line in closing_lines(self._cfg, status, step):
@@ -174,6 +190,8 @@ class RunLog:
                     print_escaped(f"moefold: {line}", file=sys.stderr, flush=True)
             else:
                 self._progress.message(line)
+        if curves is not None and not self._is_pipe_broken:
+            self._progress.message(f"curves: {curves}; beside other runs: moefold board {self._board_folder}")
 
     def _stop_on_broken_pipe(self) -> None:
         self._is_pipe_broken = True
