@@ -304,6 +304,13 @@ def named_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
 
 
+def has_unfinished_checkpoint(folder: Path) -> bool:
+    """Return whether a save into a folder was begun and not ended."""
+    if isinstance(folder, RemotePath):
+        return len(remote_step_folders(folder)) > len(named_checkpoints(folder))
+    return any(folder.glob(".step-*.partial"))
+
+
 def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
     """Return all folders of a remote folder that are named like a checkpoint, finished or not, oldest first."""
     try:

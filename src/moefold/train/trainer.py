@@ -1,9 +1,7 @@
 """The training loop: load a batch, train a step, run the callbacks."""
 
-import errno
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -107,10 +105,10 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(stop)
             stack.callback(self._data_loader.close)
-            stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             if context.is_first_rank:
                 is_gpu = self._groups.device.type != "cpu"
-                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, is_gpu=is_gpu)
+                clock = self._flight_recorder.clock
+                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, clock, is_gpu=is_gpu)
                 context.log = stack.enter_context(log)
             context.log_dropped_files(first_step)
             collect_garbage = stack.enter_context(collect_at_fixed_steps())
@@ -153,16 +151,19 @@ class Trainer:
 
     def _one_step(self, context: TrainingContext) -> FinishedStep | None:
         """Load a batch and train on it; return None if the step was rolled back. Collective."""
-        started_s = time.perf_counter()
+        clock = self._flight_recorder.clock
+        started_s = clock()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
         self._train_step.start_clock()
         batch, samples = self._data_loader.next_batch(self._position.samples, self._train_step.guard.skipped_ranges)
         context.log_dropped_files(self._position.step + 1)
-        data_s = time.perf_counter() - started_s
+        data_s = clock() - started_s
         result = self._train_step.run(
             batch, self._position.step + 1, lambda: context.stop.flags, data_s, lambda: host_facts(context)
         )
-        step_time_s = time.perf_counter() - started_s
+        step_time_s = clock() - started_s
+        if context.log is not None:
+            context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
         self._checkpointing.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
@@ -239,21 +240,3 @@ class Trainer:
                 "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
         return tuple(messages)
-
-
-@contextmanager
-def _explain_disk_full(run_dir: str) -> Iterator[None]:
-    """Turn the OSError of a full or read-only disk under the run folder into one message.
-
-    Raises:
-        RunError: the disk is full or read-only.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise RunError(
-            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; free disk space, and the same command "
-            "goes on from the last checkpoint"
-        ) from error

@@ -1,6 +1,5 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,6 +99,7 @@ class Checkpointing(Callback):
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        self.saver.open_folder()
         if self.restored_step is not None:
             self._resume_from_peers(run, self.restored_step)
             return Resume(None)
@@ -167,10 +167,10 @@ class Checkpointing(Callback):
         if self.snapshots is None or not run.cfg.checkpoint.peer_every:
             return
         run.groups.recorder.set_phase("copying the state to a peer")
-        started_s = time.perf_counter()
+        started_s = run.groups.recorder.clock()
         state = checkpoint_state(*self._stored(run), run.training.optimizer)
         self.snapshots.take(state, self._progress(run), run.groups)
-        blocked_s = time.perf_counter() - started_s
+        blocked_s = run.groups.recorder.clock() - started_s
         run.save_s += blocked_s
         self.total_save_s += blocked_s
 
@@ -215,9 +215,9 @@ class Checkpointing(Callback):
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Finish the last save."""
         run.groups.recorder.set_phase("finishing the last save")
-        started_s = time.perf_counter()
+        started_s = run.groups.recorder.clock()
         self.saver.finish()
-        self.total_save_s += time.perf_counter() - started_s
+        self.total_save_s += run.groups.recorder.clock() - started_s
 
     def on_error(self, run: TrainingContext, error: Exception) -> None:
         """Wait for a save under way, with a limit.
