@@ -3,14 +3,13 @@
 Each converter reads some keys of a config.json into keys of [model], and writes them back.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
 from moefold.config.model import MAX_LAYERS, ModelConfig
+from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
 
-Json = Mapping[str, Any]
 REQUIRED = object()
 _MAX_NUMBER = 2**53
 """Numbers of a config.json stay below 2**53, so that int and float represent them exactly."""
@@ -93,7 +92,10 @@ class WithAlias:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the field by either spelling."""
         value = hf_config.get(self.alias)
-        return self.entry.read(hf_config if value is None else {**hf_config, self.key: value})
+        own = hf_config.get(self.key)
+        if value is not None and own is not None and value != own:
+            raise ConfigError(f"config.json has {self.key}={own!r} and {self.alias}={value!r}, two spellings of one key")
+        return self.entry.read(hf_config if value is None else overlay(hf_config, {self.key: value}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the field."""
@@ -352,6 +354,7 @@ class RouterGroups:
         method = hf_config.get("topk_method") or "greedy"
         if self.has_method and method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(f"config.json has topk_method={method!r}, which moefold does not compute")
+        mark_read(hf_config, self.hf_key, "topk_group")
         if (self.has_method and method == "greedy") or (hf_config.get(self.hf_key) or 1) == 1:
             return {}
         groups = {

@@ -102,7 +102,7 @@ _LATENT: tuple[ConfigField, ...] = (
 )
 
 _DEEPSEEK: tuple[ConfigField, ...] = (
-    *backbone_sizes(1e-6, RopeParameters(1e4)),
+    *backbone_sizes(1e-6, RopeParameters(1e4, scales_scores=True)),
     *_LATENT,
     FirstKDense(),
     AllowedValues("moe_layer_freq", (1,)),
@@ -335,7 +335,7 @@ FAMILIES = {
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
             (
-                *backbone_sizes(1e-5, RopeParameters(1e4)),
+                *backbone_sizes(1e-5, RopeParameters(1e4, scales_scores=True)),
                 *_LATENT,
                 MlpLayerTypes(default=1),
                 Renamed("routed_scaling_factor", "router_scaling_factor", 1.8),
@@ -351,7 +351,7 @@ FAMILIES = {
             "deepseek_v32",
             "DeepseekV32ForCausalLM",
             (
-                *backbone_sizes(1e-6, RopeParameters(1e4)),
+                *backbone_sizes(1e-6, RopeParameters(1e4, scales_scores=True)),
                 *_sparse_attention(index_heads=64),
                 Constant("index_rope_interleaved", False),
             ),
@@ -370,7 +370,7 @@ FAMILIES = {
             "glm_moe_dsa",
             "GlmMoeDsaForCausalLM",
             (
-                *backbone_sizes(1e-5, RopeParameters(1e4)),
+                *backbone_sizes(1e-5, RopeParameters(1e4, scales_scores=True)),
                 *_sparse_attention(index_heads=32),
                 Constant("index_rope_interleaved", True),
                 IndexerTypes(),

@@ -9,7 +9,6 @@ from moefold.convert.config_fields import (
     AllowedValues,
     ConfigField,
     Constant,
-    Json,
     MultiHeadKeyValue,
     QueryLoraRank,
     Renamed,
@@ -27,6 +26,7 @@ from moefold.convert.family import (
     PER_EXPERT,
     ROUTER,
     SHARED_EXPERTS,
+    SILU,
     STACKED_EXPERTS,
     Family,
     NumExperts,
@@ -34,11 +34,15 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
+from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.convert.layer_fields import MlpLayerTypes
 from moefold.convert.linear_families import LinearLayers, by_attention
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import RenamedTensor, Shape, SliceMapping, TensorRule, fill_in_layer
 from moefold.errors import ConfigError
+
+
+KIMI_SIZES = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class KimiLinearSizes:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the attention pattern, the heads and the convolution."""
+        mark_read(hf_config, *KIMI_SIZES)
         nested = hf_config.get("linear_attn_config") or {}
         if not isinstance(nested, Mapping):
             raise ConfigError(f"config.json has linear_attn_config={nested!r}, which should be an object")
@@ -64,7 +69,7 @@ class KimiLinearSizes:
             found |= Renamed("linear_head_dim", f"linear_{part}_head_dim").read(keys)
             found |= Renamed("linear_num_heads", f"linear_num_{part}_heads").read(keys)
         types = hf_config.get("layer_types") or self._layer_types(nested, num_layers_of(hf_config))
-        return found | LinearLayers().read({**hf_config, "layer_types": types})
+        return found | LinearLayers().read(overlay(hf_config, {"layer_types": types}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the keys of transformers; heads of several sizes read back as another model."""
@@ -145,7 +150,7 @@ _KIMI_LINEAR: tuple[ConfigField, ...] = (
     Renamed("rms_norm_eps", "norm_eps", 1e-5),
     Renamed("tie_word_embeddings", "tie_embeddings", False),
     Renamed("initializer_range", "init_std", 0.02),
-    AllowedValues("hidden_act", ("silu",)),
+    AllowedValues("hidden_act", SILU),
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
     Constant("rope_pattern", "N"),
@@ -196,7 +201,7 @@ class LingLayers:
         if types is None and is_int(every) and every > 0:
             count = num_layers_of(hf_config)
             types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-        return KimiLinearSizes().read({**hf_config, **sizes, "layer_types": types or []})
+        return KimiLinearSizes().read(overlay(hf_config, {**sizes, "layer_types": types or []}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the keys of transformers and those of released folders."""
@@ -229,7 +234,7 @@ class DecayBound:
 
 
 _BAILING: tuple[ConfigField, ...] = (
-    *backbone_sizes(1e-6, RopeParameters(6e6)),
+    *backbone_sizes(1e-6, RopeParameters(6e6, scales_scores=True)),
     AllowedValues("tie_word_embeddings", (False,)),
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
