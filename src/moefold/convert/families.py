@@ -6,6 +6,7 @@ from moefold.convert.config_fields import (
     ConfigField,
     Constant,
     GatedSharedExpert,
+    LatentHeadSizes,
     MTPLayers,
     MultiHeadKeyValue,
     NormTopKProb,
@@ -88,6 +89,7 @@ _QWEN_EXPERTS: tuple[ConfigField, ...] = (
 _LATENT: tuple[ConfigField, ...] = (
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
+    LatentHeadSizes(),
     QueryLoraRank(),
     Renamed("kv_lora_rank", "kv_lora_rank"),
     Renamed("qk_nope_head_dim", "qk_nope_head_dim"),

@@ -18,10 +18,13 @@ from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
     KeyReport,
     config_known_keys,
+    file_report,
+    generation_known_keys,
     join_reports,
     multimodal_known_keys,
     nested_reports,
     sort_keys,
+    tokenizer_known_keys,
 )
 from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.errors import ConfigError
@@ -29,6 +32,7 @@ from moefold.validate.config import check_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 QUANTIZATION_KEY = "quantization_config"
 
 
@@ -37,14 +41,32 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and "model_type" in _read_keys(path / CONFIG_FILE)
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     """Return the section [model] of a Hugging Face folder, with the MTP layers that the folder holds.
 
     Raises:
         ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does
-            not support.
+            not support; or a JSON file has a key that is not known, besides `ignored_keys`.
     """
-    return count_mtp_layers(parse_model_config(read_hf_config(folder), folder), tensor_names(folder))
+    return inspect_folder(folder, ignored_keys)[0]
+
+
+def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[ModelConfig, tuple[KeyReport, ...]]:
+    """Return the section [model] of a Hugging Face folder, and the kinds of the keys of its JSON files.
+
+    Raises:
+        ConfigError: as in `read_model_config`.
+    """
+    model, report = inspect_config(read_hf_config(folder), folder, ignored_keys)
+    reports = [report]
+    others = ((GENERATION_FILE, generation_known_keys), (TOKENIZER_CONFIG_FILE, tokenizer_known_keys))
+    for file, known_keys in others:
+        if (folder / file).is_file():
+            try:
+                reports.append(file_report(file, _read_keys(folder / file), known_keys(), ignored_keys))
+            except ConfigError as error:
+                raise ConfigError(f"{str(folder)!r}: {error}") from None
+    return count_mtp_layers(model, tensor_names(folder)), tuple(reports)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -118,9 +140,7 @@ def quantization_unsupported_reason(quantization: Any) -> str:
     return ""
 
 
-def parse_model_config(
-    hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()
-) -> ModelConfig:
+def parse_model_config(hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     """Convert a config.json to the section [model]; `ignored_keys` may have any value.
 
     Raises:

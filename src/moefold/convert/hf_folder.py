@@ -4,6 +4,7 @@ Sidecar files are the tokenizer, templates and configs. Only safetensors files i
 tensor must occur once.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,15 +38,15 @@ class HfFolder:
     tensors: dict[str, TensorLocation]
 
 
-def open_hf_folder(path: Path) -> HfFolder:
-    """Read config.json and the headers of all tensor files, but no tensor values.
+def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
+    """Read config.json and the headers of all tensor files, but no tensor values; `ignored_keys` may have any value.
 
     Raises:
         ConfigError: as in `read_model_config`; or there are no safetensors files, or one is missing, damaged, outside
             the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
-    model = parse_model_config(keys, path)
+    model = parse_model_config(keys, path, ignored_keys)
     family = find_family(keys, path)
     quantization = keys.get(QUANTIZATION_KEY)
     tensors = _read_tensors(path, allows_quantized=quantization is not None)

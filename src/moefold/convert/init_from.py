@@ -27,6 +27,7 @@ from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import (
     export_message,
     granularity,
@@ -98,7 +99,7 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     if (
         is_first_rank
         and not cfg.model.upcycle_from
-        and (left_out := read_model(path).mtp_layers - cfg.model.mtp_layers)
+        and (left_out := read_model(path, ALL_KEYS).mtp_layers - cfg.model.mtp_layers)
     ):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     # A copy on this machine is described by its source.
@@ -245,8 +246,10 @@ def upcycle_folder(
 
 
 def _tokenizer_of(checkpoint: Path) -> str:
-    """Return the path of the tokenizer that a checkpoint's run used; empty if it is not a file."""
+    """Return the tokenizer that a checkpoint's run used, "bytes" or an absolute path; empty if the file is gone."""
     found = str(read_meta(checkpoint).order.get("tokenizer", ""))
     if is_remote(found):
         return found
-    return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""
+    if found == "bytes":
+        return found
+    return str(Path(found).absolute()) if Path(found).is_file() else ""

@@ -9,12 +9,12 @@ from moefold.convert.config_fields import (
     AllowedValues,
     ConfigField,
     Constant,
+    LatentHeadSizes,
     MultiHeadKeyValue,
     QueryLoraRank,
     Renamed,
     RouterGroups,
     SharedExperts,
-    WithAlias,
     is_int,
     num_layers_of,
 )
@@ -40,7 +40,6 @@ from moefold.convert.linear_families import LinearLayers, by_attention
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import RenamedTensor, Shape, SliceMapping, TensorRule, fill_in_layer
 from moefold.errors import ConfigError
-
 
 KIMI_SIZES = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
@@ -154,6 +153,7 @@ _KIMI_LINEAR: tuple[ConfigField, ...] = (
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
     Constant("rope_pattern", "N"),
+    LatentHeadSizes(has_head_dim=False),
     Constant("linear_attention", "kda"),
     QueryLoraRank(),
     Renamed("kv_lora_rank", "kv_lora_rank"),
@@ -243,6 +243,7 @@ _BAILING: tuple[ConfigField, ...] = (
     Constant("attention_gate_width", "head"),
     Constant("linear_attention", "kda"),
     Constant("linear_full_rank_gates", True),
+    LatentHeadSizes(has_head_dim=False),
     QueryLoraRank(),
     Renamed("kv_lora_rank", "kv_lora_rank", 512),
     Renamed("qk_nope_head_dim", "qk_nope_head_dim", 128),
@@ -254,14 +255,14 @@ _BAILING: tuple[ConfigField, ...] = (
     MlpLayerTypes(default=2),
     Renamed("intermediate_size", "ffn_hidden_size"),
     NumExperts("num_experts"),
-    WithAlias(Renamed("num_experts_per_token", "top_k", 8), "num_experts_per_token", "num_experts_per_tok"),
+    Renamed("num_experts_per_token", "top_k", 8),
     Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
-    WithAlias(SharedExperts("num_shared_experts", default=1), "num_shared_experts", "n_shared_experts"),
+    SharedExperts("num_shared_experts", default=1),
     Constant("router_score", "sigmoid"),
     Constant("expert_bias", True),
     Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
-    WithAlias(Renamed("moe_renormalize", "router_normalize", True), "moe_renormalize", "norm_topk_prob"),
-    WithAlias(RouterGroups(hf_key="num_expert_group"), "num_expert_group", "n_group"),
+    Renamed("moe_renormalize", "router_normalize", True),
+    RouterGroups(hf_key="num_expert_group"),
 )
 _LING_KDA: dict[str, TensorRule] = {
     **layer_rules(

@@ -9,6 +9,8 @@ from moefold.convert.declared_keys import declared_keys
 from moefold.convert.key_reader import Json, KeyReader, plain
 from moefold.errors import ConfigError
 
+ALL_KEYS = ("*",)
+"""Lets every key pass, for another look at a folder whose keys were sorted before."""
 Values = tuple[Any, ...] | None
 """Values of a key that change nothing; None: any."""
 
@@ -58,7 +60,7 @@ def _any(*keys: str) -> dict[str, Values]:
 _OTHER_READERS = _any(
     *("model_type", "architectures", "quantization_config", "dtype", "torch_dtype", "max_position_embeddings"),
     *("model_max_length", "initial_context_length", "eos_token_id", "bos_token_id", "pad_token_id", "tokenizer_class"),
-    *("router_aux_loss_coef", "transformers_version", "moefold_version"),
+    *("router_aux_loss_coef", "transformers_version", "moefold_version", "_name_or_path"),
 )
 """Read by other modules, or a record of who wrote the file."""
 _OUTPUTS = _any(
@@ -135,7 +137,7 @@ VOID = f"{_TRAINING}|{_VENDORS}"
 
 _FAMILY_NEUTRAL: dict[str, dict[str, Values]] = {
     "kimi_linear": _any("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "use_grouped_topk"),
-    "bailing_hybrid": _any("rotary_dim", "qk_head_dim"),
+    "bailing_hybrid": _any("rotary_dim"),
     # Tensors of these MTP modules are in no published folder, and would be refused by name.
     "minimax_m2": _any("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"),
     # Number of tokens an expert accepts in training, and the number of MTP layers, whose tensors are refused by name.
@@ -195,14 +197,27 @@ QUANTIZATION_KEYS = KnownKeys(
 GENERATION_KEYS = _any(
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "max_length"),
     *("max_new_tokens", "use_cache", "cache_implementation", "_from_model_config", "return_dict_in_generate"),
-    *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "max_cache_len", "disable_compile"),
+    *(
+        "output_scores",
+        "output_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "max_cache_len",
+        "disable_compile",
+    ),
     *("chat_format", "max_window_size", "max_context_size"),
 )
 """Keys of generation_config.json that are read, or choose lengths and outputs of transformers."""
 _TOKENIZER_KEYS = _any(
     *("tokenizer_class", "model_max_length", "max_len", "padding_side", "truncation_side", "truncation", "padding"),
     *("model_input_names", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "backend"),
-    *("clean_up_tokenization_spaces", "split_special_tokens", "add_prefix_space", "legacy", "use_default_system_prompt"),
+    *(
+        "clean_up_tokenization_spaces",
+        "split_special_tokens",
+        "add_prefix_space",
+        "legacy",
+        "use_default_system_prompt",
+    ),
     *("add_bos_token", "add_eos_token", "chat_template", "sp_model_kwargs", "spaces_between_special_tokens", "errors"),
     *("from_slow", "use_fast", "is_local", "local_files_only", "tokenizer_file", "vocab_file", "merges_file"),
     *("special_tokens_map_file", "processor_class", "response_schema", "max_length", "stride", "pad_to_multiple_of"),
@@ -244,7 +259,7 @@ def sort_keys(
     refused = []
     for key, value in keys.values_by_key.items():
         name = f"{prefix}{key}"
-        kind, reason = _kind_of(key, value, keys, known, {key, name} & set(ignored) != set())
+        kind, reason = _kind_of(key, value, keys, known, {key, name, *ALL_KEYS} & set(ignored) != set())
         if reason:
             refused.append(f"{name}={shorten(value)}, {reason}")
         else:
@@ -299,7 +314,7 @@ def nested_reports(
     """Yield the kinds of the keys of every object inside that was asked for."""
     for key, inner in keys.nested.items():
         name = f"{prefix}{key}"
-        if not {key, name} & set(ignored):
+        if not {key, name, *ALL_KEYS} & set(ignored):
             yield sort_keys(file, inner, known.get(name, _PLAIN), ignored, f"{name}.")
             yield from nested_reports(file, inner, known, ignored, f"{name}.")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import MAX_LAYERS, ModelConfig
-from moefold.convert.config_fields import AllowedValues, Constant, MultiHeadKeyValue, Renamed, is_int
+from moefold.convert.config_fields import AllowedValues, Constant, LatentHeadSizes, MultiHeadKeyValue, Renamed, is_int
 from moefold.convert.family import SILU, Family, TensorRules
 from moefold.convert.key_reader import Json
 from moefold.convert.rope_fields import RopeParameters
@@ -113,6 +113,7 @@ LONGCAT_FAMILIES = (
             AllowedValues("hidden_act", SILU),
             MultiHeadKeyValue(),
             Constant("attention", "mla"),
+            LatentHeadSizes(writes_head_dim=True),
             Constant("rope_interleaved", True),
             Constant("mla_scale_latents", True),
             AllowedValues("mla_scale_q_lora", (True, None)),
@@ -135,6 +136,8 @@ LONGCAT_FAMILIES = (
             AllowedValues("norm_topk_prob", (False, None)),
         ),
         (_TENSORS,),
+        # Its class rotates by head_dim, whatever qk_rope_head_dim is.
+        default_keys={"head_dim": 64},
         ignored_tensors=(
             r"model\.layers\.\d+\.self_attn\.\d+\.rotary_emb\.inv_freq",
             r"model\.mtp\..*",

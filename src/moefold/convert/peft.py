@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
@@ -25,9 +24,16 @@ from moefold.convert.hf_config import families_for, find_family, is_hf_folder, r
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.peft_config import (
+    CONFIG_FILE,
+    CONSTANT_KEYS,
+    WEIGHTS_FILE,
+    inspect_peft_folder,
+    resolve_base,
+)
 from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
 from moefold.convert.peft_stacked import read_stacked, stacked_names, stacked_parameters
-from moefold.convert.preflight import read_model, resolve_weights_folder
+from moefold.convert.preflight import read_model
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
     FileWriter,
@@ -44,21 +50,6 @@ from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
 from moefold.hub import repo_of_snapshot
 from moefold.remote_path import to_path
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-UNREAD_KEYS = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "layers_to_transform": None,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "lora_bias": False,
-}
-"""Keys of adapter_config.json that must have these values, or be missing or empty."""
 
 
 def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
@@ -143,7 +134,7 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict
         "init_lora_weights": True,
         "use_rslora": False,
         "target_parameters": None,
-        **UNREAD_KEYS,
+        **CONSTANT_KEYS,
     }
 
 
@@ -186,12 +177,15 @@ class PeftSource:
         """Do nothing: this source has no cache."""
 
 
-def is_peft_folder(folder: Path) -> bool:
-    """Return whether a folder has adapters in PEFT's format."""
-    return (folder / CONFIG_FILE).is_file()
-
-
-def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *, on_bytes: OnBytes) -> Conversion:
+def import_adapters(
+    folder: Path,
+    out: Path,
+    world: World,
+    base: Path | None,
+    *,
+    ignored_keys: Collection[str] = (),
+    on_bytes: OnBytes,
+) -> Conversion:
     """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
 
     Args:
@@ -199,14 +193,15 @@ def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *,
         out: the checkpoint; must not exist.
         world: the processes that share the work.
         base: the base weights; None: those that adapter_config.json names.
+        ignored_keys: keys of the JSON files that may have any value.
         on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.
     """
-    keys = read_peft_config(folder)
+    keys, _ = inspect_peft_folder(folder, ignored_keys)
     base = resolve_base(folder, keys, base)
-    model = read_model(base)
+    model = read_model(base, ignored_keys)
     family = find_family(read_hf_config(base), base) if is_hf_folder(base) else _family_of(model, base)
     tensors, lora = _read_adapters(folder, keys, model, family)
     settings = {
@@ -228,66 +223,6 @@ def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *,
         write_manifest_in_parallel(tmp_dir, world)
     size = sum(values.nbytes for values in tensors.values())
     return Conversion(len(tensors), size, copied)
-
-
-def read_peft_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises:
-        ConfigError: it cannot be read, or describes adapters of another kind.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        keys = read_json(path, MAX_CONFIG_BYTES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} is not readable JSON ({error}); repair it or copy it again") from None
-    if not isinstance(keys, dict) or keys.get("peft_type") != "LORA":
-        kind = keys.get("peft_type") if isinstance(keys, dict) else None
-        raise ConfigError(f"{str(path)!r} has peft_type={kind!r}; moefold reads low-rank adapters, LORA")
-    for key, value in UNREAD_KEYS.items():
-        is_stacked = key in ("rank_pattern", "alpha_pattern") and _has_pattern_of_stacked_experts(keys, key)
-        if not is_stacked and keys.get(key, value) not in (value, None, {}, []):
-            raise ConfigError(
-                f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
-            )
-    ranks = keys.get("rank_pattern") or {}
-    if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
-        raise ConfigError(
-            f"{str(path)!r} gives some modules another scale than lora_alpha / r, by rank_pattern={ranks}, "
-            f"alpha_pattern={keys.get('alpha_pattern')} and use_rslora={bool(keys.get('use_rslora'))}; moefold reads "
-            "one scale for all modules"
-        )
-    rank = keys.get("r")
-    alpha = keys.get("lora_alpha")
-    is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
-    if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
-    return keys
-
-
-def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:
-    """Return whether a pattern doubles rank or alpha of gate and up projections that PEFT has stacked, and no more."""
-    pattern = keys.get(key)
-    single = keys.get("r" if key == "rank_pattern" else "lora_alpha")
-    if not isinstance(pattern, dict) or not isinstance(single, int | float):
-        return False
-    return all(name.endswith("gate_up_proj") and value == 2 * single for name, value in pattern.items())
-
-
-def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT.
-
-    Raises:
-        ConfigError: they do not exist.
-    """
-    named = keys.get("base_model_name_or_path") if base is None else str(base)
-    if not isinstance(named, str) or not named or not Path(named).is_dir():
-        key = "--base" if base is not None else "base_model_name_or_path"
-        raise ConfigError(
-            f"{str(folder)!r} has adapters of {key}={named!r}, which is no folder here; name that of the model with "
-            "--base DIR"
-        )
-    return resolve_weights_folder(Path(named))
 
 
 def _read_adapters(
