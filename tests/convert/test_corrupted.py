@@ -190,17 +190,16 @@ BASE: dict[str, object] = {
     "vocab_size": 64,
     "intermediate_size": 48,
     "num_experts_per_tok": 2,
-    "num_experts": 4,
-    "moe_intermediate_size": 8,
 }
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8}
 LATENT = {"n_routed_experts": 16, "n_shared_experts": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
 LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1}
 FULL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "sliding_window": 8}
 CONFIGS: dict[str, dict[str, object]] = {
-    "mixtral": BASE,
-    "qwen3_moe": BASE,
-    "gpt_oss": BASE | FULL,
-    "deepseek_v3": BASE | LATENT,
+    "mixtral": BASE | {"num_local_experts": 4},
+    "qwen3_moe": BASE | EXPERTS,
+    "gpt_oss": BASE | FULL | {"num_local_experts": 4},
+    "deepseek_v3": BASE | LATENT | {"moe_intermediate_size": 8},
 }
 """Smallest config.json of some families."""
 

@@ -27,6 +27,8 @@ class DeclaredKeys:
         others: keys that transformers' classes of causal models of other families declare.
         families: for each `model_type` its own keys.
         aliases: for each `model_type` other spellings of keys.
+        stacked_by_peft: for each `model_type` whose adapters of single experts PEFT stacks when it loads them, the last
+            names of the modules that it takes for experts.
     """
 
     versions: Mapping[str, str]
@@ -36,6 +38,7 @@ class DeclaredKeys:
     others: frozenset[str]
     families: Mapping[str, Mapping[str, Any]]
     aliases: Mapping[str, Mapping[str, str]]
+    stacked_by_peft: Mapping[str, list[str]]
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +77,16 @@ def make_table(model_types: tuple[str, ...]) -> dict[str, Any]:
         "others": sorted(others - listed),
         "families": families,
         "aliases": {name: dict(CONFIG_MAPPING[name].attribute_map) for name in known},
+        "stacked_by_peft": _stacked_by_peft(known),
     }
+
+
+def _stacked_by_peft(model_types: list[str]) -> dict[str, list[str]]:
+    from peft.utils import transformers_weight_conversion as conversion
+
+    targets = conversion._MOE_TARGET_MODULE_MAPPING
+    patterns = {name: conversion._MODEL_TO_CONVERSION_PATTERN.get(name) for name in model_types}
+    return {name: sorted(targets[pattern]) for name, pattern in patterns.items() if pattern in targets}
 
 
 def family_keys(model_type: str) -> dict[str, Any]:
@@ -106,7 +118,7 @@ def format_table(table: Mapping[str, Any]) -> str:
     """Return the table as text, one line for each family."""
     lines = []
     for part, content in table.items():
-        if part in ("families", "aliases"):
+        if part in ("families", "aliases", "stacked_by_peft"):
             rows = [f"  {json.dumps(name)}: {json.dumps(keys)}" for name, keys in content.items()]
             lines.append(f"{json.dumps(part)}: {{\n" + ",\n".join(rows) + "\n }")
         else:

@@ -39,6 +39,7 @@ from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource, verify_against_folder
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import is_remote
 from moefold.validate.moe import validate_router_gradient
 from moefold.validate.unused import check_unused_keys
 
@@ -105,7 +106,7 @@ def import_folder(
             copy_index(folder, tmp_dir / SIDECAR_DIR)
             write_manifest(tmp_dir / SIDECAR_DIR, manifest)
             aux_loss = imported_aux_loss(source.folder.hf_config, source.model)
-            finish_checkpoint(tmp_dir, out, source.model, f"import of {folder}", aux_loss=aux_loss)
+            finish_checkpoint(tmp_dir, out, source.model, import_origin(folder), aux_loss=aux_loss)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world)
         if options.check:
@@ -219,6 +220,11 @@ def recipe_text(
     if tokenizer:
         lines += ["", "[data]", f"tokenizer = {_toml(tokenizer)}"]
     return "\n".join(lines) + "\n"
+
+
+def import_origin(folder: Path) -> str:
+    """Return the description of imported weights, with the absolute path of their folder."""
+    return f"import of {folder if is_remote(folder) else folder.absolute()}"
 
 
 def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float | None:

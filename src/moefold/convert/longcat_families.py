@@ -137,7 +137,7 @@ LONGCAT_FAMILIES = (
         ),
         (_TENSORS,),
         # Its class rotates by head_dim, whatever qk_rope_head_dim is.
-        default_keys={"head_dim": 64},
+        default_keys={"head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
         ignored_tensors=(
             r"model\.layers\.\d+\.self_attn\.\d+\.rotary_emb\.inv_freq",
             r"model\.mtp\..*",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.adapter_settings import folder_digest
-from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint, read_meta
+from moefold.checkpoint.checkpoint_dir import META_FILE, CheckpointMeta, check_integrity, locate_checkpoint, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.comm.groups import World
 from moefold.config.lora import LoraConfig
@@ -23,7 +23,8 @@ from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
-from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_weights
+from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.peft_config import (
     CONFIG_FILE,
     CONSTANT_KEYS,
@@ -33,6 +34,7 @@ from moefold.convert.peft_config import (
 )
 from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
 from moefold.convert.peft_stacked import read_stacked, stacked_names, stacked_parameters
+from moefold.convert.peft_targets import peft_note, split_targets
 from moefold.convert.preflight import read_model
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
@@ -45,11 +47,12 @@ from moefold.convert.safetensors_file import (
     read_part,
 )
 from moefold.convert.tensor_mapping import Region, Shape
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
 from moefold.hub import repo_of_snapshot
-from moefold.remote_path import to_path
+from moefold.remote_path import is_remote, to_path
 
 
 def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
@@ -71,8 +74,11 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     settings = source.meta.lora
     model = read_model(checkpoint)
     lora = LoraConfig(rank=settings["rank"], alpha=settings["alpha"], targets=tuple(settings["targets"]))
-    modules = peft_modules(model, _family_of(model, checkpoint), adapted_weights(model, lora))
+    family = _family_of(model, checkpoint)
+    modules = peft_modules(model, family, adapted_weights(model, lora))
     stored = EXPORT_DTYPES.get(dtype, torch.float32)
+    base, note = _base_name(to_path(settings["base"]))
+    notes: tuple[str, ...] = (note, peft_note(model, lora, family.name))
     tensors: dict[str, Tensor] = {}
     if world.is_rank0:
         pairs = {name: _read_pair(source, name) for name in dict.fromkeys(module.name for module in modules)}
@@ -82,12 +88,29 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     with atomic_directory(out, world) as tmp_dir:
         if world.is_rank0:
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
-            keys = _config_keys(lora, modules, _base_name(to_path(settings["base"])))
+            keys = _config_keys(lora, modules, family, base)
             (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            notes = (*notes, *_write_tokenizer_files(tmp_dir, checkpoint, source.meta))
+            run = read_training_run(checkpoint, model, source.meta)
+            write_model_card(tmp_dir, family.name, model, run, is_adapter=True)
         raise_on_all_ranks(world, "")
     size = sum(values.nbytes for values in tensors.values())
     on_bytes(size)
-    return Conversion(2 * len(modules), size, (CONFIG_FILE,))
+    written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name != WEIGHTS_FILE))
+    return Conversion(2 * len(modules), size, written, messages=tuple(filter(None, notes)))
+
+
+def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
+    """Write the tokenizer that the run read text with, and its template; return notes on it."""
+    sidecar_dir = find_sidecar_dir(checkpoint)
+    choice = choose_tokenizer(meta, sidecar_dir)
+    if sidecar_dir is not None:
+        kept = {*tokenizer_files(sidecar_dir)} - {*choice.excluded}
+        copy_sidecar_files(
+            sidecar_dir, tmp_dir, excluded=[file.name for file in sidecar_dir.iterdir() if file.name not in kept]
+        )
+    write_tokenizer(tmp_dir, choice)
+    return choice.messages
 
 
 def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
@@ -120,8 +143,11 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
             writer.write(layout.tensors[name], bytes_of(values.contiguous()))
 
 
-def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict[str, Any]:
+def _config_keys(lora: LoraConfig, modules: list[PeftModule], family: Family, base: str) -> dict[str, Any]:
     """Return the keys of adapter_config.json."""
+    single = [module.module for module in modules if module.expert is None]
+    experts = [module.module for module in modules if module.expert is not None]
+    target_modules, target_parameters = split_targets(single, experts, family.name)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,29 +155,36 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({module.module.rpartition(".")[2] for module in modules}),
+        "target_modules": target_modules,
         "inference_mode": True,
         "init_lora_weights": True,
         "use_rslora": False,
-        "target_parameters": None,
+        "target_parameters": target_parameters or None,
         **CONSTANT_KEYS,
     }
 
 
-def _base_name(base: Path) -> str:
-    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown.
+def _base_name(base: Path) -> tuple[str, str]:
+    """Return the Hugging Face folder of the base weights, itself or the one that was imported, and a note.
 
-    A snapshot of the hub is named ORG/NAME, as PEFT loads it.
+    A snapshot of the hub is named ORG/NAME, as PEFT loads it; other folders by their absolute paths.
     """
     if repo := repo_of_snapshot(str(base)):
-        return repo
-    if is_hf_folder(base) or not (base / SIDECAR_DIR).is_dir():
-        return str(base)
-    origin = read_meta(base).origin
-    if not origin.startswith("import of "):
-        return str(base)
-    imported = origin.removeprefix("import of ")
-    return repo_of_snapshot(imported) or imported
+        return repo, ""
+    path = base if is_remote(base) else base.absolute()
+    if is_hf_folder(base):
+        return str(path), ""
+    origin = read_meta(base).origin if (base / META_FILE).is_file() else ""
+    imported = origin.removeprefix("import of ") if origin.startswith("import of ") else ""
+    if repo := repo_of_snapshot(imported):
+        return repo, ""
+    # Imports of earlier versions may have a path relative to another folder.
+    if imported and (is_remote(imported) or Path(imported).is_absolute() or is_hf_folder(Path(imported))):
+        return imported if is_remote(imported) else str(Path(imported).absolute()), ""
+    return str(path), (
+        f"the base weights are a checkpoint of moefold, {str(path)!r}, which PEFT does not load: write them with "
+        "moefold export, and set base_model_name_or_path of adapter_config.json to the result"
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +251,7 @@ def import_adapters(
             sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR))
-            finish_checkpoint(tmp_dir, out, model, f"import of {folder}", lora=settings)
+            finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world)
     size = sum(values.nbytes for values in tensors.values())

@@ -113,6 +113,11 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     the tokenizer of its recipe; if that is still the folder's tokenizer, the folder's end-of-text ids apply.
     """
     folder = find_sidecar_dir(source.path)
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        # The model was made for at least these, however short the sequences of the run are.
+        source = replace(
+            source, context=max(source.context * is_trained, _context_tokens(_read_hf_configs(folder)[0], folder))
+        )
     file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
     if not is_trained:
         recipe = recipe_tokenizer(source.path) if not file.exists() else ""
@@ -120,7 +125,6 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
             source,
             data=DataConfig(kind="text", tokenizer=recipe or str(file)),
             uses_hf_text_start=not recipe,
-            context=source.context if folder is None else _context_tokens(_read_hf_configs(folder)[0], folder),
         )
     if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
         return source
