@@ -15,6 +15,7 @@ from moefold.convert.config_fields import (
     Renamed,
     RouterGroups,
     SharedExperts,
+    WithAlias,
 )
 from moefold.convert.family import (
     BACKBONE,
@@ -277,7 +278,7 @@ FAMILIES = {
                 SlidingWindowLayers(),
                 UniformLayers("M"),
                 NumExperts("num_local_experts"),
-                Renamed("num_experts_per_tok", "top_k"),
+                WithAlias(Renamed("num_experts_per_tok", "top_k"), "num_experts_per_tok", "experts_per_token"),
                 Renamed("intermediate_size", "moe_ffn_hidden_size"),
                 Constant("router_softmax", "post"),
                 AllowedValues("attention_bias", (True,)),

@@ -139,7 +139,8 @@ _FAMILY_NEUTRAL: dict[str, dict[str, Values]] = {
     "kimi_linear": _any("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "use_grouped_topk"),
     "bailing_hybrid": _any("rotary_dim"),
     # Tensors of these MTP modules are in no published folder, and would be refused by name.
-    "minimax_m2": _any("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"),
+    "minimax_m2": _any("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size")
+    | {"shared_moe_mode": None},
     # Number of tokens an expert accepts in training, and the number of MTP layers, whose tensors are refused by name.
     "ernie4_5_moe": _any("moe_capacity", "num_nextn_predict_layers", "multi_token_pred_lambda")
     | {"moe_use_aux_free": (True, None), "moe_gate": ("topk", None)},

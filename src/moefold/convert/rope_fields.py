@@ -31,6 +31,8 @@ class RopeParameters:
         # As in transformers, the older key wins if both are given.
         mark_read(hf_config, *_OUTER_KEYS)
         given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        if hf_config.get("rope_scaling"):
+            mark_read(hf_config, "rope_parameters")
         if not given and self.is_required:
             raise ConfigError("config.json lacks rope_parameters")
         if not isinstance(given, Mapping):
@@ -157,13 +159,7 @@ def _factor_of(found: Json, hf_config: Json) -> Any:
 
 
 LONGROPE = "longrope"
-_OUTER_KEYS = (
-    "rope_scaling",
-    "rope_parameters",
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-)
+_OUTER_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 _ROPE_KEYS = (
     "rope_type",
     "type",

@@ -115,9 +115,8 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     folder = find_sidecar_dir(source.path)
     if folder is not None and (folder / CONFIG_FILE).is_file():
         # The model was made for at least these, however short the sequences of the run are.
-        source = replace(
-            source, context=max(source.context * is_trained, _context_tokens(_read_hf_configs(folder)[0], folder))
-        )
+        given = _context_tokens(_read_hf_configs(folder)[0], folder)
+        source = replace(source, context=max(source.context, given) if is_trained else given)
     file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
     if not is_trained:
         recipe = recipe_tokenizer(source.path) if not file.exists() else ""
