@@ -97,8 +97,15 @@ def test_what_the_class_of_transformers_declares_is_read_or_refused(family):
     for key in declared.keys() - {*report.read, *keys} - known.neutral.keys():
         if _is_size(key):
             continue
-        with pytest.raises(ConfigError, match=rf"\b{key}="):
-            _inspect(keys | {key: 17})
+        assert f"{key}=17" in _named(keys | {key: 17})
+
+
+def _named(keys: dict[str, Any]) -> str:
+    """The message that refuses keys, or the note on ignored ones."""
+    try:
+        return _inspect(keys)[1].note()
+    except ConfigError as error:
+        return str(error)
 
 
 def _is_size(key: str) -> bool:
