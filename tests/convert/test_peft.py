@@ -13,6 +13,7 @@ from moefold.cli.main import main
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.convert.peft_targets import peft_note, split_targets
+from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model
 
 RECORDED = Path(__file__).parent / "peft_qwen3"
@@ -136,6 +137,9 @@ def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
     for name, shape in first.shapes.items():
         region = tuple(slice(0, size) for size in shape)
         assert torch.equal(first.read(name, region), second.read(name, region)), name
+    # The model was made for longer sequences than those of the run.
+    longest = json.loads((folder / "moe" / "config.json").read_text())["max_position_embeddings"]
+    assert find_source(run).context == longest > 16
     capsys.readouterr()
     assert main(["train", "again/recipe.toml", *TRAIN, "run.dir=on"]) == 0
     text = capsys.readouterr().out

@@ -40,7 +40,7 @@ from moefold.convert.preflight import (
     without_upcycling,
 )
 from moefold.convert.tensor_mapping import Region, Shape
-from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message, tokenizer_name
 from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
@@ -262,7 +262,7 @@ def upcycle_folder(
 
 def _tokenizer_of(checkpoint: Path) -> str:
     """Return the tokenizer that a checkpoint's run used, "bytes" or an absolute path; empty if the file is gone."""
-    found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    found = tokenizer_name(read_meta(checkpoint).order)
     if is_remote(found):
         return found
     if found == "bytes":
