@@ -175,10 +175,14 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
 
 
 def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = transformers.LlamaConfig(rope_parameters=dict(_YARN), original_max_position_embeddings=32)
     keys = {**config.to_dict(), "rope_parameters": _YARN, "original_max_position_embeddings": 32}
-    assert config.rope_parameters["original_max_position_embeddings"] == 32
-    assert parse_model_config(keys, Path("folder")).rope_original_seq_len == 32
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    cfg = parse_model_config(keys, Path("folder"))
+    assert cfg.rope_original_seq_len == 32
+    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
 
 
 def test_scores_that_other_scalings_would_scale_are_refused():

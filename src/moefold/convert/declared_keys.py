@@ -5,6 +5,7 @@ transformers and PEFT.
 """
 
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -54,11 +55,11 @@ def make_table(model_types: tuple[str, ...]) -> dict[str, Any]:
     Args:
         model_types: types whose keys are listed one by one; types that transformers does not know are left out.
     """
-    import peft
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    peft: Any = importlib.import_module("peft")
     base = set(transformers.PretrainedConfig().to_dict())
     known = [name for name in model_types if name in CONFIG_MAPPING]
     families = {name: family_keys(name) for name in known}
@@ -82,8 +83,7 @@ def make_table(model_types: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _stacked_by_peft(model_types: list[str]) -> dict[str, list[str]]:
-    from peft.utils import transformers_weight_conversion as conversion
-
+    conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
     targets = conversion._MOE_TARGET_MODULE_MAPPING
     patterns = {name: conversion._MODEL_TO_CONVERSION_PATTERN.get(name) for name in model_types}
     return {name: sorted(targets[pattern]) for name, pattern in patterns.items() if pattern in targets}

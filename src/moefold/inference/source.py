@@ -149,10 +149,10 @@ def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozense
 
 def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
     keys = read_hf_config(path)
+    context = _context_tokens(keys, path)
     model, reports = inspect_folder(path, ignored_keys)
     stored = keys.get("dtype", keys.get("torch_dtype"))
     data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER_FILE))
-    context = _context_tokens(keys, path)
     return ModelSource(
         path,
         "huggingface",
