@@ -83,9 +83,9 @@ def make_table(model_types: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _stacked_by_peft(model_types: list[str]) -> dict[str, list[str]]:
-    conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
-    targets = conversion._MOE_TARGET_MODULE_MAPPING
-    patterns = {name: conversion._MODEL_TO_CONVERSION_PATTERN.get(name) for name in model_types}
+    names = vars(importlib.import_module("peft.utils.transformers_weight_conversion"))
+    targets = names["_MOE_TARGET_MODULE_MAPPING"]
+    patterns = {name: names["_MODEL_TO_CONVERSION_PATTERN"].get(name) for name in model_types}
     return {name: sorted(targets[pattern]) for name, pattern in patterns.items() if pattern in targets}
 
 

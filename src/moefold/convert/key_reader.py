@@ -57,7 +57,7 @@ def overlay(hf_config: Json, values: Json) -> Json:
 
 
 def mark_read(hf_config: Json, *keys: str) -> None:
-    """Record keys as understood that have no effect beside other ones, objects with all of their keys."""
+    """Record keys as understood that others make void, objects with all of their keys."""
     for key in keys:
         value = hf_config.get(key)
         if isinstance(value, KeyReader):

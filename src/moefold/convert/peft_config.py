@@ -64,7 +64,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
     _check_scale(path, keys)
-    known = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), declared_keys().adapter | CONSTANT_KEYS, "PEFT's LoRA", VOID)
+    known = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
     reader = KeyReader(keys)
     reader.asked |= {"peft_type", *_READ_KEYS}
     try:
@@ -124,7 +124,7 @@ def _check_weights_file(folder: Path) -> None:
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT; a relative path that is no folder here may lie beside the adapters.
+    """Return the base weights of a folder of PEFT; a relative path that is no folder here may lie in that of the adapters.
 
     Raises:
         ConfigError: they do not exist.

@@ -107,7 +107,7 @@ class RopeParameters:
         return keys
 
     def _resolve_yarn(self, found: dict[str, Any], hf_config: Json) -> None:
-        """Drop what transformers does not use: mscale beside attention_factor, or without mscale_all_dim."""
+        """Drop what transformers does not use: mscale next to attention_factor, or without mscale_all_dim."""
         found["factor"] = _factor_of(found, hf_config)
         if found.get("attention_factor") is not None or not (found.get("mscale") and found.get("mscale_all_dim")):
             found["mscale"] = None
