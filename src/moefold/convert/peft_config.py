@@ -124,7 +124,7 @@ def _check_weights_file(folder: Path) -> None:
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT; a relative path that is no folder here may lie in that of the adapters.
+    """Return the base weights of a folder of PEFT; a relative path may also begin at that folder.
 
     Raises:
         ConfigError: they do not exist.
