@@ -88,6 +88,8 @@ _SPEED = _any(
     *("for_llm_compressor", "mamba_ssm_dtype", "enable_lm_head_fp32", "initializer_factor", "is_decoder"),
 )
 """They change speed, memory or initial weights, but no output."""
+_WIDTHS = _any("intermediate_size")
+"""Width of dense layers in folders that have none; where there are some, the shapes of tensors would contradict it."""
 _SHAPE_OF_OTHERS: dict[str, Values] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
@@ -174,7 +176,8 @@ _TRIVIAL_LISTS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", 
 
 def config_known_keys(family: str) -> KnownKeys:
     """Return the known keys of config.json of a family's text model."""
-    neutral = {**_OTHER_READERS, **_OUTPUTS, **_TASKS, **_GENERATION, **_SPEED, **_SHAPE_OF_OTHERS, **_IDENTITIES}
+    neutral = {**_OTHER_READERS, **_OUTPUTS, **_TASKS, **_GENERATION, **_SPEED, **_WIDTHS}
+    neutral |= {**_SHAPE_OF_OTHERS, **_IDENTITIES}
     table = declared_keys()
     return KnownKeys(
         neutral | _FAMILY_NEUTRAL.get(family, {}), table.families.get(family, {}), f"transformers' {family}", VOID
