@@ -105,7 +105,7 @@ def test_json(tmp_path, capsys):
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_a_picture(tmp_path, capsys, ending):
     path = tmp_path / f"balance.{ending}"
-    assert main(["inspect", str(_run(tmp_path)), "--png", str(path)]) == 0
+    assert main(["inspect", str(_run(tmp_path)), "--picture", str(path)]) == 0
     assert path.stat().st_size > 5000
     assert capsys.readouterr().err == f"wrote {path}\n"
 
@@ -124,8 +124,8 @@ def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
     [
         (["absent"], "run 'absent' does not exist"),
         (["RUN", "--layer", "7"], "--layer 7 is no MoE layer of"),
-        (["RUN", "--png", "balance.jpg"], "--png balance.jpg must end in .png, .svg or .pdf"),
-        (["RUN", "--png", "/nonexistent/balance.png"], "--png /nonexistent/balance.png cannot be written"),
+        (["RUN", "--picture", "balance.jpg"], "--picture balance.jpg must end in .png, .svg or .pdf"),
+        (["RUN", "--picture", "/nonexistent/balance.png"], "--picture /nonexistent/balance.png cannot be written"),
     ],
 )
 def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):

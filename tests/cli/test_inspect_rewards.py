@@ -66,7 +66,7 @@ def test_json_has_the_ends_of_each_curve(run_dir, capsys):
 
 
 def test_the_picture_has_a_row_of_rewards(run_dir, tmp_path, capsys):
-    assert main(["inspect", str(run_dir), "--png", str(tmp_path / "with.svg")]) == 0
+    assert main(["inspect", str(run_dir), "--picture", str(tmp_path / "with.svg")]) == 0
     text = (tmp_path / "with.svg").read_text()
     for title in ("reward", "length, tokens", "entropy, nats", "mismatch, nats", "held out, greedy"):
         assert f"<!-- {title} -->" in text

@@ -100,7 +100,8 @@ def test_scores_equal_those_of_the_oracle(is_interleaved, fraction):
     query, key = (torch.randn(5, 2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     turn = build_rope(cfg, torch.arange(5), torch.float64)
     given = torch.einsum("sbhd,tbhd->bhst", turn(query), turn(key))
-    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rotary_dim) for x in (query, key))
+    positions = torch.arange(5).expand(2, 5)
+    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rotary_dim, positions) for x in (query, key))
     torch.testing.assert_close(given, torch.einsum("bshd,bthd->bhst", query, key), rtol=1e-12, atol=1e-12)
 
 

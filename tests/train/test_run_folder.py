@@ -20,6 +20,7 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
+from moefold.data.fingerprint import fingerprint
 from moefold.recipe import load_config
 from moefold.train.run_folder import LOCK_FILE, RunLock, choose_run_folder, is_in_use
 
@@ -42,7 +43,17 @@ def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None
     path.mkdir(parents=True)
     order, model = sample_order(cfg), model_sizes(cfg.model)
     write_meta(
-        path, CheckpointMeta(format=FORMAT, step=saved, samples=0, tokens=0, order=order, model=model, parallel={})
+        path,
+        CheckpointMeta(
+            format=FORMAT,
+            step=saved,
+            samples=0,
+            tokens=0,
+            order=order,
+            model=model,
+            parallel={},
+            data_files=fingerprint(cfg.data),
+        ),
     )
     write_manifest(path, {META_FILE: digest_file(path / META_FILE)})
 
@@ -103,6 +114,24 @@ def test_a_run_is_continued_or_left_alone(tmp_path, name):
     assert folder == expected
     assert note in said
     assert bool(note) == bool(said)
+
+
+@pytest.mark.parametrize("saved", [5, 10])
+def test_a_run_whose_data_moved_is_the_same_run(tmp_path, saved):
+    for name, text in (("a", "text"), ("same", "text"), ("other", "another")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(text)
+    data = ("data.kind=text", f"data.path={tmp_path}/a")
+    write_run(tmp_path / "run", *data, steps=saved, saved=saved)
+    assert chosen(tmp_path / "run", *data) == ("run", "")
+    for path in (tmp_path / "same", tmp_path / "." / "a" / ".." / "a", tmp_path / "a" / "x.txt"):
+        assert chosen(tmp_path / "run", data[0], f"data.path={path}") == ("run", ""), path
+    (tmp_path / "a" / "x.txt").rename(tmp_path / "a" / "y.txt")
+    assert chosen(tmp_path / "run", data[0], f"data.path={tmp_path}/same") == ("run", "")
+    folder, said = chosen(tmp_path / "run", data[0], f"data.path={tmp_path}/other")
+    assert folder == "run-2"
+    assert f"path '{tmp_path}/a' there, '{tmp_path}/other' here" in said
+    assert f"data file {tmp_path}/other/x.txt has other content than then" in said
 
 
 def test_a_numbered_run_is_found_again(tmp_path):

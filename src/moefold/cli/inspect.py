@@ -24,7 +24,7 @@ EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/
 loads in RUN/metrics.jsonl, which do not identify the experts; works while the run goes on
 
 example:
-  moefold inspect runs/quickstart --png balance.png
+  moefold inspect runs/quickstart --picture balance.png
 """
 
 
@@ -35,9 +35,9 @@ def run(argv: list[str]) -> int:
         ConfigError: the folder is not a run with experts, or the layer does not exist.
     """
     arguments = _parser().parse_args(argv)
-    if arguments.png is not None:
-        check_writable("--png", arguments.png)
-        reject_existing("--png", arguments.png, force=arguments.force)
+    if arguments.picture is not None:
+        check_writable("--picture", arguments.picture)
+        reject_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
     from moefold.metrics.metric_curves import read_attention_curves, read_reward_curves, read_site_curves
@@ -51,11 +51,11 @@ def run(argv: list[str]) -> int:
             f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
             f"choose one of {', '.join(map(str, balance.layers))}"
         )
-    if arguments.png is not None:
+    if arguments.picture is not None:
         from moefold.cli.inspect_picture import save_picture
 
-        save_picture(balance, arguments.png, curves, sites)
-        print_escaped(f"wrote {arguments.png}", file=sys.stderr)
+        save_picture(balance, arguments.picture, curves, sites)
+        print_escaped(f"wrote {arguments.picture}", file=sys.stderr)
     if arguments.json:
         record = {
             "run": str(balance.run_dir),
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
     parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show (default: the least even)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw all layers into FILE (.png, .svg or .pdf)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw all layers (.png, .svg or .pdf)")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser
 

@@ -193,7 +193,7 @@ def _make_record_dtype(num_layers: int, num_experts: int) -> np.dtype[Any]:
     return np.dtype([("step", "<i8"), ("counts", "<u4", (num_layers, num_experts))])
 
 
-_MAX_VALUE = 1e300
+MAX_VALUE = 1e300
 _MIN_POSITIVE = np.finfo(np.float64).tiny
 _COUNTS_PER_CHUNK = 1 << 22
 """Limit of the counts that are converted to floats at once; at least one step."""
@@ -421,7 +421,7 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
 
 def finite_number(value: Any) -> float:
     """Return a measurement as float; NaN for a value of another type or too large a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_VALUE:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:
         return np.nan
     return float(value)
 

@@ -106,7 +106,8 @@ def _describe_model(cfg: Config) -> str:
     adapters = adapter_weights(model, cfg.lora)
     trained = sum(weight.numel for weight in adapters.values())
     lora = f"; {format_count(trained)} parameters in adapters of rank {cfg.lora.rank} are trained" if adapters else ""
-    return f"{name}{format_count(count.total)} parameters{active}; {model.num_layers} layers{experts}{lora}"
+    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
+    return f"{name}{format_count(count.total)} parameters{active}; {layers}{experts}{lora}"
 
 
 def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:

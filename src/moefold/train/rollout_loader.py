@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change, moved_data_message, relocated
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
@@ -161,7 +161,8 @@ class RolloutLoader(DataLoader):
         if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
-            self._initial_fingerprints = meta.data_files
+            self._initial_fingerprints = relocated(meta, cfg, self.fingerprints).data_files
+            self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, cfg)]))
         self.reference = None
         prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed)
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)

@@ -28,9 +28,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from moefold.checkpoint.checkpoint_dir import (
+    CheckpointMeta,
     checkpoint_folder,
     data_order_change,
     model_differences,
+    moved_data_message,
     named_checkpoints,
     quick_validate,
     read_meta,
@@ -39,6 +41,8 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
+from moefold.data.fingerprint import fingerprint
+from moefold.data.moved_files import LOCATION_KEYS
 from moefold.errors import ConfigError, format_list
 from moefold.metrics.step_metrics import METRICS_FILE
 from moefold.remote_path import to_path
@@ -140,11 +144,14 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg):
         return False
     differing = _changed_keys(settings, cfg)
-    if any(not _is_free_to_change(key) for key in differing):
+    moved = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
+    if any(not _is_free_to_change(key) for key in differing if key not in moved):
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
     newest = _newest_intact_checkpoint(cfg)
+    if moved and (newest is None or _data_difference(read_meta(newest), cfg)):
+        return False
     if newest is None:
         # All checkpoints are damaged: the start rejects that. No checkpoint: a running job may be about to save one.
         return bool(named_checkpoints(checkpoint_folder(cfg))) or (folder != locked_folder and is_in_use(folder))
@@ -174,7 +181,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     if meta.origin:
         # A checkpoint of weights only: rejected at the start, with the way out.
         return ""
-    difference = model_differences(meta.model, cfg.model) or data_order_change(meta, cfg)
+    difference = model_differences(meta.model, cfg.model) or _data_difference(meta, cfg)
     if difference:
         return f"of another model or other data: {difference}"
     if meta.step < cfg.run.steps or settings is None:
@@ -186,6 +193,16 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         f"it has {meta.step} steps, with other settings: "
         f"{format_list([_describe_change(key, settings, cfg) for key in changed])}"
     )
+
+
+def _data_difference(meta: CheckpointMeta, cfg: Config) -> str:
+    """Describe how the data of a checkpoint's run differs from the recipe's; files under the same names count as same.
+
+    Files that have changed under their names are rejected by name at the start.
+    """
+    # Only files that are named in another way need to be read for the answer.
+    needs_content = bool(meta.data_files and moved_data_message(meta, cfg))
+    return data_order_change(meta, cfg, fingerprint(cfg.data) if needs_content else None)
 
 
 def _newest_intact_checkpoint(cfg: Config) -> Path | None:

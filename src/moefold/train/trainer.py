@@ -109,7 +109,9 @@ class Trainer:
             stack.callback(self._data_loader.close)
             stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             if context.is_first_rank:
-                context.log = stack.enter_context(RunLog(self._cfg, first_step, resume, self._startup_messages(), stop))
+                is_gpu = self._groups.device.type != "cpu"
+                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, is_gpu=is_gpu)
+                context.log = stack.enter_context(log)
             context.log_dropped_files(first_step)
             collect_garbage = stack.enter_context(collect_at_fixed_steps())
             try:

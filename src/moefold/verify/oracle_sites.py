@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.launch.site_round import pair_members
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
+from moefold.verify.no_formula import unknown_kind
 from moefold.verify.oracle import Oracle, Weights
+from moefold.verify.read_record import ReadRecord
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class OracleSites:
     """
 
     def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
+        reads = ReadRecord()
+        self.cfg = reads.watch(cfg)
+        self._in_pairs = _is_in_pairs(self.cfg.sites)
+        self._owns_experts = _owns_experts(self.cfg.sites)
         model = build_model(cfg)
         init_weights(model, cfg.model, cfg.run.seed)
         initial = {name: p.detach().double() for name, p in model.named_parameters()}
@@ -50,12 +56,13 @@ class OracleSites:
                 {name: p.clone() for name, p in initial.items()},
                 token_chunks(cfg),
                 is_frozen_expert=self._is_frozen_on(number),
+                reads=reads,
             )
             for number in range(cfg.sites.count)
         ]
         self.outer = [{name: p.clone() for name, p in initial.items()} for _ in self.sites]
         self.momentum = [{name: torch.zeros_like(p) for name, p in initial.items()} for _ in self.sites]
-        layers = cfg.sites.fragment_layers
+        layers = self.cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
         self._num_rounds = 0
         self._last_round = [[0] * self._num_fragments for _ in self.sites]
@@ -66,8 +73,14 @@ class OracleSites:
         self._data = open_samples(cfg)
 
     def run(self, num_steps: int) -> list[SitesState]:
-        """Train all sites, and return the state after each step."""
-        return [self._step(step) for step in range(1, num_steps + 1)]
+        """Train all sites, and return the state after each step.
+
+        Raises:
+            NoFormulaError: a key of the recipe that is set has no formula.
+        """
+        states = [self._step(step) for step in range(1, num_steps + 1)]
+        self.sites[0].check_keys(has_rounds=True)
+        return states
 
     def _step(self, step: int) -> SitesState:
         sites = self.cfg.sites
@@ -85,7 +98,7 @@ class OracleSites:
             self._pending = None
         if sites.overlap == sites.every:
             pass
-        elif step == self.cfg.run.steps and sites.topology == "pairs":
+        elif step == self.cfg.run.steps and self._in_pairs:
             self._merge(step)
         elif step == self.cfg.run.steps:
             self._apply(self._send(list(range(self._num_fragments)), step), 0.0)
@@ -116,7 +129,7 @@ class OracleSites:
 
     def _is_frozen_on(self, number: int) -> Callable[[int], bool] | None:
         sites = self.cfg.sites
-        return (lambda expert: expert % sites.count != number) if sites.experts == "own" else None
+        return (lambda expert: expert % sites.count != number) if self._owns_experts else None
 
     @torch.no_grad()
     def _merge_experts(self, share: float) -> None:
@@ -152,7 +165,7 @@ class OracleSites:
         g = torch.zeros_like(self.outer[site][name])
         for j, share in shares.items():
             g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
-            if self.cfg.sites.topology == "pairs":
+            if self._in_pairs:
                 g = g + share * (self.outer[site][name] - self.outer[j][name])
         return g
 
@@ -163,8 +176,7 @@ class OracleSites:
         """
         self._num_rounds += 1
         everyone = tuple(range(len(self.sites)))
-        in_pairs = self.cfg.sites.topology == "pairs"
-        groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if in_pairs else [everyone]
+        groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if self._in_pairs else [everyone]
         means: list[Weights | None] = [None] * len(self.sites)
         for group in groups:
             shares = self._shares(group, fragments, step)
@@ -177,7 +189,7 @@ class OracleSites:
                 mean = dict(buffers)
                 for name in (name for name in self.outer[site] if self._fragment(name) in fragments):
                     g = self._mean_difference(site, name, shares)
-                    for expert in range(len(g) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                    for expert in range(len(g) if ".experts." in name and self._owns_experts else 0):
                         owner = expert % len(self.sites)
                         g[expert] = self.outer[site][name][expert] - self.sites[owner].weights[name][expert]
                     mean[name] = g
@@ -266,6 +278,26 @@ class OracleSites:
                 tensor.copy_(mean)
                 if is_weight:
                     self.outer[number][name] = mean.clone()
+
+
+def _is_in_pairs(sites: SitesConfig) -> bool:
+    match sites.topology:
+        case "pairs":
+            return True
+        case "all":
+            return False
+        case unknown:
+            unknown_kind("sites.topology", unknown)
+
+
+def _owns_experts(sites: SitesConfig) -> bool:
+    match sites.experts:
+        case "own":
+            return True
+        case "average":
+            return False
+        case unknown:
+            unknown_kind("sites.experts", unknown)
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Files of the run folder and the progress line, and the callback that writes the metrics of a step to them."""
 
+import shlex
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from moefold.config.schema import Config
 from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.metrics.expert_balance import ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.plot import plot_loss
-from moefold.metrics.progress import Progress
+from moefold.metrics.progress import Progress, StepLine
 from moefold.metrics.rank_times import describe_straggler
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.metrics.writer import MetricsWriter, log_fault
@@ -35,9 +36,17 @@ class RunLog:
     """The run folder's files and the progress line; only rank 0 has one."""
 
     def __init__(
-        self, cfg: Config, first_step: int, resume: Resume, messages: tuple[str, ...], stop: StopSignals
+        self,
+        cfg: Config,
+        first_step: int,
+        resume: Resume,
+        messages: tuple[str, ...],
+        stop: StopSignals,
+        *,
+        is_gpu: bool,
     ) -> None:
         self._cfg = cfg
+        self._is_gpu = is_gpu
         self._dir = Path(cfg.run.dir)
         self._first_step = first_step
         self._resume = resume
@@ -59,7 +68,10 @@ class RunLog:
             # A rollback closes and reopens the writers.
             stack.callback(lambda: self._writers.close())
             removed_lines = self._open_writers(done)
-            progress = Progress(cfg.run.steps, self._first_step, sys.stdout, on_broken_pipe=self._stop_on_broken_pipe)
+            line = StepLine(cfg.run.steps, is_gpu=self._is_gpu, evaluates=cfg.train.eval_every > 0)
+            progress = Progress(
+                cfg.run.steps, self._first_step, sys.stdout, line=line, on_broken_pipe=self._stop_on_broken_pipe
+            )
             self._progress = stack.enter_context(progress)
             for message in self._messages:
                 self._progress.message(message)
@@ -94,7 +106,10 @@ class RunLog:
         decision = step_fault.result.decision
         if decision.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "rolling back"}[decision.action]
-            self._progress.message(f"{step_fault.describe()}; {done}, as faults.{decision.reason} says")
+            self._progress.message(
+                f"step {step_fault.step}: {decision.description}; {done} (faults.{decision.reason}); "
+                f"see moefold board {self._board_folder}"
+            )
 
     def log_dropped_file(self, step: int, dropped: DataEvent) -> None:
         """Log dropped data."""
@@ -116,6 +131,11 @@ class RunLog:
             log_fault(self._dir, {"step": step} | record)
             self._progress.message(describe_straggler(record))
 
+    @property
+    def _board_folder(self) -> str:
+        """The folder of the runs, as an argument of `moefold board`."""
+        return shlex.quote(str(self._dir.parent))
+
     def rewind(self, resume: Resume, step: int) -> None:
         """Drop the log lines after `step`, where the run resumes."""
         self._writers.close()
@@ -123,8 +143,8 @@ class RunLog:
 
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
         """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
-        if step >= self._first_step:
-            plot_loss(self._dir)
+        self._progress.end()
+        curves = plot_loss(self._dir) if step >= self._first_step else None
         if total_save_s > 0:
             self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
         for line in closing_lines(self._cfg, status, step):
@@ -134,6 +154,8 @@ class RunLog:
                     print_escaped(f"moefold: {line}", file=sys.stderr, flush=True)
             else:
                 self._progress.message(line)
+        if curves is not None and not self._is_pipe_broken:
+            self._progress.message(f"curves: {curves}; beside other runs: moefold board {self._board_folder}")
 
     def _stop_on_broken_pipe(self) -> None:
         self._is_pipe_broken = True
