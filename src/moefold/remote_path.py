@@ -115,11 +115,12 @@ class RemotePath(PosixPath):
         if self.scheme not in _HOSTLESS_SCHEMES and "::" in "".join(self.parts[1:2]):
             raise ConfigError(f"{str(self)!r} has '::' in the name of its server or bucket; write one address")
         try:
-            from fsspec import get_filesystem_class
+            from fsspec.core import strip_protocol, url_to_fs
 
-            store = get_filesystem_class(self.scheme)
-            filesystem = store(**store._get_kwargs_from_urls(str(self)))
-            key = str(store._strip_protocol(str(self)))
+            # `url_to_fs` would take a key with `::` apart, so it gets the address of the server alone.
+            host = "" if self.scheme in _HOSTLESS_SCHEMES else "".join(self.parts[1:2])
+            filesystem = url_to_fs(f"{self.scheme}://{host}/")[0]
+            key = str(strip_protocol(str(self)))
         except ImportError as error:
             package = _PACKAGES.get(self.scheme)
             way_out = f"pip install {package}, or the extra: {install_command('remote')}" if package else str(error)

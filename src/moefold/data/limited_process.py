@@ -37,7 +37,7 @@ class LimitedProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs, belongs to this process and owes no answer: a caller may be interrupted before it."""
+        """Return whether it runs, belongs to this process and has answered: a caller may be interrupted before that."""
         return self._owner == os.getpid() and not self._is_busy and self._process.poll() is None
 
     def finish(self) -> None:

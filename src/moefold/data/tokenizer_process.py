@@ -1,4 +1,4 @@
-"""Client of the subprocess that runs a tokenizer.json: started anew after it exceeded a limit, and after a fork."""
+"""Client of the subprocess that runs a tokenizer.json: started again after it exceeded a limit, and after a fork."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ class TokenizerProcess:
         """Start the process and load the tokenizer in it.
 
         Args:
-            read: returns the content of the tokenizer.json; called again when the process is started anew.
+            read: returns the content of the tokenizer.json; called again for each start of the process.
             limits: its limits.
 
         Raises:
@@ -105,7 +105,7 @@ class TokenizerProcess:
 
     def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         if self._owner != os.getpid():
-            # The lock may be held by a thread that the fork left behind.
+            # The lock may be held by a thread that the fork left.
             self._owner = os.getpid()
             self._lock = threading.Lock()
         with self._lock:

@@ -108,7 +108,7 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Give the rest of a body that nobody reads a short time."""
+        """Give the rest of an unread body a short time."""
         super().on_response_complete()
         self._follow()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import META_FILE, read_meta
 from moefold.checkpoint.inspect import stored_tensors
-from moefold.config.schema import LoraConfig
+from moefold.config.lora import LoraConfig
 from moefold.convert.preflight import read_model
 from moefold.convert.weights import parameter_shapes
 from moefold.cost.adapter_spec import adapter_weights
