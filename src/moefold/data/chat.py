@@ -85,7 +85,7 @@ class ChatTemplate:
         self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items()), *date]).encode()).hexdigest()
         self.reward_prompt: RewardPrompt | None = None
         """Reward that `render_prompt` writes into the turn before the answer."""
-        self._location = location
+        self.location = location
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
         has_marks = bool(_GENERATION.search(source))
         program = TemplateProgram(source, dict(special_tokens), marks, has_marks, CHAT_DATE.isoformat())
@@ -118,13 +118,21 @@ class ChatTemplate:
         for answer, (_, _, place) in zip(self._process.process_requests(requests), conversations, strict=True):
             if "moved" in answer:
                 raise ConfigError(
-                    f"{place}: the chat template of {self._location} renders turn {answer['moved']} differently when "
+                    f"{place}: the chat template of {self.location} renders turn {answer['moved']} differently when "
                     "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
                     "around the assistant's output, in a template of your own: data.chat_template=FILE"
                 )
             yield self._to_rendered_chat(answer, place)
 
-    def render_prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        location: str,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt that a model continues.
 
         Args:
@@ -132,13 +140,20 @@ class ChatTemplate:
             location: description of the conversation, for messages.
             add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
                 open.
+            tools: descriptions of tools; None for none.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.
         """
         if self.reward_prompt is not None:
             messages = self.reward_prompt.fill_message(messages, len(messages) - (1 if add_generation_prompt else 2))
-        request = {"messages": list(messages), "tools": None, "prompts": add_generation_prompt}
+        request = {
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "prompts": add_generation_prompt,
+            "variables": dict(variables or {}),
+        }
         (answer,) = self._process.process_requests([request])
         text = self._to_rendered_chat(answer, location).text
         if add_generation_prompt:
@@ -149,14 +164,14 @@ class ChatTemplate:
             if form and (start := text.rfind(form)) >= 0:
                 return text[: start + len(form)]
         raise ConfigError(
-            f"{location}: the chat template of {self._location} does not write the last turn verbatim, so it cannot "
+            f"{location}: the chat template of {self.location} does not write the last turn verbatim, so it cannot "
             "be continued; set another template"
         )
 
     def _to_rendered_chat(self, answer: Mapping[str, Any], location: str) -> RenderedChat:
         if "refused" in answer:
             raise ConfigError(
-                f"{location}: the chat template of {self._location} refuses the conversation ({answer['refused']}); "
+                f"{location}: the chat template of {self.location} refuses the conversation ({answer['refused']}); "
                 "fix the conversation, remove it, or set data.chat_template"
             )
         return RenderedChat(answer["text"], tuple(range(start, stop) for start, stop in answer["spans"]))

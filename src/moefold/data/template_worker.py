@@ -61,7 +61,7 @@ def _render_request(request: Mapping[str, Any], render: Render, settings: Mappin
 
     def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
         values = {"messages": messages, "tools": request["tools"], "add_generation_prompt": prompts}
-        text = render({**tokens, **values})
+        text = render({**tokens, **request.get("variables", {}), **values})
         if len(text) > most_characters:
             raise TemplateRenderError(f"it writes more than {most_characters:,} characters")
         return text

@@ -14,8 +14,8 @@ from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
-from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
 from moefold.inference.engine.logit_rules import Constrain, Constraint, change_logits
+from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,

@@ -268,9 +268,7 @@ class PassScheduler:
 
     def _new_prefix(self, sample: _Sample) -> _Sequence | None:
         """Return the shared part of a prompt as a new sequence; None if no other sample would share it."""
-        is_shared = (
-            self._limits.share_prompts and self._num_unfinished[sample.prompt] > 1 and not sample.scores_prompt
-        )
+        is_shared = self._limits.share_prompts and self._num_unfinished[sample.prompt] > 1 and not sample.scores_prompt
         if not is_shared or len(sample.prompt) == 1:
             return None
         shared = list(sample.prompt[:-1])

@@ -106,5 +106,3 @@ class _TokenBytes:
         if not isinstance(text, str):
             raise TypeError("texts are strings")
         return [int(token) for token in self._tokenizer.encode(text)]
-
-

@@ -19,6 +19,8 @@ class TokenLogProb:
     """None for the first token of a prompt."""
     alternatives: Sequence["TokenLogProb"] = ()
     """The most likely tokens at its position."""
+    is_shown: bool = True
+    """Whether the text holds it; special tokens may be left out."""
 
     @property
     def text(self) -> str:
@@ -103,7 +105,7 @@ class ResponseBuilder:
         offsets = []
         for token in part.tokens:
             offsets.append(self._text_ends.get(index, 0))
-            self._text_ends[index] = offsets[-1] + _num_characters(token.piece)
+            self._text_ends[index] = offsets[-1] + (_num_characters(token.piece) if token.is_shown else 0)
         return {
             "tokens": [token.text for token in part.tokens],
             "token_logprobs": [token.log_prob for token in part.tokens],

@@ -182,14 +182,15 @@ def _take_array(begin: str, end: str = "") -> Take:
     return take
 
 
-def _wait(is_end: bool) -> None:
-    """Ask for more text.
+def _wait(is_end: bool) -> Taken | None:
+    """Return None, which asks for more text.
 
     Raises:
         NoCallError: there is none.
     """
     if is_end:
         raise NoCallError
+    return None
 
 
 def _skip_mark(text: str, start: int, mark: str) -> int:
@@ -242,11 +243,13 @@ def _take_deepseek(text: str, is_end: bool, use: ToolUse) -> Taken | None:
     return Taken(calls, len(text) if end < 0 else end + len(_DEEPSEEK["calls▁end"]))
 
 
+_BAR_TAG, _END_BAR_TAG = "<|tool_call|>", "<|/tool_call|>"
+
 FORMATS = (
     ToolFormat("DeepSeek's", (_DEEPSEEK["calls▁begin"],), _take_deepseek, tuple(_DEEPSEEK.values())),
     ToolFormat("<tool_call>", (_TAG,), _take_tagged, (_END_TAG,)),
     ToolFormat("[TOOL_CALLS]", ("[TOOL_CALLS]",), _take_array("[TOOL_CALLS]"), _MISTRAL_MARKS),
-    ToolFormat("<|tool_call|>", ("<|tool_call|>",), _take_array("<|tool_call|>", "<|/tool_call|>"), ("<|/tool_call|>",)),
+    ToolFormat("<|tool_call|>", (_BAR_TAG,), _take_array(_BAR_TAG, _END_BAR_TAG), (_END_BAR_TAG,)),
     ToolFormat("Llama 3's JSON", (_PYTHON_TAG,), _take_llama, starts_answer="{"),
 )
 
