@@ -65,7 +65,6 @@ class Worker:
         found = {name: entries[name] for name in request["names"] if name in entries}
         return {"entries": len(entries), "vocab_size": max(entries.values(), default=-1) + 1, "ids": found}, b""
 
-
     def pieces(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return the bytes of each id in a text, and the ids of special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()

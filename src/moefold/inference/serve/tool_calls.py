@@ -101,7 +101,7 @@ def _skip(text: str, start: int, more: str = "") -> int:
 
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
-_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
+_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
@@ -121,6 +121,9 @@ def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
     if (function := _XML_FUNCTION.fullmatch(body)) is not None:
         pairs = _XML_PARAMETER.findall(function[2])
         return Taken([_call_of_texts(function[1].strip(), pairs, use)], length)
+    if end < 0:
+        # The answer was cut: arguments may be missing.
+        raise NoCallError
     if "<arg_key>" in body:
         name = body.partition("<arg_key>")[0].strip()
         pairs = [(key.strip(), value) for key, value in _GLM_ARGUMENT.findall(body)]
