@@ -91,7 +91,9 @@ def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.M
     difference = float(relative_errors.quantile(MIN_AGREEING_FRACTION))
     # `not <=`: NaN counts as different.
     if not difference <= MAX_RELATIVE_DIFFERENCE[x.dtype]:
-        raise PeerUnavailableError(f"failed: its results differ from ours by {difference:.1%}, so its maths differs")
+        raise PeerUnavailableError(
+            f"failed: its results differ from ours by {difference:.1%}: it computes something else"
+        )
     return layer
 
 
