@@ -31,7 +31,7 @@ _END_OF_TEXT = (
 
 @dataclass(frozen=True)
 class TokenTable:
-    """What each id of a tokenizer writes."""
+    """Table of what each id of a tokenizer writes."""
 
     pieces: Sequence[bytes]
     """Bytes of each id, [ids]; empty for those that are no token."""

@@ -77,7 +77,7 @@ class PromptEncoder:
 
     @cached_property
     def table(self) -> TokenTable:
-        """What each id writes; read by the first request, on its thread."""
+        """Return what each id writes; the first request reads it, on its thread."""
         return self._tokenizer.token_table()
 
     @cached_property

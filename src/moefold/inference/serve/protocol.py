@@ -72,7 +72,7 @@ class ApiRequest:
     """Samples of each prompt."""
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    """Further tokens that end a sample."""
+    """Tokens besides the end of text that end a sample."""
     ignores_end: bool = False
     """Whether a sample goes on after the model's end-of-text tokens and ends of turns."""
     skips_special: bool = True
