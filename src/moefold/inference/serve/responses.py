@@ -109,11 +109,11 @@ class ResponseBuilder:
         return {
             "tokens": [token.text for token in part.tokens],
             "token_logprobs": [token.log_prob for token in part.tokens],
-            # The token itself is among them, likely or not.
+            # The token itself is among them, likely or not. Of several with one text, the most likely counts.
             "top_logprobs": [
                 None
                 if token.log_prob is None
-                else {other.text: other.log_prob for other in (*token.alternatives, token)}
+                else {other.text: other.log_prob for other in (*reversed(token.alternatives), token)}
                 for token in part.tokens
             ],
             "text_offset": offsets,
