@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from moefold.config.schema import DataConfig
 from moefold.data.chat import BYTES_TEMPLATE, ChatTemplate, load_chat_template
@@ -164,7 +165,8 @@ def test_what_the_template_refuses_is_said_with_the_line():
 
 
 def tokenizer_folder(folder: Path, **settings: object) -> DataConfig:
-    (folder / "tokenizer.json").write_text("{}")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"E": 0}, unk_token="E"))
+    words.save(str(folder / "tokenizer.json"))
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return DataConfig(kind="sft", tokenizer=str(folder))

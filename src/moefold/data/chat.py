@@ -13,16 +13,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, read_json, read_text
 from moefold.config.schema import DataConfig
 from moefold.config.suggestions import closest_match
 from moefold.data.file_formats import JsonlRecord, column_text, reject_surrogates, unknown_column_message
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.template_process import TemplateLimits, TemplateProcess, TemplateProgram
+from moefold.data.tokenizer import JsonTokenizer, Tokenizer
+from moefold.data.tokenizer_folder import (
+    DEFAULT_TEMPLATE,
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    read_template,
+    read_tokenizer_folder,
+)
 from moefold.errors import ConfigError
 
 BYTES_TEMPLATE = """\
@@ -40,7 +46,6 @@ CHAT_DATE = datetime(2024, 7, 26)
 """Date written by a template's `strftime_now`: the date that Llama's templates use without a clock."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = Mapping[str, Any]
 
 
@@ -162,68 +167,39 @@ class ChatTemplate:
         return RenderedChat(answer["text"], tuple(range(start, stop) for start, stop in answer["spans"]))
 
 
-def load_chat_template(data: DataConfig) -> ChatTemplate:
+def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> ChatTemplate:
     """Return the template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
 
-    The tokenizer's template is `chat_template.jinja` next to tokenizer.json, else "chat_template" in
-    tokenizer_config.json (of several, the one named "default").
+    The tokenizer's templates are those that its folder declares (`read_tokenizer_folder`).
+
+    Args:
+        data: the recipe's section.
+        tokenizer: the tokenizer that data.tokenizer names; None: it is read.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
     folder = None
-    if data.tokenizer != "bytes":
-        tokenizer = existing_path("data.tokenizer", data.tokenizer)
-        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    settings = {} if folder is None else _tokenizer_settings(folder / "tokenizer_config.json")
-    special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(settings.get(name))) is not None}
+    if isinstance(tokenizer, JsonTokenizer):
+        folder = tokenizer.folder
+    elif data.tokenizer != "bytes":
+        folder = read_tokenizer_folder(existing_path("data.tokenizer", data.tokenizer))
+    special_tokens = {} if folder is None else folder.special_tokens
     if data.chat_template:
         file = existing_path("data.chat_template", data.chat_template)
-        return ChatTemplate(_read_template(file), location=str(file), special_tokens=special_tokens)
+        return ChatTemplate(read_template(file), location=str(file), special_tokens=special_tokens)
     if folder is None:
         return ChatTemplate(BYTES_TEMPLATE, location="bytes", special_tokens={})
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return ChatTemplate(_read_template(file), location=str(file), special_tokens=special_tokens)
-    source = _default_template(settings.get("chat_template"))
+    source = folder.templates.get(DEFAULT_TEMPLATE)
     if source is None:
+        others = ", ".join(map(repr, sorted(folder.templates)))
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r} has no chat template: neither chat_template.jinja nor a chat_template "
-            f"in tokenizer_config.json is in {folder}; set data.chat_template to a file with one"
+            f"data.tokenizer={data.tokenizer!r} has no chat template: neither {TEMPLATE_FILE} nor a chat_template "
+            f"in {SETTINGS_FILE} is in {folder.file.parent}"
+            + (f", only templates named {others}" if others else "")
+            + "; set data.chat_template to a file with one"
         )
-    return ChatTemplate(source, location=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
-
-
-def _tokenizer_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = read_json(file, MAX_CONFIG_BYTES)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); fix or remove it") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; fix or remove it")
-    return settings
-
-
-def _default_template(declared: object) -> str | None:
-    if isinstance(declared, list):
-        named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
-        declared = named.get("default")
-    return declared if isinstance(declared, str) else None
-
-
-def _token_text(token: object) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return read_text(file, MAX_TEMPLATE_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error
+    return ChatTemplate(source, location=str(folder.template_file), special_tokens=special_tokens)
 
 
 ANSWER_FIELDS = ("response", "completion")

@@ -40,7 +40,7 @@ from moefold.data.token_file import (
     read_npy_header,
     token_files,
 )
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,9 @@ def prepare(
     if data.kind == "tokens" and data.corrupt == "fatal":
         TokenFileStream(token_files(data), vocab_size=vocab_size).probe()
     opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, is_first=True)
-    train = opener.open().train
+    dataset = opener.open()
+    report_notes(dataset.tokenizer)
+    train = dataset.train
     train.sample(train.next_sample_indices(0, 1)[0])
     return opener.cached_path
 

@@ -161,7 +161,7 @@ def read_prompts(data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | No
         for record in batch:
             source = record.fields.get(PROMPT_COLUMN)
             if isinstance(source, list):
-                template = template or load_chat_template(data)
+                template = template or load_chat_template(data, tokenizer)
                 template.reward_prompt = want
                 _check_messages(source, record.location)
                 text = template.render_prompt(source, record.location, add_generation_prompt=True)

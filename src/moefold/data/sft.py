@@ -217,7 +217,7 @@ def open_conversations(
             no chat template, or there is no conversation at all.
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
-    template = load_chat_template(data)
+    template = load_chat_template(data, tokenizer)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     reader = reader or ConversationReader(("sft",), _read_conversations)
     identity = [*reader.identity, FORMAT_VERSION, sizes, tokenizer.identity, template.identity]
@@ -353,7 +353,7 @@ def _tokenize(
             raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
         flagged = ids.astype(np.uint32)
         for response in chat.responses[one.first_response :]:
-            flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE_BIT
+            flagged[(places[:, 0] >= response.start) & (places[:, 0] < response.stop)] |= RESPONSE_BIT
         flagged[0] |= FIRST_TOKEN_BIT
         if one.has_label:
             flagged[0] |= LABEL_BIT

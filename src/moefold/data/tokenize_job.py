@@ -39,7 +39,7 @@ from moefold.data.file_formats import (
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer, report_notes
 from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
 
@@ -409,6 +409,7 @@ def tokenize_files(
         ConfigError: the input cannot be used (the message has file and line), or the folder holds something else.
     """
     tokenizer = writer.load_tokenizer()
+    report_notes(tokenizer)
     files = input_files(inputs, input_format, writer.out)
     shards = plan_shards(files, shard_bytes)
     info: dict[str, Any] = {

@@ -1,33 +1,22 @@
 """Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bytes, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_folder import content_hash, read_tokenizer_folder, translate_tokenizer_errors
 from moefold.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
 
-# End-of-document tokens of published tokenizers, in order of preference: the plain end of text comes before the end
-# of a chat turn, which a tokenizer may declare as its eos token.
-_END_OF_TEXT = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-)
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -37,11 +26,19 @@ class Tokenizer(Protocol):
     """One more than the largest id."""
     separator_id: int | None
     """The id appended to every document; None joins documents without one."""
+    bos_id: int | None
+    """The id that is declared to begin a text; None if there is none."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
+    notes: tuple[str, ...]
+    """What the files of the tokenizer do not declare and was guessed, or declare and cannot be followed."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], without a separator."""
+        ...
+
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text, [tokens], with the special tokens that the tokenizer puts around one."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
@@ -57,7 +54,7 @@ class OffsetTokenizer(Tokenizer, Protocol):
     """A tokenizer that also returns character offsets."""
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return for each text its ids, [tokens], and the character offset at which each id begins, [tokens]."""
+        """Return for each text its ids, [tokens], and the range of characters of each id, [tokens, 2]."""
         ...
 
 
@@ -66,23 +63,30 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator_id: int | None = 0
+    bos_id: int | None = None
     identity = "bytes"
+    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the UTF-8 bytes of a text, [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the UTF-8 bytes of a text: there are no special tokens."""
+        return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the UTF-8 bytes of several texts."""
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return the bytes of several texts, and the character offset of each byte."""
+        """Return the bytes of several texts, and the range of characters of each byte."""
         pairs = []
         for text in texts:
             octets = self.encode(text)
             # Bytes 10xxxxxx continue a character, all others begin one.
-            pairs.append((octets, np.cumsum((octets & 0xC0) != 0x80) - 1))
+            characters = np.cumsum((octets & 0xC0) != 0x80)
+            pairs.append((octets, np.stack([characters - 1, characters], axis=1)))
         return pairs
 
     def decode(self, ids: ArrayLike) -> str:
@@ -94,34 +98,24 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json of the `tokenizers` package.
+    """The tokenizer of a folder: a tokenizer.json of the `tokenizers` package and the files next to it.
 
-    Documents are separated by its end-of-text token: the first of the common names in its vocabulary, else the
-    eos_token of a tokenizer_config.json in the same folder. If there is neither, documents are joined without a
-    separator. Special tokens that occur in the text become their ids.
+    Documents are separated by the declared end-of-text token (`TokenizerFolder.end_of_text`). Special tokens that occur
+    in the text become their ids.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load a tokenizer.json, or the one in a folder.
+        """Load a tokenizer.json, or a folder with one.
 
         Raises:
             ConfigError: the file is missing or is not a tokenizer.
         """
         import tokenizers
 
-        file = path / "tokenizer.json" if path.is_dir() else path
-        self._file = file
-        try:
-            content = read_bytes(file, MAX_TOKENIZER_BYTES)
-        except OSError as error:
-            raise ConfigError(
-                f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
-            ) from error
-        with self._translate_errors("is not a tokenizer.json of the tokenizers package"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # A file may enable both (sentence embedding models do), which would truncate and pad documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.folder = read_tokenizer_folder(path)
+        """What the files declare."""
+        file = self.folder.file
+        self._tokenizer = self.folder.backend
         self._post_processor: Any = self._tokenizer.post_processor
         # Without special tokens, a post-processor would only trim the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
@@ -129,17 +123,20 @@ class JsonTokenizer:
         if not vocabulary:
             raise ConfigError(f"data.tokenizer={str(file)!r} has an empty vocabulary; name a trained tokenizer.json")
         self.vocab_size = max(vocabulary.values()) + 1
-        self.separator_id: int | None = _find_separator(vocabulary, file.with_name("tokenizer_config.json"))
-        self.identity = f"{hashlib.sha256(content).hexdigest()} separator={self.separator_id}"
+        self.bos_id: int | None = self.folder.token_id("bos_token")
+        self.separator_id: int | None
+        self.separator_id, note = self.folder.end_of_text()
+        self.notes = (*self.folder.notes, *([note] if note else []))
+        self.identity = f"{content_hash(self.folder)} separator={self.separator_id}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], without added special tokens."""
-        with self._translate_errors("cannot make tokens of a text"):
+        with self._translate_errors():
             return _ids(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text that begins a document, [tokens], with the special tokens of the post-processor."""
-        with self._translate_errors("cannot make tokens of a text"):
+        with self._translate_errors():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
             return _ids(
                 encoding if self._post_processor is None else self._post_processor.process(encoding, None, True)
@@ -147,38 +144,30 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the ids of several texts, on all cores."""
-        with self._translate_errors("cannot make tokens of a text"):
+        with self._translate_errors():
             return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return the ids of several texts, and the character offset of each id, on all cores."""
-        with self._translate_errors("cannot make tokens of a text"):
+        """Return the ids of several texts, and the character range of each id, on all cores."""
+        with self._translate_errors():
             encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [(_ids(e), np.array([start for start, _ in e.offsets], dtype=np.int64)) for e in encodings]
+        return [(_ids(e), np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in encodings]
 
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ids, including special tokens."""
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         return self._tokenizer.decode(flat.tolist(), skip_special_tokens=False)
 
-    @contextmanager
-    def _translate_errors(self, failure: str) -> Iterator[None]:
-        """Turn exceptions of the package, including panics of its Rust core, into a ConfigError."""
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ConfigError(
-                f"data.tokenizer={str(self._file)!r} {failure} ({error}); name another tokenizer.json, "
-                'or use data.tokenizer="bytes"'
-            ) from error
+    def _translate_errors(self) -> AbstractContextManager[None]:
+        return translate_tokenizer_errors(self.folder.file, "cannot make tokens of a text")
 
 
 class NumberTokenizer:
     """Ids written as decimal numbers separated by spaces, for data without text."""
 
     separator_id: int | None = None
+    bos_id: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         """Accept ids in [0, vocab_size)."""
@@ -195,6 +184,10 @@ class NumberTokenizer:
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise ValueError(f"ids must be in [0, {self.vocab_size})")
         return ids
+
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the numbers of a text: there are no special tokens."""
+        return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the numbers of several texts."""
@@ -234,22 +227,11 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def report_notes(tokenizer: Tokenizer) -> None:
+    """Log what was guessed about a tokenizer; called once by a command."""
+    for note in tokenizer.notes:
+        logger.warning("note: %s", note)
+
+
 def _ids(encoding: "tokenizers.Encoding") -> NDArray[np.int64]:
     return np.array(encoding.ids, dtype=np.int64)
-
-
-def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None:
-    for name in _END_OF_TEXT:
-        if name in vocabulary:
-            return vocabulary[name]
-    try:
-        declared = read_json(config_file, MAX_CONFIG_BYTES).get("eos_token")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{config_file} is not a readable tokenizer_config.json ({error}); fix or remove it"
-        ) from error
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    return vocabulary.get(declared) if isinstance(declared, str) else None

@@ -41,13 +41,9 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         check_no_data_path(data)
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
         return
-    if data.kind == "prompts":
+    if data.kind in ("sft", "preference", "prompts"):
         conversation_files(data)
-        load_chat_template(data)
-        return
-    if data.kind in ("sft", "preference"):
-        conversation_files(data)
-        load_chat_template(data)
+        load_chat_template(data, tokenizer)
         return
     if data.kind == "huggingface":
         for split in (data.split, data.validation_split):

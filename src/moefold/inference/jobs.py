@@ -256,7 +256,7 @@ def prepare_generation(
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
-        tokenizer = open_tokenizer(source, options.tokenizer)
+        tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
     if options.chat_template and not options.chat:
         raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
     if options.want and not options.chat:

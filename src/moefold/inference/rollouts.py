@@ -198,7 +198,7 @@ def stop_rule(data: DataConfig, tokenizer: Tokenizer) -> StopRule:
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     if data.kind != "prompts" or not has_conversations(data):
         return StopRule(eos_ids)
-    turn_ids, mark = end_of_turn_marker(load_chat_template(data), tokenizer)
+    turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
     return StopRule(eos_ids | turn_ids, mark)
 
 

@@ -13,7 +13,7 @@ from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import reject_surrogates
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import read_npy_header
-from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer
+from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 
@@ -21,12 +21,13 @@ REPLACEMENT_CHARACTER = "\ufffd"
 """Character to which an incomplete or invalid UTF-8 sequence decodes."""
 
 
-def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
+def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:
     """Open the tokenizer of a model.
 
     Args:
         source: the model.
         override: "bytes" or the path of a tokenizer.json to use instead; "" uses the source's tokenizer.
+        reports: log what was guessed about it.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -36,9 +37,11 @@ def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
             f"{str(source.path)!r} has no tokenizer.json, so it cannot tokenise text; name one with --tokenizer "
             "(moefold eval takes ids too: --tokens)"
         )
-    if override:
-        return load_tokenizer(DataConfig(kind="text", tokenizer=override), vocab_size=source.model.vocab_size)
-    return load_tokenizer(source.data, vocab_size=source.model.vocab_size)
+    data = DataConfig(kind="text", tokenizer=override) if override else source.data
+    tokenizer = load_tokenizer(data, vocab_size=source.model.vocab_size)
+    if reports:
+        report_notes(tokenizer)
+    return tokenizer
 
 
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
