@@ -213,7 +213,7 @@ def test_the_end_of_a_text_is_declared_or_guessed_with_a_note(tmp_path: Path, so
     write_folder(tmp_path, {"tokenizer.json": sources["bytes"]})
     guessed = JsonTokenizer(tmp_path)
     assert guessed.decode([guessed.separator_id]) == "</s>"
-    assert "no file declares an eos_token, so </s> (id" in guessed.notes[0]
+    assert "no file declares an eos_token: </s> (id" in guessed.notes[0]
     write_folder(tmp_path, {"generation_config.json": {"eos_token_id": [5, 2]}})
     assert (JsonTokenizer(tmp_path).separator_id, JsonTokenizer(tmp_path).notes) == (5, ())
     write_folder(tmp_path, {"tokenizer_config.json": {"eos_token": "<eos>"}})

@@ -66,7 +66,7 @@ from moefold.convert.safetensors_file import (
     plan_file_layout,
 )
 from moefold.convert.tensor_mapping import StateDictMapping
-from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer
+from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
 from moefold.convert.weights import (
     MTP_REASON,
     HfSource,
@@ -253,6 +253,7 @@ def export_folder(
             if not source.meta.origin:
                 run = read_training_run(checkpoint, model, source.meta)
                 write_generation_config(tmp_dir, run)
+                tokenizer = replace(tokenizer, messages=tokenizer.messages + write_turn_end(tmp_dir, source.meta))
                 write_model_card(tmp_dir, family.name, model, run)
         raise_on_all_ranks(world, "")
         if options.check and options.quantize != "none":

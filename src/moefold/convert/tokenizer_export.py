@@ -14,6 +14,7 @@ from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
 from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
@@ -33,6 +34,8 @@ TOKENIZER_SIDECAR_FILES = (
 TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNSUPPORTED_TOKENIZER_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
 TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
+CHAT_KINDS = ("sft", "preference", "prompts")
+"""Kinds of data that teach a model to end its turns as a chat template does."""
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The transformers class that uses a tokenizer.json unchanged; classes of model families may modify it."""
 
@@ -87,7 +90,8 @@ def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> Tokenize
     recorded = meta.data_files.get(file.name, "")
     if TOKENIZER_FILE in imported and sidecar_dir is not None:
         if _is_same_tokenizer(sidecar_dir / TOKENIZER_FILE, file, recorded):
-            return TokenizerChoice()
+            own_template, notes = _usable_files(_own_template(meta), meta)
+            return TokenizerChoice(sidecar_files=own_template, messages=notes)
         if not recorded and not file.is_file():
             note = f"data.tokenizer={name!r} is gone: the tokenizer of the imported weights is written uncompared"
             return TokenizerChoice(messages=(note,))
@@ -108,11 +112,12 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
     Raises:
         ConfigError: a file cannot be written, or is broken.
     """
+    with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
+        for name, file in choice.sidecar_files.items():
+            shutil.copyfile(file, tmp_dir / name)
     if choice.file is not None:
         with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
             shutil.copyfile(choice.file, tmp_dir / TOKENIZER_FILE)
-            for name, file in choice.sidecar_files.items():
-                shutil.copyfile(file, tmp_dir / name)
         settings: dict[str, Any] = {}
         eos = choice.token_ids["eos_token_id"]
         if (tmp_dir / TOKENIZER_CONFIG_FILE).is_file():
@@ -123,6 +128,39 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
             _write_json(tmp_dir / TOKENIZER_CONFIG_FILE, settings | {"tokenizer_class": PLAIN_CLASS})
     if choice.token_ids and (tmp_dir / GENERATION_FILE).is_file():
         _write_json(tmp_dir / GENERATION_FILE, _read_json(tmp_dir / GENERATION_FILE) | {**choice.token_ids})
+
+
+def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
+    """Add the id with which the chat template ends a turn to the ends of generation_config.json.
+
+    transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
+    end of a turn, and no longer with the end of a text.
+
+    Args:
+        folder: an exported folder with its tokenizer and its generation_config.json.
+        meta: metadata of the checkpoint.
+
+    Returns:
+        Notes for the user.
+    """
+    if meta.order.get("kind") not in CHAT_KINDS or not (folder / TOKENIZER_FILE).is_file():
+        return ()
+    tokenizer = JsonTokenizer(folder)
+    try:
+        template = load_chat_template(DataConfig(kind="sft", tokenizer=str(folder)), tokenizer)
+        ids, mark = end_of_turn_marker(template, tokenizer)
+    except ConfigError as error:
+        return (f"{GENERATION_FILE} has no end of a turn: {error}",)
+    if not ids:
+        how = f"with {mark!r}, which is several tokens" if mark else "with no mark"
+        return (f"{GENERATION_FILE} has no end of a turn: the chat template ends one {how}; pass it as a stop string",)
+    keys = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
+    declared = keys.get("eos_token_id")
+    ends = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if new := [number for number in sorted(ids) if number not in ends]:
+        ends = [*new, *ends]
+        _write_json(folder / GENERATION_FILE, {**keys, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+    return ()
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
@@ -204,9 +242,20 @@ def _unusable_reason(file: Path, fingerprint: str) -> str:
 def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Return the sidecar files of a tokenizer.json, by their names in the folder, and notes on unusable ones."""
     wanted = {name: (name, file.with_name(name)) for name in TOKENIZER_SIDECAR_FILES if file.with_name(name).is_file()}
+    return _usable_files({**wanted, **_own_template(meta)}, meta)
+
+
+def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:
+    """Return data.chat_template of a run, by its name in an exported folder: its recorded name, and its path."""
     # Metadata from an untrusted source may name any file: without a fingerprint of the training, none is copied.
-    if (own := str(meta.order.get("chat_template", ""))) and meta.data_files.get(own):
-        wanted[CHAT_TEMPLATE_FILE] = (own, _expand_user(own))
+    own = str(meta.order.get("chat_template", ""))
+    return {CHAT_TEMPLATE_FILE: (own, _expand_user(own))} if own and meta.data_files.get(own) else {}
+
+
+def _usable_files(
+    wanted: Mapping[str, tuple[str, Path]], meta: CheckpointMeta
+) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Return the files that are what they were at the training, by their names, and notes on the others."""
     reasons = {
         name: _unusable_reason(path, meta.data_files.get(recorded, "")) for name, (recorded, path) in wanted.items()
     }

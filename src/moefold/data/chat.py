@@ -47,6 +47,8 @@ CHAT_DATE = datetime(2024, 7, 26)
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Message = Mapping[str, Any]
+_END_PROBE = "answer"
+"""Answer of the conversation whose end shows how a template ends a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,23 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
             + "; set data.chat_template to a file with one"
         )
     return ChatTemplate(source, location=str(folder.template_file), special_tokens=special_tokens)
+
+
+def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
+    """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
+
+    Returns:
+        (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
+
+    Raises:
+        ConfigError: the template rejects a conversation of a question and an answer.
+    """
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _END_PROBE}]
+    rendered = template.render(messages, None, "a question and an answer")
+    response = rendered.text[rendered.responses[-1].start : rendered.responses[-1].stop] if rendered.responses else ""
+    marker = response.rpartition(_END_PROBE)[2].strip()
+    ids = tokenizer.encode(marker).tolist() if marker else []
+    return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), marker)
 
 
 ANSWER_FIELDS = ("response", "completion")

@@ -83,9 +83,9 @@ class ClassTable:
         registered = self.model_types.get(model_type, "")
         is_distrusted = model_type in self.distrusted_model_types
         has_own_code = "AutoTokenizer" in (settings.get("auto_map") or {})
-        if declared == "LlamaTokenizer" and is_byte_level and not has_own_code:
-            if registered != "MistralCommonBackend" and not is_distrusted:
-                return PLAIN
+        is_llama_in_bytes = declared == "LlamaTokenizer" and is_byte_level and not has_own_code
+        if is_llama_in_bytes and registered != "MistralCommonBackend" and not is_distrusted:
+            return PLAIN
         if declared and registered and registered != declared and not has_own_code:
             if registered in _REGISTERED_PLAIN:
                 return PLAIN

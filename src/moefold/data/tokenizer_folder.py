@@ -91,7 +91,7 @@ class TokenizerFolder:
         for name in END_OF_TEXT_NAMES:
             if (found := self.backend.token_to_id(name)) is not None:
                 note = (
-                    f"{self.file}: no file declares an eos_token, so {name} (id {found}) is taken as the end of a text; "
+                    f"{self.file}: no file declares an eos_token: {name} (id {found}) is taken for the end of a text; "
                     f'declare it: {{"eos_token": ...}} in {SETTINGS_FILE} next to it'
                 )
                 return found, note
@@ -306,8 +306,8 @@ def _slow_backend(file: Path, name: str, rebuilt: TokenizerClass | None) -> "tok
     if rebuilt is None or not rebuilt.reads_merges:
         named = f"its class {name} does not read them" if name != PLAIN else "no file names its class"
         raise ConfigError(
-            f"{file.parent} has {SLOW_FILES[0]} and {SLOW_FILES[1]}, but no {TOKENIZER_FILE}, and {named}; save one with "
-            "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            f"{file.parent} has {SLOW_FILES[0]} and {SLOW_FILES[1]}, but no {TOKENIZER_FILE}, and {named}; save one "
+            "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     for one in (file, file.with_name(SLOW_FILES[1])):
         _read_content(one)

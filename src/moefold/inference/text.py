@@ -139,9 +139,6 @@ class TextStream:
         return text[len(before) :]
 
 
-_ANSWER = "answer"
-
-
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
     """Load the chat template of a model: of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
 
@@ -180,23 +177,6 @@ def encode_messages(
         text = template.render_prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))
     return tuple(encoded)
-
-
-def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
-    """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
-
-    Returns:
-        (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
-
-    Raises:
-        ConfigError: the template rejects a conversation of a question and an answer.
-    """
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-    rendered = template.render(messages, None, "a question and an answer")
-    response = rendered.text[rendered.responses[-1].start : rendered.responses[-1].stop] if rendered.responses else ""
-    marker = response.rpartition(_ANSWER)[2].strip()
-    ids = tokenizer.encode(marker).tolist() if marker else []
-    return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), marker)
 
 
 class StopStringFilter:
