@@ -1,27 +1,38 @@
-"""Readers of JSON lines, .npy arrays and parquet columns, with file and line (row) in every error.
+"""Readers of JSON lines, JSON arrays, .npy arrays and parquet columns, with file and line (row) in every error.
 
 Files are untrusted: arrays are memory-mapped and never unpickled, and line lengths are limited.
 """
 
 import gzip
 import json
+import re
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from moefold.bounded_read import LongLineError, bounded_lines, check_regular_file, open_regular, parse_json
+from moefold.bounded_read import (
+    MAX_TEXT_BYTES,
+    LongLineError,
+    bounded_lines,
+    check_regular_file,
+    open_regular,
+    parse_json,
+)
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PROBE_BYTES = 1 << 12
+_ARRAY_START = re.compile(rb"\s*\[\s*(?:\{|null|$)")
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +44,6 @@ class JsonlRecord:
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
-    repeated_column: str = ""
-    """A column that the object has twice, of which `fields` has the last; empty if there is none."""
-
-    def reject_repeated_column(self) -> None:
-        """Raise ConfigError if the object has a column twice."""
-        if self.repeated_column:
-            raise ConfigError(f"{self.location} has the column {self.repeated_column!r} twice; remove one")
 
 
 def is_jsonl(path: Path) -> bool:
@@ -60,16 +64,28 @@ def open_lines(path: Path) -> BinaryIO:
         raise ConfigError(f"{path} is not readable ({error.strerror}); give read access or leave it out") from error
 
 
-def jsonl_records(path: Path) -> Iterator[JsonlRecord]:
-    """Yield the objects of a file in order; empty lines are skipped.
+def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None) -> Iterator[JsonlRecord]:
+    """Yield the objects of a file in order: one a line, or those of a JSON array; empty lines are skipped.
+
+    Args:
+        path: the file.
+        skip: called with the error of a line that is no object, which is then skipped; None: the error is raised.
 
     Raises:
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
     """
     with open_lines(path) as file:
         try:
-            for number, line in enumerate(bounded_lines(file), 1):
-                if record := parse_line(line, path, number):
+            lines = _array_elements(file, path) if _is_array(file) else enumerate(bounded_lines(file), 1)
+            for number, line in lines:
+                try:
+                    record = parse_line(line, path, number)
+                except ConfigError as error:
+                    if skip is None:
+                        raise
+                    skip(error)
+                    continue
+                if record:
                     yield record
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it again or leave it out") from error
@@ -99,21 +115,73 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
             where = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({where}); fix or remove the line") from None
     if not isinstance(fields, dict):
+        hint = f"; for an array: jq -c '.[]' {path.name} > {path.stem}.jsonl" if isinstance(fields, list) else ""
         raise ConfigError(
-            f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; fix it"
+            f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; fix it{hint}"
         )
-    return JsonlRecord(place, fields, len(line), _repeated_column(text, fields))
+    if repeated := _repeated_key(text):
+        raise ConfigError(f"{place} has the key {repeated!r} twice in one object; remove one")
+    return JsonlRecord(place, fields, len(line))
 
 
-def _repeated_column(text: bytes, fields: Mapping[str, Any]) -> str:
-    """Return a name that occurs twice among the columns of an object; empty if there is none."""
-    names = [name for name in fields if text.count(json.dumps(name, ensure_ascii=False).encode(errors="replace")) > 1]
-    if not names:
-        return ""
-    # The name may also be a value, or a key of an inner object, which is closed before the outer one.
-    objects: list[list[str]] = []
-    json.loads(text, object_pairs_hook=lambda pairs: objects.append([name for name, _ in pairs]))
-    return next((name for name in names if objects[-1].count(name) > 1), "")
+def _is_array(file: BinaryIO) -> bool:
+    """Return whether a file holds one JSON array of objects, and not one value a line."""
+    start = file.read(_PROBE_BYTES)
+    file.seek(0)
+    return _ARRAY_START.match(start.removeprefix(_BYTE_ORDER_MARK)) is not None
+
+
+def _array_elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the elements of a JSON array with the lines on which they begin; the file is read as a whole."""
+    content = file.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise ConfigError(
+            f"{path} is a JSON array of more than {MAX_TEXT_BYTES:,} bytes; write one object a line: "
+            f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); fix it") from None
+    decoder = json.JSONDecoder()
+    line = 1
+    position = text.index("[") + 1
+    counted = 0
+    while True:
+        position = _skip_space(text, position)
+        line += text.count("\n", counted, position)
+        counted = position
+        try:
+            _, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deep"
+            raise ConfigError(f"{path}:{line} is not JSON ({reason}); fix or remove the element") from None
+        # The first line may have a byte order mark, which an element has not.
+        yield line, text[position:end].encode("utf-8", "surrogatepass")
+        position = _skip_space(text, end)
+        if text[position : position + 1] == "]" and not text[position + 1 :].strip():
+            return
+        if text[position : position + 1] != ",":
+            raise ConfigError(f"{path}:{line}: the JSON array has no comma or end after an element; fix it")
+        position += 1
+
+
+def _skip_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return position if found is None else found.end()
+
+
+def _repeated_key(text: bytes) -> str:
+    """Return a key that an object, at any depth, has twice; empty if there is none."""
+    repeated: list[str] = []
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            repeated.append(next(name for name in names if names.count(name) > 1))
+
+    json.loads(text, object_pairs_hook=check)
+    return repeated[0] if repeated else ""
 
 
 def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:

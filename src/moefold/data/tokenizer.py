@@ -68,7 +68,16 @@ class ByteTokenizer:
     notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the UTF-8 bytes of a text, [bytes]."""
+        """Return the UTF-8 bytes of a text, [bytes].
+
+        Raises:
+            ConfigError: the text has a NUL character, whose byte ends documents.
+        """
+        if (position := text.find("\0")) >= 0:
+            raise ConfigError(
+                "a text holds a NUL character, which ends documents with the tokenizer 'bytes', "
+                f"after {text[max(0, position - 30) : position]!r}; remove it, or name a tokenizer.json"
+            )
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
