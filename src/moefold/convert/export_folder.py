@@ -54,6 +54,7 @@ from moefold.convert.model_card import read_training_run, write_generation_confi
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
+from moefold.convert.run_tokenizer import find_run_tokenizer
 from moefold.convert.safetensors_file import (
     DEFAULT_METADATA,
     DTYPE_NAMES,
@@ -241,7 +242,7 @@ def export_folder(
         )
         tokenizer = TokenizerChoice()
         if world.is_rank0:
-            tokenizer = choose_tokenizer(source.meta, sidecar_dir)
+            tokenizer = choose_tokenizer(source.meta, sidecar_dir, find_run_tokenizer(checkpoint))
             if sidecar_dir is not None:
                 copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
             write_tokenizer(tmp_dir, tokenizer)

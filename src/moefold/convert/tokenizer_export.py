@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, have_same_content, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
-from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, tokenizer_name, trained_tokenizer
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
+from moefold.data.tokenizer_folder import SLOW_FILES, declaring_files, read_tokenizer_folder, tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 
@@ -33,7 +35,6 @@ TOKENIZER_SIDECAR_FILES = (
 """Files next to a tokenizer.json that are copied with it."""
 TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNSUPPORTED_TOKENIZER_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
-TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
 CHAT_KINDS = ("sft", "preference", "prompts")
 """Kinds of data that teach a model to end its turns as a chat template does."""
 PLAIN_CLASS = "PreTrainedTokenizerFast"
@@ -55,19 +56,16 @@ class TokenizerChoice:
     messages: tuple[str, ...] = ()
 
 
-def tokenizer_name(order: Mapping[str, Any]) -> str:
-    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if the run read no text, or it is unknown."""
-    name = str(order.get("tokenizer", ""))
-    kind = order.get("kind", DataConfig().kind)
-    return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
-
-
-def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> TokenizerChoice:
+def choose_tokenizer(
+    meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path | None = None
+) -> TokenizerChoice:
     """Choose the tokenizer to export with a checkpoint: the one that its run read text with.
 
     Args:
         meta: metadata of the checkpoint.
         sidecar_dir: sidecar files of the weights that the run started from.
+        run_tokenizer: the tokenizer that travels with the checkpoint (`find_run_tokenizer`); None: the file that the
+            recipe named.
     """
     name = tokenizer_name(meta.order)
     imported = tokenizer_files(sidecar_dir)
@@ -82,6 +80,8 @@ def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> Tokenize
         return TokenizerChoice(
             excluded=imported, token_ids=_token_ids(ByteTokenizer.separator_id), messages=(note, *ignored)
         )
+    if run_tokenizer is not None and tokenizer_file(run_tokenizer).is_file():
+        return _choose_copy(meta, sidecar_dir, run_tokenizer, imported)
     try:
         file = _tokenizer_path(name)
     except ConfigError as error:
@@ -106,6 +106,24 @@ def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> Tokenize
     return TokenizerChoice(file, sidecar_files, imported, _token_ids(separator), (*notes, *ignored))
 
 
+def _choose_copy(
+    meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path, imported: tuple[str, ...]
+) -> TokenizerChoice:
+    """Choose the tokenizer that travels with a checkpoint, unless the imported one makes the same ids."""
+    file = tokenizer_file(run_tokenizer)
+    files = {
+        name: found
+        for name, found in declaring_files(run_tokenizer).items()
+        if name not in (TOKENIZER_FILE, *SLOW_FILES, CONFIG_FILE, GENERATION_FILE)
+    }
+    if TOKENIZER_FILE in imported and sidecar_dir is not None and have_same_ids(sidecar_dir / TOKENIZER_FILE, file):
+        own = str(meta.order.get("chat_template", ""))
+        return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if own else {})
+    separator = JsonTokenizer(run_tokenizer).separator_id
+    ignored = (f"ignored, as they belong to another tokenizer: {format_list(list(imported))}",) if imported else ()
+    return TokenizerChoice(file, files, imported, _token_ids(separator), ignored)
+
+
 def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
     """Write the chosen tokenizer into a folder that already holds the other sidecar files.
 
@@ -114,10 +132,14 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
     """
     with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
         for name, file in choice.sidecar_files.items():
+            (tmp_dir / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, tmp_dir / name)
     if choice.file is not None:
         with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
-            shutil.copyfile(choice.file, tmp_dir / TOKENIZER_FILE)
+            if choice.file.name == SLOW_FILES[0]:
+                read_tokenizer_folder(choice.file).backend.save(str(tmp_dir / TOKENIZER_FILE))
+            else:
+                shutil.copyfile(choice.file, tmp_dir / TOKENIZER_FILE)
         settings: dict[str, Any] = {}
         eos = choice.token_ids["eos_token_id"]
         if (tmp_dir / TOKENIZER_CONFIG_FILE).is_file():
@@ -198,11 +220,12 @@ def _trained_tokenizer(weights_folder: Path) -> str:
     else:
         meta = read_meta(weights_folder)
         folder = find_sidecar_dir(weights_folder)
-        if (name := tokenizer_name(meta.order)) == "bytes":
-            return name
-        choice = choose_tokenizer(meta, folder)
+        if tokenizer_name(meta.order) == "bytes":
+            return "bytes"
+        choice = choose_tokenizer(meta, folder, find_run_tokenizer(weights_folder))
         if choice.file is not None:
-            return str(choice.file)
+            found = trained_tokenizer(weights_folder, meta)
+            return tokenizer_name(meta.order) if found and not found.startswith(str(weights_folder.parent)) else found
         folder = None if choice.excluded else folder
     return str(folder / TOKENIZER_FILE) if folder is not None and (folder / TOKENIZER_FILE).is_file() else ""
 
@@ -226,7 +249,7 @@ def _expand_user(name: str) -> Path:
 def _is_same_tokenizer(ours: Path, trained: Path, fingerprint: str) -> bool:
     """Return whether a tokenizer.json is that of a run, by its recorded fingerprint, else by content."""
     try:
-        return matches_fingerprint(ours, fingerprint) if fingerprint else have_same_content(ours, trained)
+        return matches_fingerprint(ours, fingerprint) if fingerprint else have_same_ids(ours, trained)
     except OSError:
         return False
 

@@ -107,6 +107,19 @@ def tokenizer_file(path: Path) -> Path:
     return slow if has_slow_files and not (path / TOKENIZER_FILE).exists() else path / TOKENIZER_FILE
 
 
+def declaring_files(path: Path) -> dict[str, Path]:
+    """Return the files that `read_tokenizer_folder` reads, by their names in a folder of their own.
+
+    A file of another name than tokenizer.json is one in that folder.
+    """
+    file = tokenizer_file(path)
+    names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
+    names += [f"{TEMPLATE_DIR}/{one.name}" for one in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
+    is_slow = file.name == SLOW_FILES[0]
+    own = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
+    return own | {name: file.parent / name for name in names if (file.parent / name).is_file()}
+
+
 def read_tokenizer_folder(path: Path) -> TokenizerFolder:
     """Read a tokenizer.json and the files next to it, or a folder.
 
@@ -397,6 +410,15 @@ def content_hash(folder: TokenizerFolder) -> str:
     tree = json.loads(folder.backend.to_str())
     parts = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
     return hashlib.sha256(json.dumps(_without_defaults(parts), sort_keys=True).encode()).hexdigest()
+
+
+def has_same_content_hash(first: Path, second: Path) -> bool:
+    """Return whether two tokenizers have the same `content_hash`.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    return content_hash(read_tokenizer_folder(first)) == content_hash(read_tokenizer_folder(second))
 
 
 def _without_defaults(value: Any) -> Any:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
+    CheckpointMeta,
     newest_checkpoint,
     read_meta,
     skipped_checkpoints,
@@ -18,8 +18,10 @@ from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
+from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
+from moefold.data.tokenizer_folder import TEMPLATE_FILE, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 
@@ -50,6 +52,8 @@ class ModelSource:
     uses_hf_text_start: bool = False
     """Whether texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
     imported from one and not trained further."""
+    tokenizer_fingerprint: str = ""
+    """Fingerprint of the tokenizer of the training, for a checkpoint without a copy of it; empty if it is unknown."""
     want: RewardPrompt | None = None
     """What prompts ask for: the model was trained with align.method="condition"."""
     has_adapters: bool = False
@@ -100,7 +104,21 @@ def _checkpoint_source(path: Path) -> ModelSource:
     source = ModelSource(
         path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want, has_adapters=has_adapters
     )
-    return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
+    is_trained = "tokenizer" in meta.order
+    return _with_hf_text_settings(_with_run_tokenizer(source, meta) if is_trained else source, is_trained=is_trained)
+
+
+def _with_run_tokenizer(source: ModelSource, meta: CheckpointMeta) -> ModelSource:
+    """Return the checkpoint source with the tokenizer and the chat template that travel with it, if it has them."""
+    saved = find_run_tokenizer(source.path)
+    if saved is None:
+        return replace(source, tokenizer_fingerprint=recorded_fingerprint(meta))
+    data = source.data
+    if tokenizer_file(saved).is_file():
+        data = replace(data, tokenizer=str(tokenizer_file(saved)), chat_template="")
+    elif data.chat_template:
+        data = replace(data, chat_template=str(saved / TEMPLATE_FILE))
+    return replace(source, data=data)
 
 
 def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSource:
@@ -119,16 +137,9 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
             uses_hf_text_start=not recipe,
             context=source.context if folder is None else _context_tokens(_read_hf_configs(folder)[0], folder),
         )
-    if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
+    if folder is None or not have_same_ids(Path(source.data.tokenizer), file):
         return source
     return replace(source, eos_ids=_eos_ids(*_read_hf_configs(folder)))
-
-
-def _is_same_file(first: Path, second: Path) -> bool:
-    try:
-        return have_same_content(first, second)
-    except OSError:
-        return False
 
 
 def _read_hf_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,7 +155,7 @@ def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozense
 def _hf_source(path: Path) -> ModelSource:
     keys = read_hf_config(path)
     stored = keys.get("dtype", keys.get("torch_dtype"))
-    data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER_FILE))
+    data = DataConfig(kind="text", tokenizer=str(tokenizer_file(path)))
     context = _context_tokens(keys, path)
     return ModelSource(
         path,

@@ -9,11 +9,14 @@ import numpy as np
 from moefold.bounded_read import MAX_TEXT_BYTES
 from moefold.bounded_read import read_text as read_bounded
 from moefold.config.schema import DataConfig
+from moefold.convert.run_tokenizer import other_tokenizer_reason
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import reject_surrogates
+from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, report_notes
+from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 
@@ -38,6 +41,10 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
             "(moefold eval takes ids too: --tokens)"
         )
     data = DataConfig(kind="text", tokenizer=override) if override else source.data
+    if source.tokenizer_fingerprint and not override and data.tokenizer != "bytes":
+        file = tokenizer_file(existing_path("data.tokenizer", data.tokenizer))
+        if reason := other_tokenizer_reason(data.tokenizer, file, source.tokenizer_fingerprint):
+            raise ConfigError(f"{reason}; name the one of the training with --tokenizer")
     tokenizer = load_tokenizer(data, vocab_size=source.model.vocab_size)
     if reports:
         report_notes(tokenizer)

@@ -1,0 +1,119 @@
+"""The tokenizer and the chat template of a run, which are copied next to its checkpoints. Torch-free.
+
+A run reads the tokenizer that its recipe names, by a path that may be relative, or of another machine. So its files
+travel with the checkpoints, and everything that uses a checkpoint reads them there. A checkpoint without them has the
+fingerprint of the tokenizer, and another file under the recorded name is refused.
+"""
+
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import have_same_content
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, checkpoint_folder
+from moefold.checkpoint.save_load import translate_io_errors
+from moefold.config.schema import Config, DataConfig
+from moefold.data.fingerprint import matches_fingerprint
+from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_folder import (
+    TEMPLATE_DIR,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    declaring_files,
+    has_same_content_hash,
+    tokenizer_file,
+)
+from moefold.errors import ConfigError
+from moefold.remote_copy import local_copy
+from moefold.remote_path import RemotePath, is_remote
+
+RUN_TOKENIZER_DIR = "tokenizer"
+"""Folder of a run's tokenizer and chat template, next to its checkpoints."""
+TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
+
+
+def tokenizer_name(order: Mapping[str, Any]) -> str:
+    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if the run read no text, or it is unknown."""
+    name = str(order.get("tokenizer", ""))
+    kind = order.get("kind", DataConfig().kind)
+    return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
+
+
+def save_run_tokenizer(cfg: Config) -> None:
+    """Copy the tokenizer and the chat template of a run next to its checkpoints; those of an earlier start are kept.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+    """
+    name = tokenizer_name({"kind": cfg.data.kind, "tokenizer": cfg.data.tokenizer})
+    files: dict[str, Path] = {}
+    if name and name != "bytes":
+        path = existing_path("data.tokenizer", name)
+        files = declaring_files(path)
+    if cfg.data.chat_template:
+        files = {file: found for file, found in files.items() if not file.startswith(TEMPLATE_DIR)}
+        files[TEMPLATE_FILE] = existing_path("data.chat_template", cfg.data.chat_template)
+    target = checkpoint_folder(cfg) / RUN_TOKENIZER_DIR
+    if not files or target.exists():
+        return
+    with translate_io_errors(f"the tokenizer {name!r} cannot be copied to {str(target)!r}"):
+        if isinstance(target, RemotePath):
+            for file, found in files.items():
+                (target / file).upload(found)
+            return
+        unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        for file, found in files.items():
+            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found, unfinished / file)
+        unfinished.rename(target)
+
+
+def find_run_tokenizer(checkpoint: Path) -> Path | None:
+    """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint; None if there is none."""
+    for folder in (checkpoint / RUN_TOKENIZER_DIR, checkpoint.parent / RUN_TOKENIZER_DIR):
+        if folder.is_dir():
+            return Path(local_copy(str(folder))) if is_remote(folder) else folder
+    return None
+
+
+def recorded_fingerprint(meta: CheckpointMeta) -> str:
+    """Return the fingerprint of the tokenizer that a checkpoint's run read; empty if there is none."""
+    name = tokenizer_name(meta.order)
+    return meta.data_files.get(Path(name).name, "") or meta.data_files.get(TOKENIZER_FILE, "")
+
+
+def other_tokenizer_reason(name: str, file: Path, fingerprint: str) -> str:
+    """Return why the file under a recorded name is not the tokenizer of a run; empty if it is, or if it is unknown."""
+    if not fingerprint or not file.is_file() or matches_fingerprint(file, fingerprint):
+        return ""
+    return f"data.tokenizer={name!r} has other content than at the training: {file} is another tokenizer"
+
+
+def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
+    """Return the tokenizer that a checkpoint's run read: "bytes", an absolute path, or "" if it is unknown or gone.
+
+    It is the file that the recipe named if it is still there, else the copy next to the checkpoint.
+    """
+    name = tokenizer_name(meta.order)
+    if name in ("", "bytes") or is_remote(name):
+        return name
+    named = tokenizer_file(Path(name).expanduser().absolute())
+    saved = find_run_tokenizer(checkpoint)
+    copy = None if saved is None else tokenizer_file(saved)
+    if copy is not None and copy.is_file():
+        try:
+            return str(named if have_same_content(named, copy) else copy)
+        except OSError:
+            return str(copy)
+    is_usable = named.is_file() and not other_tokenizer_reason(name, named, recorded_fingerprint(meta))
+    return str(named) if is_usable else ""
+
+
+def have_same_ids(first: Path, second: Path) -> bool:
+    """Return whether two tokenizers make the same ids of a text, whatever the bytes of their files."""
+    try:
+        return have_same_content(first, second) or has_same_content_hash(first, second)
+    except (OSError, ConfigError):
+        return False
