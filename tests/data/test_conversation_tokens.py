@@ -169,7 +169,7 @@ BAD = {
     '{"messages": [{"role": "critic", "content": "a"}]}': "message 1 has the role 'critic', .*; the roles are system",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': 'message 1 has "weight": 0.5; it must be 0',
     '{"messages": [{"role": "user", "content": "a", "train": true}]}': "has \"train\": true and the role 'user'",
-    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "its content has a part of type 'image_url'",
+    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "has a part of type 'image_url'",
     '{"messages": [{"role": "user", "content": "a", "content": "b"}]}': "has the key 'content' twice in one object",
     '{"chosen": "a", "rejected": "b"}': 'it is a pair, which data.kind="preference" reads',
     '{"prompt": "a\\u0000", "response": "b"}': "the conversation holds a NUL character, which ends documents with",

@@ -12,8 +12,9 @@ from moefold.data.tokenizer_classes import ClassTable, make_table
 from moefold.data.tokenizer_folder import read_tokenizer_folder
 from moefold.errors import ConfigError
 
-transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 import tokenizers
+import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = ["Hello there, how are you today? The answer is 42.\n\nnaïve café 北京 it's don't  \n x"] * 4
@@ -127,7 +128,9 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     },
 }
 CASES = [
-    *((kind, {"tokenizer_config.json": SETTINGS[name]}) for kind in ("bytes-bos", "space") for name in SETTINGS),
+    # The class of Gemma needs the token <unk> among the pieces.
+    *(("bytes-bos", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS if name != "gemma"),
+    *(("space", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS),
     *((kind, {"tokenizer_config.json": SETTINGS["plain"]}) for kind in KINDS),
     *(("space-plain", {"tokenizer_config.json": SETTINGS[name]}) for name in ("llama", "llama-legacy", "adds-bos")),
     *((kind, {"tokenizer_config.json": PLAIN, **FILES[name]}) for kind in ("bytes", "space") for name in FILES),
@@ -152,13 +155,7 @@ def write_folder(folder: Path, files: dict[str, Any]) -> Path:
 def assert_is_declared_as_by_transformers(folder: Path) -> None:
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), JsonTokenizer(folder)
     found = read_tokenizer_folder(folder)
-    try:
-        ids = theirs(TEXT)["input_ids"]
-    except Exception as error:
-        assert "unk" in str(error).lower()
-        with pytest.raises(ConfigError, match="cannot make tokens of a text"):
-            ours.encode_start(TEXT)
-        return
+    ids = theirs(TEXT)["input_ids"]
     assert ours.encode_start(TEXT).tolist() == ids
     assert ours.encode(TEXT).tolist() == theirs(TEXT, add_special_tokens=False)["input_ids"]
     assert ours.decode(ids) == theirs.decode(ids)

@@ -365,7 +365,8 @@ def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
         yield pieces
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 named a tokenizer by the bytes of its file."""
 _MISMATCH_MESSAGES = {
     "format": "of another version of this program",
     "tokenizer": "another --tokenizer",
@@ -424,6 +425,8 @@ def tokenize_files(
     }
     with _lock_output_folder(writer.out):
         _check_same_job(writer.out, info)
+        # For messages: the same tokenizer may have another path.
+        info["tokenizer_name"] = writer.tokenizer_name
         _write_info(writer.out, info | {"is_complete": False})
         _remove_tmp_files(writer.out)
         done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}

@@ -15,6 +15,7 @@ from moefold.data.skip_corrupt import skipped_files
 from moefold.data.tasks import open_task
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.token_tokenizer import compare_tokenizers
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
@@ -52,6 +53,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         return
     if data.kind == "tokens":
         files = token_files(data, skipped_files(data))
+        compare_tokenizers(files, tokenizer, data.tokenizer)
         if data.document_index:
             for file in files:
                 open_document_ends(file.path, file.num_tokens)
