@@ -19,13 +19,14 @@ from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_
 from moefold.comm.groups import World
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_shards import copy_sidecar_files
-from moefold.convert.hf_sidecar_files import SIDECAR_DIR, TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, recipe_tokenizer
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.preflight import read_model, without_upcycling
 from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 
@@ -251,13 +252,13 @@ def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
 
 def _tokenizer_file(name: str) -> Path:
     path = existing_path("data.tokenizer", name)
-    return path / TOKENIZER_FILE if path.is_dir() else path
+    return tokenizer_file(path)
 
 
 def _tokenizer_of(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return data.tokenizer for the weights of a checkpoint: "bytes", an absolute path, or "" if it is unknown."""
     sidecar_dir = find_sidecar_dir(checkpoint)
-    imported = checkpoint / TOKENIZER_FILE if sidecar_dir is None else sidecar_dir / TOKENIZER_FILE
+    imported = tokenizer_file(checkpoint if sidecar_dir is None else sidecar_dir)
     name = trained_tokenizer(checkpoint, meta) or recipe_tokenizer(checkpoint)
     if is_remote(name):
         return name

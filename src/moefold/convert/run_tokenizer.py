@@ -21,8 +21,10 @@ from moefold.data.tokenizer_folder import (
     TEMPLATE_DIR,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
+    content_hash,
     declaring_files,
     has_same_content_hash,
+    read_tokenizer_folder,
     tokenizer_file,
 )
 from moefold.errors import ConfigError
@@ -31,6 +33,8 @@ from moefold.remote_path import RemotePath, is_remote
 
 RUN_TOKENIZER_DIR = "tokenizer"
 """Folder of a run's tokenizer and chat template, next to its checkpoints."""
+CHAT_KINDS = ("sft", "preference", "prompts")
+"""Kinds of data that teach a model to end its turns as a chat template does."""
 TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
 
 
@@ -41,8 +45,12 @@ def tokenizer_name(order: Mapping[str, Any]) -> str:
     return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
 
 
-def save_run_tokenizer(cfg: Config) -> None:
-    """Copy the tokenizer and the chat template of a run next to its checkpoints; those of an earlier start are kept.
+def save_run_tokenizer(cfg: Config, *, is_resumed: bool) -> None:
+    """Copy the tokenizer and the chat template of a run next to its checkpoints.
+
+    Args:
+        cfg: the recipe.
+        is_resumed: the run continues from a checkpoint: what an earlier start copied is kept.
 
     Raises:
         ConfigError: a file cannot be read or written.
@@ -56,9 +64,13 @@ def save_run_tokenizer(cfg: Config) -> None:
         files = {file: found for file, found in files.items() if not file.startswith(TEMPLATE_DIR)}
         files[TEMPLATE_FILE] = existing_path("data.chat_template", cfg.data.chat_template)
     target = checkpoint_folder(cfg) / RUN_TOKENIZER_DIR
-    if not files or target.exists():
+    if is_resumed and target.exists():
         return
     with translate_io_errors(f"the tokenizer {name!r} cannot be copied to {str(target)!r}"):
+        if not isinstance(target, RemotePath):
+            shutil.rmtree(target, ignore_errors=True)
+        if not files:
+            return
         if isinstance(target, RemotePath):
             for file, found in files.items():
                 (target / file).upload(found)
@@ -68,6 +80,26 @@ def save_run_tokenizer(cfg: Config) -> None:
             (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(found, unfinished / file)
         unfinished.rename(target)
+
+
+def check_run_tokenizer(cfg: Config, checkpoint: Path) -> None:
+    """Check that a run continues with the tokenizer that it began with, by what makes ids and text.
+
+    Raises:
+        ConfigError: it is another one, or its chat template is another one.
+    """
+    saved = find_run_tokenizer(checkpoint)
+    name = tokenizer_name({"kind": cfg.data.kind, "tokenizer": cfg.data.tokenizer})
+    if saved is None or name in ("", "bytes") or not tokenizer_file(saved).is_file():
+        return
+    path = existing_path("data.tokenizer", name)
+    ours = read_tokenizer_folder(path)
+    theirs = read_tokenizer_folder(saved)
+    advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
+    if content_hash(ours) != content_hash(theirs) or ours.end_of_text()[0] != theirs.end_of_text()[0]:
+        raise ConfigError(f"data.tokenizer={name!r} makes other ids of a text than the tokenizer of the run: {advice}")
+    if cfg.data.kind in CHAT_KINDS and not cfg.data.chat_template and ours.templates != theirs.templates:
+        raise ConfigError(f"data.tokenizer={name!r} has another chat template than the tokenizer of the run: {advice}")
 
 
 def find_run_tokenizer(checkpoint: Path) -> Path | None:

@@ -14,7 +14,13 @@ from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
-from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, tokenizer_name, trained_tokenizer
+from moefold.convert.run_tokenizer import (
+    CHAT_KINDS,
+    find_run_tokenizer,
+    have_same_ids,
+    tokenizer_name,
+    trained_tokenizer,
+)
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
@@ -35,8 +41,6 @@ TOKENIZER_SIDECAR_FILES = (
 """Files next to a tokenizer.json that are copied with it."""
 TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNSUPPORTED_TOKENIZER_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
-CHAT_KINDS = ("sft", "preference", "prompts")
-"""Kinds of data that teach a model to end its turns as a chat template does."""
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The transformers class that uses a tokenizer.json unchanged; classes of model families may modify it."""
 
@@ -88,8 +92,8 @@ def choose_tokenizer(
         note = f"no tokenizer is written: {error}"
         return TokenizerChoice(excluded=imported, token_ids=_token_ids(None), messages=(note, *ignored))
     recorded = meta.data_files.get(file.name, "")
-    if TOKENIZER_FILE in imported and sidecar_dir is not None:
-        if _is_same_tokenizer(sidecar_dir / TOKENIZER_FILE, file, recorded):
+    if sidecar_dir is not None and tokenizer_file(sidecar_dir).is_file():
+        if _is_same_tokenizer(tokenizer_file(sidecar_dir), file, recorded):
             own_template, notes = _usable_files(_own_template(meta), meta)
             return TokenizerChoice(sidecar_files=own_template, messages=notes)
         if not recorded and not file.is_file():
@@ -116,7 +120,7 @@ def _choose_copy(
         for name, found in declaring_files(run_tokenizer).items()
         if name not in (TOKENIZER_FILE, *SLOW_FILES, CONFIG_FILE, GENERATION_FILE)
     }
-    if TOKENIZER_FILE in imported and sidecar_dir is not None and have_same_ids(sidecar_dir / TOKENIZER_FILE, file):
+    if sidecar_dir is not None and have_same_ids(tokenizer_file(sidecar_dir), file):
         own = str(meta.order.get("chat_template", ""))
         return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if own else {})
     separator = JsonTokenizer(run_tokenizer).separator_id
@@ -227,16 +231,16 @@ def _trained_tokenizer(weights_folder: Path) -> str:
             found = trained_tokenizer(weights_folder, meta)
             return tokenizer_name(meta.order) if found and not found.startswith(str(weights_folder.parent)) else found
         folder = None if choice.excluded else folder
-    return str(folder / TOKENIZER_FILE) if folder is not None and (folder / TOKENIZER_FILE).is_file() else ""
+    return str(tokenizer_file(folder)) if folder is not None and tokenizer_file(folder).is_file() else ""
 
 
 def _tokenizer_path(name: str) -> Path:
     """Return the tokenizer.json that data.tokenizer means, which may no longer exist."""
     if is_remote(name):
         folder_or_file = existing_path("data.tokenizer", name)
-        return folder_or_file / TOKENIZER_FILE if folder_or_file.is_dir() else folder_or_file
+        return tokenizer_file(folder_or_file)
     path = _expand_user(name)
-    return path / TOKENIZER_FILE if path.is_dir() else path
+    return tokenizer_file(path)
 
 
 def _expand_user(name: str) -> Path:

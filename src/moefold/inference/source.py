@@ -15,7 +15,7 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.config.model import ModelConfig
 from moefold.config.schema import DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
-from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
 from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
@@ -128,7 +128,7 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     the tokenizer of its recipe; if that is still the folder's tokenizer, the folder's end-of-text ids apply.
     """
     folder = find_sidecar_dir(source.path)
-    file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
+    file = tokenizer_file(source.path if folder is None else folder)
     if not is_trained:
         recipe = recipe_tokenizer(source.path) if not file.exists() else ""
         source = replace(

@@ -121,7 +121,7 @@ class Checkpointing(Callback):
                     "to start with trained ones"
                 )
         if run.is_first_rank and run.cfg.checkpoint.saves:
-            save_run_tokenizer(run.cfg)
+            save_run_tokenizer(run.cfg, is_resumed=resume.path is not None)
         if resume.path is None:
             if run.training.outer is not None:
                 run.training.outer.start()
