@@ -1,8 +1,8 @@
 """The tokenizer and the chat template of a run, which are copied next to its checkpoints. Torch-free.
 
 A run reads the tokenizer that its recipe names, by a path that may be relative, or of another machine. So its files
-travel with the checkpoints, and everything that uses a checkpoint reads them there. A checkpoint without them has the
-fingerprint of the tokenizer, and another file under the recorded name is refused.
+are copied next to the checkpoints, and everything that uses a checkpoint reads them there. A checkpoint without them
+has the fingerprint of the tokenizer, and another file under the recorded name is refused.
 """
 
 import shutil
@@ -13,7 +13,6 @@ from typing import Any
 
 from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, checkpoint_folder
-from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import Config, DataConfig
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
@@ -64,22 +63,31 @@ def save_run_tokenizer(cfg: Config, *, is_resumed: bool) -> None:
         files = {file: found for file, found in files.items() if not file.startswith(TEMPLATE_DIR)}
         files[TEMPLATE_FILE] = existing_path("data.chat_template", cfg.data.chat_template)
     target = checkpoint_folder(cfg) / RUN_TOKENIZER_DIR
-    if is_resumed and target.exists():
+    is_own_copy = any(target in found.parents for found in files.values())
+    if is_own_copy or (is_resumed and target.exists()):
         return
-    with translate_io_errors(f"the tokenizer {name!r} cannot be copied to {str(target)!r}"):
-        if not isinstance(target, RemotePath):
-            shutil.rmtree(target, ignore_errors=True)
-        if not files:
-            return
-        if isinstance(target, RemotePath):
-            for file, found in files.items():
-                (target / file).upload(found)
-            return
-        unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        for file, found in files.items():
-            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found, unfinished / file)
-        unfinished.rename(target)
+    try:
+        _copy_files(files, target)
+    except OSError as error:
+        raise ConfigError(
+            f"the tokenizer {name!r} cannot be copied to {str(target)!r} ({error.strerror or error}); make it writable"
+        ) from error
+
+
+def _copy_files(files: Mapping[str, Path], target: Path) -> None:
+    """Replace a folder by files, given by their names in it."""
+    if isinstance(target, RemotePath):
+        for name, found in files.items():
+            (target / name).upload(found)
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    if not files:
+        return
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    for name, found in files.items():
+        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found, unfinished / name)
+    unfinished.rename(target)
 
 
 def check_run_tokenizer(cfg: Config, checkpoint: Path) -> None:

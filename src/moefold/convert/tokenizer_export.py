@@ -68,8 +68,7 @@ def choose_tokenizer(
     Args:
         meta: metadata of the checkpoint.
         sidecar_dir: sidecar files of the weights that the run started from.
-        run_tokenizer: the tokenizer that travels with the checkpoint (`find_run_tokenizer`); None: the file that the
-            recipe named.
+        run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`); None: the file that the recipe named.
     """
     name = tokenizer_name(meta.order)
     imported = tokenizer_files(sidecar_dir)
@@ -113,7 +112,7 @@ def choose_tokenizer(
 def _choose_copy(
     meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path, imported: tuple[str, ...]
 ) -> TokenizerChoice:
-    """Choose the tokenizer that travels with a checkpoint, unless the imported one makes the same ids."""
+    """Choose the tokenizer that was copied next to a checkpoint, unless the imported one makes the same ids."""
     file = tokenizer_file(run_tokenizer)
     files = {
         name: found

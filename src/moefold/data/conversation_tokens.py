@@ -33,7 +33,7 @@ class TokenizedConversation:
 
 
 class RowReport:
-    """What was noticed in the rows of conversations, with the first row of each kind.
+    """Notes on the rows of conversations, with the first row of each kind.
 
     Args:
         template: origin of the chat template, for messages.

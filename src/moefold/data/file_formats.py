@@ -78,14 +78,7 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
         try:
             lines = _array_elements(file, path) if _is_array(file) else enumerate(bounded_lines(file), 1)
             for number, line in lines:
-                try:
-                    record = parse_line(line, path, number)
-                except ConfigError as error:
-                    if skip is None:
-                        raise
-                    skip(error)
-                    continue
-                if record:
+                if record := _parse_or_skip(line, path, number, skip):
                     yield record
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it again or leave it out") from error
@@ -122,6 +115,18 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
     if repeated := _repeated_key(text):
         raise ConfigError(f"{place} has the key {repeated!r} twice in one object; remove one")
     return JsonlRecord(place, fields, len(line))
+
+
+def _parse_or_skip(
+    line: bytes, path: Path, number: int, skip: Callable[[ConfigError], None] | None
+) -> JsonlRecord | None:
+    try:
+        return parse_line(line, path, number)
+    except ConfigError as error:
+        if skip is None:
+            raise
+        skip(error)
+        return None
 
 
 def _is_array(file: BinaryIO) -> bool:

@@ -349,7 +349,7 @@ def _good_records(
 
 @dataclass(frozen=True, slots=True)
 class _Tokenization:
-    """What tokenises conversations."""
+    """Tokenizer, chat template and report of a tokenisation."""
 
     tokenizer: OffsetTokenizer
     template: ChatTemplate

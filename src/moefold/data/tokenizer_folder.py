@@ -56,7 +56,7 @@ END_OF_TEXT_NAMES = (
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """What the files of a tokenizer folder declare."""
+    """Declarations of the files of a tokenizer folder."""
 
     file: Path
     """tokenizer.json, or vocab.json."""

@@ -115,7 +115,7 @@ class MoefoldLM(TemplateLM):
         """Return the token ids of a text, with the first and last tokens that the tokenizer declares, as HFLM does.
 
         Args:
-            string: the text; one that begins with the text of `prefix_token_id` gets no further tokens.
+            string: the text; one that begins with the text of `prefix_token_id` gets none of them.
             add_special_tokens: add them or not; None: as the argument add_bos_token says.
         """
         tokenizer = self._text_tokenizer

@@ -109,7 +109,7 @@ def _checkpoint_source(path: Path) -> ModelSource:
 
 
 def _with_run_tokenizer(source: ModelSource, meta: CheckpointMeta) -> ModelSource:
-    """Return the checkpoint source with the tokenizer and the chat template that travel with it, if it has them."""
+    """Return the checkpoint source with the tokenizer and the chat template next to it, if there are any."""
     saved = find_run_tokenizer(source.path)
     if saved is None:
         return replace(source, tokenizer_fingerprint=recorded_fingerprint(meta))
