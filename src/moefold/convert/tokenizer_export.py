@@ -13,7 +13,7 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
-from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.convert.hf_sidecar_files import UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
 from moefold.convert.run_tokenizer import (
     CHAT_KINDS,
     find_run_tokenizer,
@@ -26,7 +26,13 @@ from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
-from moefold.data.tokenizer_folder import SLOW_FILES, declaring_files, read_tokenizer_folder, tokenizer_file
+from moefold.data.tokenizer_folder import (
+    SLOW_FILES,
+    TOKENIZER_FILE,
+    declaring_files,
+    read_tokenizer_folder,
+    tokenizer_file,
+)
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 

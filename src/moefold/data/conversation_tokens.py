@@ -129,9 +129,9 @@ def tokenize_conversations(
     """
     chats: list[RenderedChat | None] = []
     refused: set[str] = set()
-    for one, chat in zip(conversations, template.render_all(conversations), strict=True):
+    for one, rendered in zip(conversations, template.render_all(conversations), strict=True):
         try:
-            chats.append(_checked(chat, one, tokenizer, template))
+            chats.append(_checked(rendered, one, tokenizer, template))
         except ConfigError as error:
             chats.append(None)
             if one.location not in refused:
