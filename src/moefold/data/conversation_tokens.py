@@ -137,22 +137,46 @@ def tokenize_conversations(
             if one.location not in refused:
                 report.refuse(error)
             refused.add(one.location)
-    texts: list[str] = []
-    for one, chat in zip(conversations, chats, strict=True):
-        if chat is not None and one.location not in refused:
-            texts += [chat.text, *chat.prompts]
-    encoded = iter(tokenizer.encode_with_offsets(texts))
-    for one, chat in zip(conversations, chats, strict=True):
-        if chat is None or one.location in refused:
+    used = [None if one.location in refused else chat for one, chat in zip(conversations, chats, strict=True)]
+    kept = [chat for chat in used if chat is not None]
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
+    prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
+    tokens_of = iter(encoded)
+    for one, chat in zip(conversations, used, strict=True):
+        if chat is None:
             yield None
             continue
-        ids, places = next(encoded)
-        prompts = [next(encoded)[0] for _ in chat.prompts]
+        ids, places = next(tokens_of)
+        prompts = next(prompts_of)
         if chat.altered_turn:
             report.note_altered(one.location, chat.altered_turn)
         if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
             report.note_mismatch(one.location)
         yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))
+
+
+def _encode_prompts(
+    chats: Sequence[RenderedChat],
+    encoded: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    tokenizer: OffsetTokenizer,
+) -> list[list[NDArray[np.int64]]]:
+    """Return the ids of the prompts of each conversation.
+
+    An added token divides a text before anything else, so that the tokens before one do not depend on the text after
+    it: of a prompt with which the conversation begins, only the part from its last added token on is tokenised.
+    """
+    starts: list[NDArray[np.int64]] = []
+    texts: list[str] = []
+    for chat, (ids, places) in zip(chats, encoded, strict=True):
+        added = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
+        for prompt in chat.prompts:
+            before = added[places[added, 1] <= len(prompt)] if chat.text.startswith(prompt) else added[:0]
+            first = int(before[-1]) if len(before) else 0
+            starts.append(ids[:first])
+            texts.append(prompt[int(places[first, 0]) if first else 0 :])
+    pairs = zip(starts, tokenizer.encode_batch(texts), strict=True)
+    whole = iter([np.concatenate([start, rest]) for start, rest in pairs])
+    return [[next(whole) for _ in chat.prompts] for chat in chats]
 
 
 def _checked(

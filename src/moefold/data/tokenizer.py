@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
 class OffsetTokenizer(Tokenizer, Protocol):
     """A tokenizer that also returns character offsets."""
 
+    added_ids: NDArray[np.int64]
+    """Ids of the tokens that divide a text before it is tokenised, such as special tokens."""
+
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return for each text its ids, [tokens], and the range of characters of each id, [tokens, 2]."""
         ...
@@ -65,6 +68,7 @@ class ByteTokenizer:
     separator_id: int | None = 0
     bos_id: int | None = None
     identity = "bytes"
+    added_ids = np.zeros(0, dtype=np.int64)
     notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
@@ -132,6 +136,7 @@ class JsonTokenizer:
         if not vocabulary:
             raise ConfigError(f"data.tokenizer={str(file)!r} has an empty vocabulary; name a trained tokenizer.json")
         self.vocab_size = max(vocabulary.values()) + 1
+        self.added_ids = np.array(sorted(self._tokenizer.get_added_tokens_decoder()), dtype=np.int64)
         self.bos_id: int | None = self.folder.token_id("bos_token")
         self.separator_id: int | None
         self.separator_id, note = self.folder.end_of_text()
