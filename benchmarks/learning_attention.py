@@ -1,12 +1,12 @@
 """Compare the held-out loss of models of equal size with full, linear and sparse attention, trained on the same tokens.
 
     python benchmarks/learning_attention.py [--steps 400] [--seeds 0 1 2] [--variants NAME ...] [--dir DIR]
-    python benchmarks/learning_attention.py --plot PICTURE [--dir DIR]
+    python benchmarks/learning_attention.py --picture PICTURE [--dir DIR]
 
 Each run is `moefold train` in its own process on one thread: the quickstart's model on python-docs (bytes), with the
 learning rates of recipes/single.toml. Runs of one seed read the same samples in the same order. Sparse attention
 selects keys from the first step on, without a dense warm-up. Results are appended to DIR/results.jsonl; a run that is
-there already is not repeated. Without --plot, the command ends with the table of all results; `--plot` draws the
+there already is not repeated. Without --picture, the command ends with the table of all results; `--picture` draws the
 held-out loss by step.
 """
 
@@ -71,11 +71,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default 0 1 2)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants (all)")
     parser.add_argument("--dir", type=Path, default=Path("runs/learning-attention"), help="folder of the runs")
-    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw the results, and train nothing")
+    parser.add_argument("--picture", type=Path, metavar="PICTURE", help="draw the results, and train nothing")
     args = parser.parse_args()
     results = args.dir / "results.jsonl"
-    if args.plot:
-        _draw(_rows(results), args.plot)
+    if args.picture:
+        _draw(_rows(results), args.picture)
         return 0
     args.dir.mkdir(parents=True, exist_ok=True)
     results.touch()

@@ -1,7 +1,7 @@
 """Predict the ablations of arXiv:2504.14960 sec. 4.3: time of an MoE layer by part, for many mappings.
 
-    python benchmarks/mapping_ablation.py                                  tables
-    python benchmarks/mapping_ablation.py --png docs/images/ablations.png  and the picture of docs/planner-ablations.md
+    python benchmarks/mapping_ablation.py                                      tables
+    python benchmarks/mapping_ablation.py --picture docs/images/ablations.png  and those of docs/planner-ablations.md
 
 One MoE layer, forward and backward, of one micro-batch with 4,096 tokens on each rank, on nodes of 8 GPUs, priced by
 the planner's cost model in bfloat16 with balanced experts. Experts: all factorizations of 8 or 16 ranks into ETP x EP.
@@ -132,12 +132,12 @@ def main() -> None:
     """Predict, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="h100", help="device of the planner, or FILE.toml (default h100)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the charts")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the charts")
     options = parser.parse_args()
     charts = list(sections(options.gpu))
     print_tables(charts)
-    if options.png is not None:
-        draw(charts, options.gpu, options.png)
+    if options.picture is not None:
+        draw(charts, options.gpu, options.picture)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compare loss curves of low-precision GEMMs with bfloat16: runs from the same weights, one table, one picture.
 
     python benchmarks/precision.py                    docs/images/precision.png and a table, a few minutes on a CPU
-    python benchmarks/precision.py --steps 50 --png /tmp/precision.png
+    python benchmarks/precision.py --steps 50 --picture /tmp/precision.png
 
 Each run is `moefold train` in its own process: one model on python-docs, one seed, the same batches. On a CPU the
 low-precision numerics are emulated.
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each run (default 150)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default cpu)")
     parser.add_argument("--runs", type=Path, default=Path("runs/precision"), help="folder of the runs")
-    parser.add_argument("--png", type=Path, default=Path("docs/images/precision.png"), help="the picture")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/precision.png"), help="the picture")
     parser.add_argument("--reuse", action="store_true", help="do not train: draw the existing runs")
     parser.add_argument("--only", choices=tuple(COLOURS), help="train this run only, and draw nothing")
     arguments = parser.parse_args()
@@ -63,10 +63,10 @@ def main() -> int:
     if arguments.only:
         return 0
     curves = {name: read_curves(arguments.runs / name) for name in COLOURS}
-    arguments.png.parent.mkdir(parents=True, exist_ok=True)
-    _draw(curves, arguments.png)
+    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+    _draw(curves, arguments.picture)
     _print(curves)
-    print(f"wrote {arguments.png}")
+    print(f"wrote {arguments.picture}")
     return 0
 
 

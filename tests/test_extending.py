@@ -18,7 +18,7 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
 from moefold.cost.state_memory import rank_state_bytes
 from moefold.data import ProgramData
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
 from moefold.planner.cost_model.bubble import bubble_s
@@ -30,7 +30,9 @@ from moefold.topology.schedules import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from moefold.verify.compare import run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, gather_full_tensors, run_distributed
+from moefold.verify.oracle_objectives import objective_of
 from tests.verify.recipes import tiny
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -181,6 +183,39 @@ def test_example_of_a_loss_equals_torch_and_one_rank(pool: WorkerPool, mapping: 
             assert step == pytest.approx(reference, rel=1e-12)
         found |= stage_weights
     _assert_close(found, weights)
+
+
+def _refusal_of(heading: str, cfg: Config) -> str:
+    """Return why the oracle cannot judge a recipe with the example of a section, or "" if it can."""
+    _register(heading)
+    extension = sys.modules["extension"]
+    try:
+        if loss := getattr(extension, "PolicyGradientLoss", None):
+            objective_of(loss())
+        run_oracle(cfg, 1)
+    except NoFormulaError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("heading", "section", "keys", "refused"),
+    [
+        ("A dispatcher", "parallel", {"dispatcher": "gathering"}, ""),
+        ("A block", "model", {"attention": "gated", "num_query_groups": 4}, "model.attention='gated'"),
+        ("An optimizer", "train", {"optimizer": "sgd"}, "train.optimizer='sgd'"),
+        ("A pipeline schedule", "parallel", {"schedule": "eager"}, ""),
+        ("A loss and its data", "model", {}, "the loss PolicyGradientLoss"),
+    ],
+)
+def test_examples_are_judged_or_refused(
+    pool: WorkerPool, heading: str, section: str, keys: dict[str, Any], refused: str
+) -> None:
+    """`moefold verify` compares mappings of any dispatcher and schedule, and refuses maths that its oracle lacks."""
+    cfg = _with(tiny(train={"global_batch_size": 1}), section, **keys)
+    [message] = pool.run(1, _refusal_of, heading, cfg)
+    assert (f"no formula for {refused}," in message) if refused else message == ""
 
 
 def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:

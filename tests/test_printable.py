@@ -9,7 +9,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.errors import ConfigError, RunError
-from moefold.terminal import MULTILINE_CHARS, printable
+from moefold.terminal import MULTILINE_CHARS, color_labels, print_escaped, printable, wrap_error
 
 RED = "\x1b[31mred\x1b[0m"
 
@@ -127,3 +127,34 @@ def test_commands_print_text_through_one_door():
                     node.lineno,
                 )
             assert not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("argparse.ArgumentParser", "Console"))
+
+
+@pytest.mark.parametrize(
+    ("text", "colored"),
+    [
+        ("moefold: error: no", "moefold: \x1b[1;31merror\x1b[0m: no"),
+        ("done: 3 steps\nnext: moefold", "\x1b[1;32mdone\x1b[0m: 3 steps\n\x1b[1;36mnext\x1b[0m: moefold"),
+        ("wrote plan.png", "\x1b[32mwrote\x1b[0m plan.png"),
+        ("it is done: so", "it is done: so"),
+        ("donest", "donest"),
+    ],
+)
+def test_labels_have_colours_unless_the_user_wants_none(text, colored):
+    assert color_labels(text, {"TERM": "xterm", "NO_COLOR": ""}) == colored
+    assert color_labels(text, {"TERM": "xterm", "NO_COLOR": "1"}) == text
+    assert color_labels(text, {"TERM": "dumb"}) == text
+
+
+def test_an_error_is_wrapped_between_words_and_a_command_is_not():
+    error = "moefold: error: parallel.ep=6 must divide world_size/(etp*pp)=32; choose one of 1, 2, 4, 8, 16, 32"
+    lines = wrap_error(error, 40).split("\n")
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 40
+    assert " ".join(lines) == error
+    command = "next: moefold generate runs/quickstart 'The for statement' --chat --max-tokens 100"
+    assert wrap_error(command, 40) == command
+
+
+def test_output_that_is_no_terminal_stays_plain(capsys):
+    print_escaped("wrote plan.png " + "word " * 50)
+    assert capsys.readouterr().out == "wrote plan.png " + "word " * 50 + "\n"

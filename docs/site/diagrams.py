@@ -14,6 +14,19 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 IMAGES = Path(__file__).parents[1] / "images"
 COLORS = {"blue": "#4c78c8", "orange": "#e08a3c", "green": "#4f9d69", "purple": "#8a63b0", "red": "#c8554d"}
 TINTS = {"blue": "#dce6f7", "orange": "#fae6d3", "green": "#dcefe2", "purple": "#e9e0f3", "grey": "#eeeeee"}
+# Colours of a picture on a dark page, by those on a light one; the lines of COLORS are readable on both.
+DARK = {
+    "#222222": "#e8eaee",
+    "#666666": "#a0a6b2",
+    "#cccccc": "#4a4f5a",
+    "#ffffff": "#1e2127",
+    "#f7f7f7": "#23262d",
+    "#eeeeee": "#2b2f37",
+    "#dce6f7": "#25344f",
+    "#fae6d3": "#4a3520",
+    "#dcefe2": "#22402d",
+    "#e9e0f3": "#382b4a",
+}
 INK = "#222222"
 MUTED = "#666666"
 
@@ -213,7 +226,7 @@ def step() -> plt.Figure:
     ):
         box(ax, x, 0.33, 0.22, 0.22, fill=fill, edge=edge)
         label(ax, x + 0.32, 0.44, text, size=9, align="left")
-    label(ax, 5.6, 0.44, "white: bubble", size=9, align="left")
+    label(ax, 5.6, 0.44, "empty: bubble", size=9, align="left")
     arrow(ax, (1.0, 3.05), (7.9, 3.05))
     label(ax, 4.4, 3.25, "time", size=9, ink=MUTED)
     return figure
@@ -222,13 +235,27 @@ def step() -> plt.Figure:
 DIAGRAMS: dict[str, Callable[[], plt.Figure]] = {"two-views": two_views, "moe-layer": moe_layer, "step": step}
 
 
+def add_dark_colors(path: Path) -> None:
+    """Add a style to a picture that changes its colours on a dark page."""
+    rules = [
+        f'[style*="{name}: {light}"] {{ {name}: {dark} !important }}'
+        for light, dark in DARK.items()
+        for name in ("fill", "stroke")
+    ]
+    style = "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>\n"
+    head, defs, rest = path.read_text(encoding="utf-8").partition(" <defs>\n")
+    path.write_text(head + style + defs + rest, encoding="utf-8")
+
+
 def main(folder: Path) -> None:
     """Write every diagram as SVG into a folder."""
     plt.rcParams.update({"svg.hashsalt": "moefold", "font.family": "DejaVu Sans", "svg.fonttype": "path"})
     for name, draw in DIAGRAMS.items():
         figure = draw()
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+        path = folder / f"{name}.svg"
+        figure.savefig(path, metadata={"Date": None}, transparent=True)
         plt.close(figure)
+        add_dark_colors(path)
         print(f"wrote {folder / name}.svg")
 
 

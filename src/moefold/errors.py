@@ -33,6 +33,14 @@ class RunError(Exception):
         return printable(super().__str__(), MULTILINE_CHARS)
 
 
+class NoFormulaError(Exception):
+    """Recipe that the oracle of `moefold verify` has no formula for: neither equal nor unequal. Exit status 3."""
+
+    def __str__(self) -> str:
+        """Return the message with control characters escaped."""
+        return printable(super().__str__(), MULTILINE_CHARS)
+
+
 def raise_all(messages: Iterable[str]) -> None:
     """Raise the collected errors, if any: one as it is, several one per line.
 

@@ -116,7 +116,7 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
     if not sys.stderr.isatty():
         disable_progress_bars()
     if name.path:
-        patterns = (name.path, f"{name.path}/*")
+        patterns = (escape(name.path), f"{escape(name.path)}/*")
     try:
         folder = snapshot_download(
             name.repo,

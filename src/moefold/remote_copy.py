@@ -4,7 +4,6 @@ A copy has the size and the time of its original, and is fetched again if either
 `CACHE/remote/SCHEME/BUCKET/KEY`, so a folder and the files below it share their copies.
 """
 
-import fcntl
 import fnmatch
 import os
 import uuid
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from moefold.cache_dir import cache_folders
 from moefold.errors import ConfigError
+from moefold.file_lock import hold_lock
 from moefold.remote_path import RemoteEntry, RemotePath
 
 CACHE_SUBFOLDER = "remote"
@@ -96,8 +96,7 @@ def _copy_path(remote: RemotePath) -> Path:
 def _lock(target: Path) -> Iterator[None]:
     """Hold the lock of a copy; it stands in the folder of its scheme, since the copy of a parent covers this one."""
     root = next(parent for parent in target.parents if parent.name == CACHE_SUBFOLDER)
-    with (root / ".lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with hold_lock(root / ".lock"):
         yield
 
 

@@ -98,13 +98,17 @@ class RemotePath(PosixPath):
     def _open_filesystem(self) -> tuple[Any, str]:
         """Return the file system, with an empty cache of listings, and the key of this path.
 
+        The whole name is the key: "::" chains no file systems.
+
         Raises:
             ConfigError: the protocol is unknown, or its package is not installed.
         """
         try:
-            from fsspec.core import url_to_fs
+            from fsspec import get_filesystem_class
 
-            filesystem, key = url_to_fs(str(self))
+            store = get_filesystem_class(self.scheme)
+            filesystem = store(**store._get_kwargs_from_urls(str(self)))
+            key = str(store._strip_protocol(str(self)))
         except ImportError as error:
             package = _PACKAGES.get(self.scheme)
             way_out = f"pip install {package}, or the extra: {install_command('remote')}" if package else str(error)
@@ -293,7 +297,12 @@ class RemotePath(PosixPath):
     def rename(self, target: Any) -> Any:
         """Move a file: on an object store by a copy and a deletion."""
         with self._requests() as (filesystem, key):
-            filesystem.mv(key, RemotePath(target)._open_filesystem()[1])
+            new_key = RemotePath(target)._open_filesystem()[1]
+            if _is_pattern(key):
+                filesystem.cp_file(key, new_key)
+                filesystem.rm_file(key)
+            else:
+                filesystem.mv(key, new_key)
         return target
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -310,9 +319,20 @@ class RemotePath(PosixPath):
         """Delete the file, or all files below this path; nothing if there are none."""
         try:
             with self._requests() as (filesystem, key):
-                filesystem.rm(key, recursive=True)
+                if _is_pattern(key):
+                    self._delete_each(filesystem, key)
+                else:
+                    filesystem.rm(key, recursive=True)
         except FileNotFoundError:
             return
+
+    def _delete_each(self, filesystem: Any, key: str) -> None:
+        """Delete all files below a key one by one, then the folders where the file system has some."""
+        has_folders = self.scheme not in OBJECT_STORES
+        found = filesystem.find(key, withdirs=has_folders, detail=True)
+        for name in sorted(found, reverse=True):
+            is_folder = found[name].get("type") == "directory"
+            (filesystem.rmdir if is_folder else filesystem.rm_file)(name)
 
     def download(self, target: Path) -> None:
         """Copy the file to a path of this machine."""
@@ -438,6 +458,11 @@ class _TranslatedWriter:
         except Exception as error:
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             raise RemoteError(number, _reason(error), str(self._path)) from error
+
+
+def _is_pattern(key: str) -> bool:
+    """Return whether fsspec takes a key for a pattern where a request is for several files (`rm`, `mv`)."""
+    return any(character in key for character in "*?[")
 
 
 def _entry(name: str, info: dict[str, Any]) -> RemoteEntry:

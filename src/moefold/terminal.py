@@ -1,7 +1,13 @@
-"""Terminal output: escape control sequences of untrusted text (file names, metadata); format bytes. Torch-free."""
+"""Terminal output: escape control sequences of untrusted text, colour the labels of lines, format bytes. Torch-free."""
 
 import logging
+import os
+import re
+import shutil
+import sys
+import textwrap
 import unicodedata
+from collections.abc import Mapping
 from typing import TextIO
 
 MULTILINE_CHARS = "\n\t"
@@ -27,9 +33,51 @@ def printable(text: object, allowed: str = "") -> str:
     return "".join(char if _is_safe(char) or char in allowed else _escaped(char) for char in plain)
 
 
+LABEL_COLORS = {
+    "error": "1;31",
+    "warning": "1;33",
+    "stopped": "1;33",
+    "note": "33",
+    "done": "1;32",
+    "wrote": "32",
+    "next": "1;36",
+    "or": "36",
+    "curves": "36",
+}
+"""ANSI colour codes of the first word of a line (`next: ...`, `wrote FILE`)."""
+_LABEL = re.compile(rf"^((?:moefold: )?)({'|'.join(LABEL_COLORS)})\b", re.MULTILINE)
+_ERROR = re.compile(r"^(?:moefold: )?error: ")
+
+
 def print_escaped(text: object, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print text of one or several lines with all other control characters escaped."""
-    print(printable(text, MULTILINE_CHARS), end=end, file=file, flush=flush)
+    """Print text of one or several lines with all other control characters escaped.
+
+    On a terminal the labels of lines have colours, and an error is wrapped between words.
+    """
+    line = printable(text, MULTILINE_CHARS)
+    stream = sys.stdout if file is None else file
+    if stream.isatty():
+        line = color_labels(wrap_error(line, shutil.get_terminal_size().columns), os.environ)
+    print(line, end=end, file=stream, flush=flush)
+
+
+def color_labels(text: str, environment: Mapping[str, str]) -> str:
+    """Colour the first word of each line that `LABEL_COLORS` lists, unless NO_COLOR is set or TERM is "dumb".
+
+    NO_COLOR counts if it is set and not empty (https://no-color.org).
+    """
+    if environment.get("NO_COLOR") or environment.get("TERM") == "dumb":
+        return text
+    return _LABEL.sub(lambda match: f"{match[1]}\x1b[{LABEL_COLORS[match[2]]}m{match[2]}\x1b[0m", text)
+
+
+def wrap_error(text: str, width: int) -> str:
+    """Wrap the first line of an error message between words; other text, such as a command to copy, is not wrapped."""
+    first, newline, rest = text.partition("\n")
+    if not _ERROR.match(first) or len(first) <= width:
+        return text
+    lines = textwrap.wrap(first, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + newline + rest
 
 
 def escape_log_lines() -> None:

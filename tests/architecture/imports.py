@@ -12,6 +12,7 @@ FLOORS = (
         "console",
         "bounded_read",
         "errors",
+        "file_lock",
         "extras",
         "progress",
         "cache_dir",

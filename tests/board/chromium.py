@@ -15,6 +15,10 @@ from tests.docs.browser import FLAGS, chromium
 TIMEOUT_S = 60.0
 
 
+class ProtocolError(AssertionError):
+    """The browser could not do what it was asked."""
+
+
 class Page:
     """A tab of the browser. Messages are JSON objects with a NUL byte at the end."""
 
@@ -60,13 +64,21 @@ class Page:
         deadline_s = time.monotonic() + TIMEOUT_S
         # An element that does not exist yet is no error.
         expression = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
-        while not self.evaluate(expression):
+        while not self._is_true(expression):
             assert time.monotonic() < deadline_s, f"{condition} stays false; problems: {self.problems}"
             time.sleep(0.05)
+
+    def _is_true(self, expression: str) -> bool:
+        try:
+            return bool(self.evaluate(expression))
+        except ProtocolError:
+            # A page that is loaded again has no context for a moment.
+            return False
 
     def key(self, name: str) -> None:
         """Press and release a key."""
         codes = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes |= {"PageUp": 33, "PageDown": 34, "End": 35, "Home": 36}
         text = {"Enter": "\r", " ": " "}.get(name, "")
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if kind == "keyDown" and text else {}
@@ -107,7 +119,8 @@ class Page:
         while True:
             answer = self._receive()
             if answer.get("id") == self._last_id:
-                assert "error" not in answer, answer["error"]
+                if "error" in answer:
+                    raise ProtocolError(answer["error"])
                 return answer["result"]
             self._note(answer)
 

@@ -26,7 +26,7 @@ def step_metrics(step: int, **values: Any) -> StepMetrics:
         own_median_s=0.2,
         own_max_s=0.3,
         slowest_rank=step % 2,
-        data_max_s=0.01,
+        data_max_s=0.01234,
         wait_min_s=0.0,
         wait_median_s=0.1,
     )

@@ -101,6 +101,11 @@ def test_answers_of_a_run(app, runs):
     series = get(app, f"/api/runs/{key}/series?first=4&last=6").json["series"]
     assert series["loss"]["steps"] == [3, 4, 5, 6, 7]
     assert len(get(app, f"/api/runs/{key}/series?points=3").json["series"]["loss"]["steps"]) <= 5
+    assert series["loss"]["smoothed"] == {}
+    smooth = get(app, f"/api/runs/{key}/series?smooth=0.9&first=4&last=6").json["series"]
+    assert list(smooth["loss"]["smoothed"]) == ["0.9"]
+    assert len(smooth["loss"]["smoothed"]["0.9"]) == len(smooth["loss"]["values"])
+    assert smooth["lr"]["smoothed"] == smooth["eval_loss"]["smoothed"] == {}
     assert get(app, f"/api/runs/{key}/experts").json["experts"]["num_experts"] == 4
     assert get(app, f"/api/runs/{key}/memory").json["memory"]["step"] == 10
     assert get(app, f"/api/runs/{key}/ranks").json["steps"] == 12
@@ -121,6 +126,7 @@ def test_answers_of_a_run(app, runs):
         ("/static/../app.py", 404, ""),
         ("/static/index.html", 404, ""),
         ("/api/runs/KEY/series?points=many", 400, "points must be an integer in [0, 20000]"),
+        ("/api/runs/KEY/series?smooth=0.5", 400, "smooth must have weights out of 0.6, 0.9, "),
         ("/api/runs/KEY/series?first=-1", 400, "first must be an integer"),
         ("/api/runs/KEY/rollouts?limit=201", 400, "limit must be an integer in [0, 200]"),
         ("/api/runs/KEY/rollouts?min_reward=x", 400, "min_reward must be a number"),

@@ -1,8 +1,12 @@
 """The page in a headless Chromium: live and exported, wide and narrow, light and dark, by keyboard."""
 
 import json
+import math
+import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,7 @@ import pytest
 pytest.importorskip("starlette", reason="starlette comes with the extra `board`: pip install -e '.[board]'")
 
 from moefold.board.export import export_board
-from moefold.board.run_list import RunList
+from moefold.board.run_list import MAX_OPEN, RunList
 from tests.board.chromium import Page, open_page
 from tests.board.run_files import step_metrics, write_faults, write_rollouts, write_run
 from tests.docs.browser import chromium
@@ -111,7 +115,8 @@ def test_zoom_axes_and_smoothing(page, folder):
         for index, value in ((0, "10"), (1, "20")):
             set_value(page, "input", index, value)
         page.wait("!document.querySelector('.reset').disabled")
-        page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step21')")
+        # Without the mouse, the legend has the last values of the picture.
+        page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step20')")
         assert any("first=10&last=20" in address for address in page.requests)
         page.evaluate("document.querySelector('.reset').click()")
         page.wait("document.querySelector('.reset').disabled")
@@ -217,9 +222,253 @@ def test_a_run_of_a_hundred_thousand_steps_shows_its_spike(page, tmp_path):
             file.write(json.dumps({"step": step, "loss": 99.0 if step == 77_777 else 1 + 1 / step}) + "\n")
     with served(run_dir) as address:
         show(page, address, "curves")
-        page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step100k')")
+        page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('step100,000')")
         points = f"{LOSS}.querySelector('.u-legend') && performance.getEntriesByType('resource')"
         sizes = page.evaluate(
             f"{points}.filter((one) => one.name.endsWith('/series')).map((one) => one.decodedBodySize)"
         )
         assert 0 < max(sizes) < 100_000
+
+
+def legend(metric: str = "loss") -> str:
+    """JavaScript: the legend of a chart, with spaces for line ends."""
+    card = LOSS.replace("'loss'", f"'{metric}'")
+    return f"{card}.querySelector('.u-legend').innerText.replace(/\\s+/g, ' ')"
+
+
+def drawn_names(page: Page) -> list[str]:
+    return page.evaluate("[...document.querySelectorAll('#runs tbody label')].map((label) => label.innerText)")
+
+
+def colors(page: Page) -> dict[str, str]:
+    """Return the colours of the drawn runs in the table."""
+    return page.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('#runs tr.chosen')].map((row) => "
+        "[row.querySelector('label').innerText, getComputedStyle(row.querySelector('.swatch')).background]))"
+    )
+
+
+def click_run(page: Page, name: str) -> None:
+    find = f"[...document.querySelectorAll('#runs label.run-label')].find((one) => one.innerText === '{name}')"
+    was_drawn = page.evaluate(f"{find}.querySelector('input').checked")
+    page.evaluate(f"{find}.click()")
+    page.wait(f"{find}.querySelector('input').checked === {str(not was_drawn).lower()}")
+
+
+def write_spike(run_dir: Path) -> dict[int, float]:
+    """Write a run of 10,000 steps with a spike of 12, and return the exponential mean of its loss by step."""
+    run_dir.mkdir()
+    means = {}
+    mean = total = 0.0
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            loss = 4.5 if 6200 <= step < 6212 else 2.0 + 0.1 * math.sin(step)
+            record = {"step": step, "loss": loss, "lr": 1e-3 * min(1, step / 5000), "tokens": 2048 * step}
+            file.write(json.dumps(record | ({"eval_loss": 2.0 + 1 / step} if step % 100 == 0 else {})) + "\n")
+            mean = 0.9 * mean + 0.1 * loss
+            total = 0.9 * total + 0.1
+            means[step] = mean / total
+    return means
+
+
+def go_to(page: Page, fragment: str) -> None:
+    """Change the fragment of the address, as pasted into the same tab."""
+    page.evaluate(f"(window.isOld = true, location.hash = '{fragment}')")
+    page.wait("!window.isOld && document.getElementById('panel').dataset.ready === 'curves'")
+
+
+def check_smoothing(page: Page, means: dict[int, float], ranges: list[str]) -> None:
+    """Compare the legend under the cursor with the mean over all steps, at several zooms."""
+    for part in ranges:
+        go_to(page, f"smooth=0.9{part}")
+        page.wait(f"{legend()}.includes('value / smoothed')")
+        # Points of the picture, by the keyboard: step, value and mean.
+        page.evaluate(f"{LOSS}.querySelector('.plot').focus()")
+        page.key("Home")
+        for _ in range(5):
+            text = page.evaluate(legend())
+            step, mean = re.search(r"step([\d,]+), value / smoothed.* / ([\d.]+)", text).groups()
+            assert float(mean) == pytest.approx(means[int(step.replace(",", ""))], abs=1e-3)
+            page.key("PageDown")
+        assert not page.evaluate(f"{legend('eval_loss')}.includes('smoothed')")
+        assert not page.evaluate(f"{legend('lr')}.includes('smoothed')")
+
+
+def test_smoothing_is_by_step_at_every_zoom_and_leaves_schedules_and_held_out_values(page, tmp_path):
+    means = write_spike(tmp_path / "run")
+    with served(tmp_path) as address:
+        page.open(address, 1280)
+        check_smoothing(page, means, ["", "&from=5800&to=6800", "&from=6190&to=6240"])
+        # The last value of a picture that ends after the spike.
+        go_to(page, "smooth=0.9&from=5800&to=6215")
+        page.wait(f"{legend()}.includes('step6,215')")
+        assert page.evaluate(legend()).endswith(f"/ {means[6215]:.4g}")
+        assert page.problems == []
+        # A request to a server that has ended would be a problem of the next page.
+        page.leave()
+    export_board(RunList([tmp_path / "run"]), tmp_path / "board")
+    page.open((tmp_path / "board/index.html").as_uri(), 1280)
+    check_smoothing(page, means, ["", "&from=6190&to=6240"])
+    assert page.problems == []
+
+
+def test_what_is_shown_is_in_the_address_and_comes_back(page, folder):
+    state = (
+        "JSON.stringify([[...document.querySelectorAll('.toolbar select, .toolbar input')].map((one) => one.value),"
+        f"{LOSS}.querySelector('button').getAttribute('aria-pressed'), {LOSS}.className.trim(),"
+        "[...document.querySelectorAll('#runs input:checked')].length,"
+        "document.querySelector('th[aria-sort]:not([aria-sort=none])').innerText])"
+    )
+    with served(folder) as address:
+        show(page, address, "curves")
+        click_run(page, "two")
+        for index, value in ((0, "tokens"), (1, "0.97")):
+            set_value(page, "select", index, value)
+        for index, value in ((0, "10000"), (1, "50000")):
+            set_value(page, "input", index, value)
+        page.evaluate(f"[...{LOSS}.querySelectorAll('button')].forEach((button) => button.click())")
+        page.evaluate("document.getElementById('sort-loss').click()")
+        page.evaluate("document.getElementById('sort-loss').click()")
+        page.wait("location.hash.includes('sort=-loss')")
+        before = page.evaluate(state)
+        assert json.loads(before) == [["tokens", "0.97", "10000", "50000"], "true", "card wide", 1, "loss ▼"]
+        page.evaluate("location.reload()")
+        page.wait("document.readyState === 'complete' && document.getElementById('panel').dataset.ready === 'curves'")
+        page.wait(f"{LOSS}.querySelector('.u-over')")
+        assert page.evaluate(state) == before
+        # Finer points of the range in tokens are asked for in steps.
+        assert any("first=4&last=25&smooth=0.97" in request for request in page.requests)
+        # The link to skip the table keeps the address.
+        page.evaluate("document.querySelector('.skip').click()")
+        assert "smooth=0.97" in page.evaluate("location.hash")
+        assert page.problems == []
+
+
+def test_a_zoom_without_points_says_so_and_leads_back(page, folder):
+    with served(folder) as address:
+        page.open(f"{address}#from=5800&to=6800", 1280)
+        page.wait(
+            "document.querySelector('.missing').innerText.startsWith('No points in this range: the drawn runs end at')"
+        )
+        assert page.evaluate("[...document.querySelectorAll('.card')].every((card) => !card.clientWidth)")
+        page.evaluate("document.querySelector('.missing button').click()")
+        page.wait(f"{LOSS}.querySelector('.u-over').clientWidth > 0")
+        assert page.evaluate("document.querySelector('.missing').innerText") == ""
+        # One of the runs ends before the range; the range has no evaluation.
+        for index, value in ((0, "31"), (1, "38")):
+            set_value(page, "input", index, value)
+        page.wait("document.querySelector('.missing').innerText.startsWith('No points in this range: two.')")
+        held_out = LOSS.replace("'loss'", "'eval_loss'")
+        page.wait(f"{held_out}.textContent.includes('No points in this range: Whole run')")
+        page.evaluate(f"{held_out}.querySelector('.nothing button').click()")
+        page.wait(f"{held_out}.querySelector('.u-over')")
+        assert page.problems == []
+
+
+def test_colours_of_runs_depend_on_no_order_of_clicks_and_no_reload(page, tmp_path):
+    names = [f"run-{i}" for i in (1, 2, 3, 10, 11, 12, 20, 21, 22, 23)]
+    for name in names:
+        write_run(tmp_path / name, 3)
+    with served(tmp_path) as address:
+        show(page, address, "curves")
+        page.evaluate("document.querySelector('.draw-shown').click()")
+        page.wait("document.querySelectorAll('#runs tr.chosen').length === 10")
+        first = colors(page)
+        assert len(set(first.values())) == 10
+        page.evaluate("document.querySelector('.draw-none').click()")
+        page.wait("document.querySelectorAll('#runs tr.chosen').length === 0")
+        for name in ("run-23", "run-2", "run-10"):
+            click_run(page, name)
+        assert colors(page) == {name: first[name] for name in ("run-23", "run-2", "run-10")}
+        page.wait(f"{LOSS}.querySelectorAll('.u-legend .u-series').length === 4")
+        show(page, address, "curves")
+        assert colors(page).items() <= first.items()
+        assert page.problems == []
+
+
+def test_the_table_is_sorted_by_clicks_and_has_drawn_runs_first(page, tmp_path):
+    for age, name in enumerate(("run-10", "run-2", "run-1", "other", "run-3", "run-20", "run-11")):
+        run_dir = write_run(tmp_path / name, 1000 if name == "run-2" else 3)
+        os.utime(run_dir / "metrics.jsonl", (time.time() - 4000 * age - 10,) * 2)
+    with served(tmp_path) as address:
+        show(page, address, "curves")
+        newest = ["run-10", "run-2", "run-1", "other", "run-3", "run-20", "run-11"]
+        assert drawn_names(page) == newest
+        assert page.evaluate("document.querySelectorAll('#runs input:checked').length") == 4
+        assert "1,000 of 1,000" in page.evaluate("document.getElementById('runs').innerText")
+        click_run(page, "run-11")
+        click_run(page, "run-10")
+        assert drawn_names(page) == ["run-2", "run-1", "other", "run-11", "run-10", "run-3", "run-20"]
+        page.evaluate("document.querySelector('.draw-none').click()")
+        page.wait("document.querySelectorAll('#runs input:checked').length === 0")
+        page.evaluate("document.getElementById('sort-run').click()")
+        page.wait("document.querySelector('#runs tbody label').innerText === 'other'")
+        assert drawn_names(page) == ["other", "run-1", "run-2", "run-3", "run-10", "run-11", "run-20"]
+        page.evaluate("document.getElementById('sort-run').focus()")
+        page.key("Enter")
+        page.wait("document.querySelector('#runs tbody label').innerText === 'run-20'")
+        assert page.evaluate("document.activeElement.id") == "sort-run"
+        page.evaluate("document.getElementById('sort-step').click()")
+        page.wait("document.querySelector('#runs tbody label').innerText === 'run-2'")
+        assert page.problems == []
+
+
+def test_more_runs_than_can_be_drawn_are_said_to_be(page, tmp_path):
+    for i in range(MAX_OPEN + 2):
+        write_run(tmp_path / f"run-{i}", 2)
+    with served(tmp_path) as address:
+        show(page, address, "curves")
+        page.evaluate("document.querySelector('.draw-shown').click()")
+        page.wait(f"document.querySelectorAll('#runs input:checked').length === {MAX_OPEN}")
+        count = page.evaluate("document.querySelector('.run-count').innerText")
+        assert count == f"{MAX_OPEN} of {MAX_OPEN + 2} drawn, the most at once: uncheck one to draw another"
+        page.wait(f"{LOSS}.querySelectorAll('.u-legend .u-series').length === {MAX_OPEN + 1}")
+        assert len(set(colors(page).values())) == MAX_OPEN
+        assert page.problems == []
+
+
+def test_a_folder_without_runs_waits_for_the_first(page, tmp_path):
+    (tmp_path / "runs").mkdir()
+    with served(tmp_path / "runs") as address:
+        page.open(address, 1280)
+        page.wait("document.getElementById('panel').innerText.includes('No runs yet')")
+        assert str(tmp_path / "runs") in page.evaluate("document.getElementById('panel').innerText")
+        assert page.evaluate("document.getElementById('status').innerText") == "waiting for a run"
+        write_run(tmp_path / "runs/first", 12)
+        page.wait(f"{LOSS}.querySelector('.u-over')")
+        assert drawn_names(page) == ["first"]
+        assert page.problems == []
+
+
+def test_damage_of_a_run_stands_in_its_row_and_the_others_go_on(page, tmp_path):
+    for name in ("cut", "gone", "nan", "old", "good"):
+        write_run(tmp_path / name, 20)
+    with (tmp_path / "cut/metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "lo')
+    with (tmp_path / "nan/metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            file.write(json.dumps({"step": step, "loss": None, "nonfinite": {"loss": "nan"}}) + "\n")
+    settings = json.loads((tmp_path / "old/config.json").read_text())
+    del settings["moe"]
+    (tmp_path / "old/config.json").write_text(json.dumps(settings))
+    # A row, and the one below it.
+    row = (
+        "[...document.querySelectorAll('#runs tbody tr')].filter((one) => "
+        "(one.previousSibling?.innerText.startsWith('{0}') && !one.querySelector('label')) || "
+        "one.innerText.startsWith('{0}')).map((one) => one.innerText).join(' ')"
+    )
+    with served(tmp_path) as address:
+        show(page, address, "curves")
+        page.wait(f"{row.format('cut')}.includes('the last line is not complete; it is left out')")
+        page.wait(f"{row.format('old')}.includes('config.json is of another version of moefold: it has no moe.')")
+        page.wait(f"{row.format('nan')}.includes('nan') && {row.format('nan')}.includes('10,000')")
+        (tmp_path / "gone").rename(tmp_path / ".gone")
+        page.wait(f"{row.format('gone')}.includes('the folder is gone: this is what was read of it')")
+        with (tmp_path / "good/metrics.jsonl").open("a") as file:
+            file.write(step_metrics(21, loss=7.125).to_json() + "\n")
+        page.wait(f"{row.format('good')}.includes('7.125')")
+        page.evaluate("document.querySelector('.draw-none')?.click()")
+        for name in ("nan",):
+            click_run(page, name)
+        page.wait(f"{LOSS}.innerText.includes('10,000 values, none of them finite')")
+        assert page.problems == []

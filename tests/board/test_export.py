@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from moefold.board.export import export_board
+from moefold.board.metric_table import MAX_MEAN_POINTS
 from moefold.board.page import STATIC_FILES
 from moefold.board.run_list import RunList
+from moefold.board.smoothing import WEIGHTS, exponential_mean
 from moefold.errors import ConfigError
 from tests.board.run_files import write_faults, write_rollouts, write_run
 
@@ -30,6 +33,7 @@ def test_an_export_has_the_page_and_the_answers(tmp_path):
     data = exported(folder)
     one, two = data["runs"]
     assert (one["name"], one["step"], two["step"]) == ("one", 12, 3)
+    assert one["style"] != two["style"]
     answers = data["data"][one["key"]]
     assert answers["series"]["series"]["loss"]["steps"] == list(range(1, 13))
     assert len(answers["rollouts"]["rollouts"]) == 6
@@ -47,8 +51,14 @@ def test_a_long_run_is_exported_whole_with_its_extremes(tmp_path, monkeypatch):
     export_board(RunList([run_dir]), tmp_path / "board")
     (answers,) = exported(tmp_path / "board")["data"].values()
     loss = answers["series"]["series"]["loss"]
-    assert len(loss["steps"]) <= 3002
+    assert len(loss["steps"]) <= 3002 + len(WEIGHTS) * MAX_MEAN_POINTS
     assert (loss["steps"][-1], max(loss["values"])) == (5000, 99.0)
+    # Means over every step, of which an export has a part.
+    (spike,) = np.flatnonzero(np.array(loss["values"]) == 99.0)
+    values = np.array([99.0 if step == 3333 else 1 / step for step in range(1, 5001)])
+    for weight in WEIGHTS:
+        mean = exponential_mean(np.arange(1, 5001), values, float(weight))
+        assert loss["smoothed"][weight][spike] == pytest.approx(mean[3332], rel=1e-6)
 
 
 def test_other_folders_are_not_replaced(tmp_path):

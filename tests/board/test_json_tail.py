@@ -2,10 +2,8 @@
 
 import os
 
-import pytest
-
 from moefold.board import json_tail
-from moefold.board.json_tail import JsonTail, last_record
+from moefold.board.json_tail import JsonTail
 
 
 def steps(tail: JsonTail, **limits: int) -> list[int]:
@@ -121,22 +119,3 @@ def test_what_is_no_regular_file_is_one_problem(tmp_path):
     tail = JsonTail(path)
     assert steps(tail) == []
     assert tail.problems == ["metrics.jsonl cannot be read: it is a named pipe, not a regular file"]
-    assert last_record(path) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "step"),
-    [
-        ("", None),
-        ('{"step": 1}', None),
-        ('{"step": 1}\n', 1),
-        ('{"step": 1}\n{"step": 2', 1),
-        ('{"step": 1}\nx\n[]\n', 1),
-        ("x" * json_tail.LAST_BYTES + '\n{"step": 5}\n', 5),
-        ('{"step": 1}\n"' + "x" * json_tail.LAST_BYTES, None),
-    ],
-)
-def test_the_last_record_of_a_file(tmp_path, content, step):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(content)
-    assert (last_record(path) or {}).get("step") == step

@@ -1,12 +1,20 @@
 """Metrics as columns, downsampled with their extremes, and means over ranges of steps."""
 
+import json
+
 import numpy as np
 import pytest
 
 from moefold.board import metric_table
 from moefold.board.downsample import downsample
 from moefold.board.metric_table import MetricTable
+from moefold.board.smoothing import WEIGHTS, exponential_mean
 from moefold.board.step_ranges import StepRanges
+
+
+def points(table: MetricTable, name: str, first: int, last: int, max_points: int) -> tuple[list, list]:
+    curve = table.curve(name, first, last, max_points)
+    return curve.steps, curve.values
 
 
 def test_columns_have_the_steps_at_which_a_metric_was_recorded():
@@ -15,10 +23,10 @@ def test_columns_have_the_steps_at_which_a_metric_was_recorded():
     table.append(2, {"step": 2, "loss": None, "eval_loss": 2.5, "nonfinite": {"loss": "nan", "expert_load[0]": "inf"}})
     table.append(5, {"step": 5, "loss": 1.0, "flag": True, "huge": 1e301, "expert_load": [1.5, 2.5]})
     assert table.names == ["loss", "rl.reward", "eval_loss", "worst_expert_load"]
-    assert table.series("loss", 0, 10, 100) == ([1, 2, 5], [3.0, None, 1.0])
-    assert table.series("eval_loss", 0, 10, 100) == ([2], [2.5])
-    assert table.latest("worst_expert_load") == 2.5
-    assert table.latest("loss") == 1.0
+    assert points(table, "loss", 0, 10, 100) == ([1, 2, 5], [3.0, None, 1.0])
+    assert points(table, "eval_loss", 0, 10, 100) == ([2], [2.5])
+    assert table.latest("worst_expert_load") == (5, 2.5)
+    assert table.latest("loss") == (5, 1.0)
     assert table.latest("nothing") is None
 
 
@@ -28,8 +36,8 @@ def test_a_run_that_starts_over_drops_its_later_steps():
         table.append(step, {"loss": float(step)} | ({"eval_loss": 0.0} if step == 8 else {}))
     table.append(6, {"loss": 60.0})
     table.append(7, {"loss": 70.0})
-    assert table.series("loss", 0, 99, 100) == ([1, 2, 3, 4, 5, 6, 7], [1.0, 2.0, 3.0, 4.0, 5.0, 60.0, 70.0])
-    assert table.series("eval_loss", 0, 99, 100) == ([], [])
+    assert points(table, "loss", 0, 99, 100) == ([1, 2, 3, 4, 5, 6, 7], [1.0, 2.0, 3.0, 4.0, 5.0, 60.0, 70.0])
+    assert points(table, "eval_loss", 0, 99, 100) == ([], [])
     assert len(table) == 7
 
 
@@ -37,8 +45,8 @@ def test_a_range_of_steps_has_a_neighbour_on_each_side():
     table = MetricTable()
     for step in range(1, 101):
         table.append(step, {"loss": float(step)})
-    assert table.series("loss", 50, 52, 100)[0] == [49, 50, 51, 52, 53]
-    assert table.series("loss", 200, 300, 100)[0] == [100]
+    assert points(table, "loss", 50, 52, 100)[0] == [49, 50, 51, 52, 53]
+    assert points(table, "loss", 200, 300, 100)[0] == [100]
 
 
 def test_the_number_of_metrics_is_limited(monkeypatch):
@@ -97,3 +105,94 @@ def test_ranges_past_a_step_that_comes_again_are_dropped():
         ranges.append(step, np.array([float(10 * step)]))
     assert ranges.steps.tolist() == [[1, 1], [2, 2], [3, 3]]
     assert ranges.means().tolist() == [[10.0], [20.0], [30.0]]
+
+
+def reference_mean(steps, values, weight: float) -> np.ndarray:
+    """Sum all earlier points for each one."""
+    means = np.full(len(values), np.nan)
+    for i in np.flatnonzero(np.isfinite(values)):
+        known = np.flatnonzero(np.isfinite(values[: i + 1]))
+        weights = weight ** (steps[i] - steps[known]).astype(float)
+        means[i] = weights @ values[known] / weights.sum()
+    return means
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("gap", [1, 7])
+def test_the_exponential_mean_is_by_step_and_passes_over_gaps(weight, gap):
+    rng = np.random.default_rng(gap)
+    steps = np.cumsum(rng.integers(1, gap + 1, 400))
+    values = rng.normal(2.0, 1.0, 400)
+    values[[0, 5, 6, 300]] = np.nan
+    found = exponential_mean(steps, values, float(weight))
+    np.testing.assert_allclose(found, reference_mean(steps, values, float(weight)), rtol=1e-12)
+    both = exponential_mean(steps, np.stack([values, -values]), float(weight))
+    np.testing.assert_allclose(both, [found, -found], rtol=1e-12)
+    assert np.isnan(exponential_mean(steps, np.full(400, np.nan), float(weight))).all()
+
+
+@pytest.mark.parametrize("weight", ["0.9", "0.99"])
+def test_a_spike_has_the_same_smoothed_value_at_every_zoom(weight):
+    steps = np.arange(1, 10_001)
+    values = 2.0 + 0.1 * np.sin(steps)
+    values[6199:6211] = 4.5
+    table = MetricTable()
+    for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+        table.append(step, {"loss": value})
+    # The usual recurrence, without bias at the start.
+    mean = total = 0.0
+    truth = {}
+    for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+        mean = float(weight) * mean + (1 - float(weight)) * value
+        total = float(weight) * total + (1 - float(weight))
+        truth[step] = mean / total
+    peak = max(truth, key=lambda step: truth[step])
+    assert peak == 6211
+    for first, last in ((0, 10_000), (5800, 6800), (6190, 6230)):
+        for max_points in (60, 600, 20_000):
+            curve = table.curve("loss", first, last, max_points, [weight])
+            found = dict(zip(curve.steps, curve.smoothed[weight], strict=True))
+            assert found == {step: pytest.approx(truth[step], rel=1e-6) for step in curve.steps}
+            assert found[peak] == pytest.approx(truth[peak], rel=1e-6)
+            # Between the extremes that are sent, the curve of the mean has no hump that the run has not.
+            inside = [value for step, value in found.items() if first <= step <= last]
+            assert max(inside) == found[peak]
+
+
+@pytest.mark.parametrize(
+    ("record", "is_smoothed"),
+    [
+        ({"loss": 2}, True),
+        ({"grad_norm": 0.5}, True),
+        ({"rl": {"reward": 0.5}}, True),
+        ({"loss_metrics": {"accuracy": 0.5}}, True),
+        ({"lr": 1e-3}, False),
+        ({"eval_loss": 2.5}, False),
+        ({"rl": {"eval_reward": 0.5}}, False),
+        ({"loss_metrics": {"eval_accuracy": 0.5}}, False),
+        ({"tokens": 2048}, False),
+        ({"attention_bytes": 2048}, False),
+        ({"rank_times": {"slowest_rank": 3}}, False),
+        ({"loss_metrics": {"correct_answers": 7}}, False),
+    ],
+)
+def test_schedules_held_out_values_and_counts_are_not_smoothed(record, is_smoothed):
+    table = MetricTable()
+    for step in (1, 2, 3):
+        table.append(step, json.loads(json.dumps(record)))
+    (name,) = table.names
+    assert table.is_smoothed(name) == is_smoothed
+    assert bool(table.curve(name, 0, 9, 100, ["0.9"]).smoothed) == is_smoothed
+
+
+def test_a_range_counts_its_points_and_those_that_are_not_finite():
+    table = MetricTable()
+    for step in range(1, 10_001):
+        table.append(step, {"loss": None, "aux": 0.0, "nonfinite": {"loss": "nan"}})
+    curve = table.curve("loss", 11, 20, 600, ["0.9"])
+    assert (curve.num_points, curve.num_nonfinite, curve.is_zero) == (10, 10, False)
+    assert set(curve.values) == {None}
+    assert table.curve("loss", 0, 20_000, 600).num_nonfinite == 10_000
+    assert len(table.curve("loss", 0, 20_000, 600).steps) <= 602
+    assert table.curve("aux", 0, 20_000, 600).is_zero
+    assert table.curve("loss", 30_000, 40_000, 600, ["0.9"]).num_points == 0

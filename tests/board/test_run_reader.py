@@ -16,6 +16,7 @@ from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_finder import find_runs
 from moefold.board.run_list import RunList
 from moefold.board.run_reader import RunReader
+from moefold.board.run_styles import free_style
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import ExpertCountsWriter
@@ -71,8 +72,8 @@ def test_a_running_job_is_followed(tmp_path):
     reader.read()
     assert reader.summary()["version"] == before
     # The lock of a run folder belongs to a process: another one holds it.
-    code = "import sys; from moefold.train.run_folder import RunLock; from pathlib import Path\n"
-    code += f"with RunLock(Path({str(run_dir)!r}), 'run.dir', 0):\n  print('locked', flush=True); sys.stdin.read()"
+    code = "import sys; from moefold.host.folder_lock import FolderLock; from pathlib import Path\n"
+    code += f"with FolderLock(Path({str(run_dir)!r}), 'run.dir', 0):\n  print('locked', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"locked\n"
@@ -163,7 +164,8 @@ def test_a_large_file_of_counts_is_sampled(tmp_path, monkeypatch):
         (lambda run: (run / "metrics.jsonl").unlink(), "no step yet"),
         (lambda run: (run / "config.json").unlink(), "config.json is missing"),
         (lambda run: (run / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
-        (lambda run: (run / "config.json").write_text("[]"), "config.json cannot be read: "),
+        (lambda run: (run / "config.json").write_text("[]"), "config.json cannot be read: it is no object of sections"),
+        (lambda run: (run / "config.json").write_text('{"run": 3}'), "config.json cannot be read: it is no object of"),
         (lambda run: (run / "expert_counts.bin").write_bytes(b"x\n"), "expert_counts.bin is not a file of expert"),
         (lambda run: (run / "metrics.jsonl").write_text('{"step": "a"}\n'), "metrics.jsonl: 1 lines have no step"),
         (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\nx\n'), "metrics.jsonl: line 2 is no JSON"),
@@ -304,15 +306,10 @@ def test_a_folder_that_may_not_be_read_is_passed_over(tmp_path, monkeypatch):
     [
         ("nothing", "nothing' does not exist; name the run.dir of a training run"),
         ("file", "file' is not a folder; name the run.dir"),
-        ("empty", "empty' holds no run: neither it nor a folder in it has metrics.jsonl or the config.json of a run"),
-        ("hf", "hf' holds no run"),
     ],
 )
-def test_a_path_without_a_run_is_one_message(tmp_path, path, message):
-    (tmp_path / "empty/sub").mkdir(parents=True)
+def test_a_path_that_is_no_folder_is_one_message(tmp_path, path, message):
     (tmp_path / "file").write_text("")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf/config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError) as raised:
         RunList([tmp_path / path])
     assert message in str(raised.value)
@@ -337,6 +334,165 @@ def test_jobs_that_start_later_are_listed_and_unread_runs_show_their_last_line(t
     assert [run["name"] for run in runs.summaries([summary["key"]])] == ["one", "two"]
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_run_whose_folder_vanishes_stays_with_what_was_read_and_goes_on(tmp_path, is_read):
+    run_dir = write_run(tmp_path / "run", 3)
+    write_faults(run_dir)
+    runs = RunList([tmp_path])
+    (key,) = (reader.run.key for reader in runs.readers)
+    wanted = [key] if is_read else []
+    runs.summaries(wanted)
+    run_dir.rename(tmp_path / ".moved")
+    for _ in range(2):
+        (gone,) = runs.summaries(wanted)
+        assert (gone["state"], gone["step"], gone["loss"], gone["num_faults"]) == ("gone", 3, 5 / 3, 2)
+        assert gone["problems"] == ["the folder is gone: this is what was read of it"]
+    assert ("loss" in runs.readers[0].series()["series"]) == is_read
+    (tmp_path / ".moved").rename(run_dir)
+    write_run(run_dir, 5, resume_step=3)
+    (back,) = runs.summaries([key])
+    assert (back["state"], back["step"], back["problems"]) == ("finished", 5, [])
+    assert runs.readers[0].series()["series"]["loss"]["steps"] == [1, 2, 3, 4, 5]
+
+
+def test_a_folder_without_runs_waits_for_them(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "llama"}')
+    now_s = 0.0
+    runs = RunList([tmp_path], clock=lambda: now_s)
+    assert runs.summaries([]) == []
+    write_run(tmp_path / "a/run", 3)
+    now_s = 1.0
+    assert [run["name"] for run in runs.summaries([])] == ["run"]
+    write_run(tmp_path / "b/run", 3)
+    now_s = 12.0
+    # The name of an earlier run becomes longer when another one has it, too.
+    assert [run["name"] for run in runs.summaries([])] == ["a/run", "b/run"]
+
+
+def append_steps(run_dir: Path, first: int, last: int, **values) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step in range(first, last + 1):
+            file.write(step_metrics(step, **values).to_json() + "\n")
+
+
+ROW = ("state", "step", "loss", "eval_loss", "tokens_per_s", "num_faults")
+
+
+@pytest.mark.parametrize("was_charted", [True, False])
+def test_every_row_is_fresh_whether_or_not_its_run_was_charted(tmp_path, was_charted):
+    run_dir = write_run(tmp_path / "run", 80)
+    (run_dir / "metrics.jsonl").unlink()
+    append_steps(run_dir, 1, 40)
+    runs = RunList([tmp_path])
+    key = runs.readers[0].run.key
+    (row,) = runs.summaries([key] if was_charted else [])
+    assert [row[name] for name in ROW] == ["stopped", 40, 5 / 40, 5.5 / 40, 4096.0, 0]
+    append_steps(run_dir, 41, 80, tokens_per_s=1000.0)
+    write_faults(run_dir)
+    expected = ["finished", 80, 5 / 80, 5.5 / 80, 1000.0, 2]
+    for wanted in ([], [key], []):
+        (row,) = runs.summaries(wanted)
+        assert [row[name] for name in ROW] == expected
+    # A run that went back has the row of what it did since.
+    write_run(run_dir, 50, resume_step=45)
+    for wanted in ([], [key], []):
+        (row,) = runs.summaries(wanted)
+        assert [row[name] for name in ROW] == ["finished", 50, 5 / 50, 5.5 / 50, 4096.0, 2]
+
+
+def test_a_line_that_a_stopped_job_did_not_finish_is_named(tmp_path):
+    run_dir = write_run(tmp_path / "run", 3)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    runs = RunList([tmp_path])
+    key = runs.readers[0].run.key
+    for wanted in ([], [key]):
+        (row,) = runs.summaries(wanted)
+        assert (row["step"], row["problems"]) == (3, ["metrics.jsonl: the last line is not complete; it is left out"])
+    assert runs.readers[0].series()["series"]["loss"]["steps"] == [1, 2, 3]
+
+
+def test_ten_thousand_steps_that_are_not_finite_are_shown_as_such(tmp_path):
+    run_dir = write_run(tmp_path / "run", 1)
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            file.write(json.dumps({"step": step, "loss": None, "nonfinite": {"loss": "nan"}}) + "\n")
+    runs = RunList([tmp_path])
+    (row,) = runs.summaries([runs.readers[0].run.key])
+    assert (row["step"], row["loss"], row["problems"]) == (10_000, "nan", [])
+    loss = runs.readers[0].series(weights=["0.9"])["series"]["loss"]
+    assert (loss["num_points"], loss["num_nonfinite"], set(loss["values"])) == (10_000, 10_000, {None})
+    json.dumps(row | loss, allow_nan=False)
+
+
+def test_a_run_of_an_earlier_version_is_shown_and_named_as_such(tmp_path):
+    run_dir = write_run(tmp_path / "run", 3)
+    settings = json.loads((run_dir / "config.json").read_text())
+    settings["parallel"]["cpu"] = 1
+    del settings["train"]["lr"], settings["metrics"]["wandb"]
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "lr": 0.1}\n{"step": 2, "loss": 2.0, "lr": 0.1}\n')
+    runs = RunList([tmp_path])
+    (row,) = runs.summaries([runs.readers[0].run.key])
+    assert (row["step"], row["steps"], row["loss"], row["mapping"]) == (2, 3, 2.0, "1 rank")
+    assert row["problems"] == [
+        "config.json is of another version of moefold: it has no metrics.wandb, train.lr; it has parallel.cpu"
+    ]
+    assert runs.readers[0].series()["series"]["loss"]["values"] == [3.0, 2.0]
+
+
+def test_styles_of_runs_depend_on_no_choice_and_differ(tmp_path):
+    folders = [write_run(tmp_path / f"run-{i}", 1) for i in range(20)]
+    runs = RunList([tmp_path])
+    styles = {run["name"]: run["style"] for run in runs.summaries([])}
+    assert len(set(styles.values())) == 20
+    assert sorted(styles.values())[:16] == list(range(16))
+    keys = [reader.run.key for reader in runs.readers]
+    assert {run["name"]: run["style"] for run in runs.summaries(keys[::-1])} == styles
+    assert {run["name"]: run["style"] for run in RunList([tmp_path]).summaries([])} == styles
+    # A few runs have the colours of their own keys.
+    (alone,) = RunList([folders[3]]).summaries([])
+    assert alone["style"] == int(alone["key"], 16) % 16
+    later = "0" * 12
+    assert free_style(later, set(range(16))) == 16
+    assert free_style(later, set(range(48))) == 0
+
+
+def test_a_request_that_has_no_more_time_says_that_runs_wait_and_gives_each_its_turn(tmp_path):
+    for i in range(3):
+        write_run(tmp_path / f"run-{i}", 2)
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.6
+        return now_s
+
+    runs = RunList([tmp_path], clock=clock)
+    keys = [reader.run.key for reader in runs.readers]
+    seen = [[run["has_more"] for run in runs.summaries(keys)] for _ in range(3)]
+    assert seen == [[False, True, True], [True, False, True], [True, True, False]]
+    assert all("loss" in reader.series()["series"] for reader in runs.readers)
+
+
+def test_the_slowest_ranks_over_steps(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1, 1001):
+            slowest = 7 if step > 500 else step % 2
+            file.write(json.dumps({"step": step, "rank_times": {"slowest_rank": slowest, "own_max_s": 1.0}}) + "\n")
+    ranks = open_run(run_dir).ranks()
+    assert (ranks["steps"], ranks["slowest"]) == (100, [{"rank": 7, "steps": 100}])
+    over = ranks["slowest_over_steps"]
+    assert (over["ranks"], over["left_out"], len(over["steps"])) == ([0, 1, 7], 0, run_reader.MAX_SLOWEST_RANGES)
+    assert (over["steps"][0][0], over["steps"][-1][1]) == (1, 1000)
+    assert over["shares"][0] == [0.5, 0.5, 0.0]
+    assert over["shares"][-1] == [0.0, 0.0, 1.0]
+    assert all(sum(row) == pytest.approx(1.0) for row in over["shares"])
+
+
 def test_a_run_whose_metrics_are_replaced_by_an_evaluation_keeps_its_curve(tmp_path):
     run_dir = write_run(tmp_path / "run", 5)
     reader = open_run(run_dir)
@@ -345,5 +501,6 @@ def test_a_run_whose_metrics_are_replaced_by_an_evaluation_keeps_its_curve(tmp_p
     with MetricsWriter(run_dir, Config().metrics, resume_step=5) as writer:
         writer.add_evaluation(5, 0.75)
     reader.read()
-    assert reader.series()["series"]["eval_loss"] == {"steps": [5], "values": [0.75]}
+    evaluated = reader.series()["series"]["eval_loss"]
+    assert (evaluated["steps"], evaluated["values"]) == ([5], [0.75])
     assert reader.series()["series"]["loss"]["steps"] == [1, 2, 3, 4, 5]

@@ -19,13 +19,13 @@ from tests.e2e.command import moefold
         (["--tokens", "-5"], "--tokens -5 must be at least 1; leave it out for 2048"),
         (["--experts", "-1"], "--experts -1 must be at least"),
         (["--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written: No such file"),
-        (["--plot", "/nonexistent/x.png"], "--plot /nonexistent/x.png cannot be written: No such file"),
+        (["--picture", "/nonexistent/x.png"], "--picture /nonexistent/x.png cannot be written: No such file"),
         (["ranks", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
         (["scaling", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
         (["dispatch", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
-        (["--plot", "x.xyz"], "--plot x.xyz must end in .png"),
-        (["ranks", "--plot", "x.xyz"], "--plot x.xyz must end in .png"),
-        (["scaling", "--plot", "x.xyz"], "--plot x.xyz must end in .png"),
+        (["--picture", "x.xyz"], "--picture x.xyz must end in .png, .svg or .pdf"),
+        (["ranks", "--picture", "x.xyz"], "--picture x.xyz must end in .png, .svg or .pdf"),
+        (["scaling", "--picture", "x.xyz"], "--picture x.xyz must end in .png, .svg or .pdf"),
         (
             ["ranks", "run.device=cuda"],
             "moefold bench ranks counts CPU time, and run.device='cuda'; set run.device=cpu",
@@ -50,7 +50,7 @@ def test_every_command_is_listed_and_has_help(capsys, words):
 def test_the_small_shape(capfd, tmp_path):
     words = ["--tokens", "256", "--steps", "1", "--threads", "1", "--clock", "cpu", "--routing", "balanced"]
     report, picture = tmp_path / "report.json", tmp_path / "bars.png"
-    assert main(["bench", *words, "--json", str(report), "--plot", str(picture)]) == 0
+    assert main(["bench", *words, "--json", str(report), "--picture", str(picture)]) == 0
     out = capfd.readouterr().out
     assert "ratio to transformers: " in out
     assert "ratio to plain torch: " in out
@@ -98,7 +98,7 @@ def test_ranks_of_a_small_recipe(tmp_path):
     report, picture = tmp_path / "report.json", tmp_path / "bars.png"
     words = ["parallel.world_size=2", "parallel.tp=2", "parallel.ep=2", "parallel.cp=1", "parallel.pp=1"]
     sizes = ["train.seq_len=32", "train.micro_batch_size=2", "train.global_batch_size=2"]
-    files = ["--json", str(report), "--plot", str(picture)]
+    files = ["--json", str(report), "--picture", str(picture)]
     # Ranks are forked, and this process runs threads of the benchmarks before.
     done = moefold("bench", "ranks", *words, *sizes, "--steps", "1", *files)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_ranks_of_a_small_recipe(tmp_path):
 def test_scaling(capfd, tmp_path):
     report, picture = tmp_path / "report.json", tmp_path / "bars.png"
     words = ["--tokens", "256", "512", "--experts", "8", "16", "--steps", "1", "--threads", "1", "--clock", "cpu"]
-    assert main(["bench", "scaling", *words, "--json", str(report), "--plot", str(picture)]) == 0
+    assert main(["bench", "scaling", *words, "--json", str(report), "--picture", str(picture)]) == 0
     assert "of the best" in capfd.readouterr().out
     found = json.loads(report.read_text())
     assert [point["tokens"] for point in found["by_tokens"]] == [256, 512]

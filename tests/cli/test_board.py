@@ -33,9 +33,9 @@ def test_options_that_cannot_work_are_one_message(tmp_path, capsys, options, mes
     assert capsys.readouterr().err.startswith(f"moefold: error: {message}")
 
 
-def test_a_path_without_runs_and_a_port_in_use_are_one_message(tmp_path, capsys):
-    assert main(["board", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+def test_an_export_without_runs_and_a_port_in_use_are_one_message(tmp_path, capsys):
+    assert main(["board", str(tmp_path), "--export", str(tmp_path / "board")]) == 2
+    assert f"--export has nothing to write: no run below {tmp_path}" in capsys.readouterr().err
     write_run(tmp_path / "run", 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

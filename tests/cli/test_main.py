@@ -66,7 +66,25 @@ def test_an_unknown_command_suggests_the_nearest(capsys, word, message):
 
 def test_an_unknown_option_is_one_message(capsys):
     assert main(["--frobnicate"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "moefold: error: unrecognized arguments: --frobnicate"
+    assert capsys.readouterr().err == (
+        "moefold: error: unrecognized arguments: --frobnicate; `moefold --help` explains the arguments\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval"], "one of the arguments --tokens --text is required"),
+        (["checkpoint", "show"], "the following arguments are required: CKPT"),
+        (["export", "--frobnicate", "a\nb"], "the following arguments are required: "),
+    ],
+)
+def test_missing_arguments_are_one_line(capsys, words, message):
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert f" error: {message}" in err
+    assert err.count("\n") == 1
+    assert f"{words[0]} " in err.split("`moefold ")[1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -292,6 +292,16 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
     assert steps[0] == steps[1] != steps[2]
 
 
+def test_a_batch_that_is_not_given_is_assumed_and_said(capsys):
+    words = [*SMALL[:6], "--fix", "tp=4", "ep=4", "etp=1", "mbs=1", "--top", "1"]
+    assert main(words) == 0
+    assert "assumed: --seq-len 4096 --global-batch-size 1024; give yours" in capsys.readouterr().out
+    assert main([*words, "--seq-len", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["assumed"] == {"--global-batch-size": 65536}
+    assert found["global_batch_size"] == 65536
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -316,7 +326,7 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
         ),
         ([*SMALL, "--recipe", "out.txt"], "must end in .toml"),
         ([*SMALL, "--trace", "nowhere"], "--trace"),
-        (SMALL[:6], "--seq-len is missing"),
+        (SMALL[:4], "--num-gpus is missing"),
         (
             [*SMALL, "--precision", "mxfp8"],
             "--precision mxfp8 has no price here, as h100 has matrix units for bf16, fp8",

@@ -61,11 +61,48 @@ def test_keys_are_listed_without_a_recipe(capsys):
     assert "parallel.etp" in capsys.readouterr().out
 
 
-def test_a_recipe_must_be_named(capsys):
+@pytest.mark.parametrize(
+    ("pattern", "some", "others"),
+    [
+        ("lr", ["train.lr", "train.min_lr", "train.lr_schedule", "sites.lr"], ["train.beta1", "[moe]", "Presets"]),
+        ("PARALLEL.*p", ["parallel.tp", "parallel.etp"], ["parallel.zero", "model.top_k"]),
+        ("top_k", ["model.top_k"], ["moe.choice"]),
+        ("deepseek-v2", ["model.attention"], ["train.lr"]),
+    ],
+)
+def test_keys_are_listed_by_a_pattern(capsys, pattern, some, others):
+    assert main(["train", "--keys", pattern]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} = " in out for name in some)
+    assert not any(f"{name} = " in out or f"{name}  " in out for name in others)
+
+
+def test_a_pattern_without_keys_is_refused(capsys):
+    assert main(["train", "--keys", "warmup_stps"]) == 2
+    assert capsys.readouterr().err == (
+        "moefold: error: --keys 'warmup_stps': no key has it in its name or help; did you mean 'warmup_steps'?\n"
+    )
+
+
+def test_a_recipe_or_a_setting_must_be_given(capsys):
     assert main(["train"]) == 2
     assert capsys.readouterr().err == (
-        "moefold: error: a recipe is missing: moefold train RECIPE.toml [section.key=value ...]\n"
+        "moefold: error: a recipe or a setting is missing: moefold train [RECIPE.toml] [section.key=value ...]\n"
     )
+
+
+def test_settings_alone_change_the_defaults(tmp_path, monkeypatch, capsys):
+    """A first word with "=" is a setting, unless a file has that name; also of verify and memory."""
+    monkeypatch.chdir(tmp_path)
+    path = write_checkpoint(tmp_path / "run", 10)
+    assert main(["train", "model.preset=tiny", *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"{path} has all 10 steps of run.steps; nothing to do"
+    for command in ("train", "verify", "memory"):
+        assert main([command, "run.stps=1"]) == 2
+        assert capsys.readouterr().err == "moefold: error: unknown key run.stps; did you mean run.steps?\n"
+    (tmp_path / "run.stps=1").write_text("[run]\nseeed = 1\n")
+    assert main(["train", "run.stps=1"]) == 2
+    assert "did you mean run.seed?" in capsys.readouterr().err
 
 
 def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
@@ -74,7 +111,8 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{path} has all 10 steps of run.steps; nothing to do",
         f"next: moefold checkpoint show {tmp_path}/run",
-        "or train on: the same command with run.steps=20",
+        "or train on: the same command with run.steps=20 train.lr=0.00015 (its learning rate has ended at 0: this one "
+        "rises again, half as high, and ends at 0 too)",
         "or start a new run: the same command with run.dir=ANOTHER_FOLDER",
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.train.run_folder import LOCK_FILE
+from moefold.host.folder_lock import LOCK_FILE
 from tests.e2e.command import ROOT, environment
 
 SRUN = f"""#!{sys.executable}

@@ -95,7 +95,7 @@ def test_auto_reports_the_chosen_dispatcher(tmp_path):
 
 
 def test_inspect(tmp_path, whole):
-    done = moefold("inspect", str(whole), "--json", "--png", str(tmp_path / "balance.png"))
+    done = moefold("inspect", str(whole), "--json", "--picture", str(tmp_path / "balance.png"))
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert (record["last_step"], record["num_experts"], len(record["layers"])) == (4, 8, 2)

@@ -1,5 +1,7 @@
 """Threads of a rank, and the line that says what is set."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,4 +53,7 @@ def test_the_line_names_what_the_environment_sets(threads):
         "OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME=eth0, MALLOC_TRIM_THRESHOLD_=131072"
     )
     assert runtime_env_message(PLACE, "cpu", TOLD).endswith("OMP_NUM_THREADS not set, MALLOC_TRIM_THRESHOLD_=131072")
+    one_machine = replace(PLACE, local_world_size=16)
+    assert runtime_env_message(one_machine, "cuda", environment)
+    assert runtime_env_message(one_machine, "cpu", environment) == "", "`moefold doctor` says it"
     assert runtime_env_message(ALONE, "cpu", environment | TOLD) == ""

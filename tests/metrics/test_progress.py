@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.metrics.progress import PLAIN_INTERVAL_S, Progress, format_count, format_duration, format_step, round_steps
+from moefold.metrics.progress import (
+    PLAIN_INTERVAL_S,
+    Progress,
+    StepLine,
+    format_count,
+    format_duration,
+    round_steps,
+)
 from tests.metrics.example import STEP
 
 
@@ -42,21 +49,41 @@ def shown_steps(lines: list[str]) -> list[int]:
     return [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]
 
 
-def test_line_has_all_values() -> None:
-    metrics = replace(STEP, step=20, dropped_fraction=0.0123)
-    assert format_step(metrics, 1000, 2.75, 3725.4) == (
-        "step   20/1000  loss 2.5000  eval 2.7500  lr 0.0003  grad norm 1.25  1:02:05 left  4.1k tokens/s  "
-        "0.0213 TFLOP/s/rank  expert load 1.50x  dropped 1.2%"
+def test_columns_of_a_run_stand_below_each_other() -> None:
+    """Values of other lengths do not move the columns, and steps without an evaluation leave its column blank."""
+    line = StepLine(1000, is_gpu=False, evaluates=True)
+    first = replace(STEP, step=20, lr=3e-4, tokens_per_s=4100.0, expert_load=(1.5,))
+    other = replace(first, step=1000, loss=-0.01234, lr=9.86e-4, grad_norm=123.456, tokens_per_s=987_654.0)
+    assert line.format(replace(first, eval_loss=2.75), 3725.4, 120) == (
+        "step   20/1000  loss  2.5000  eval  2.7500  lr 3.00e-04  grad norm  1.250   4.1k tokens/s  load  1.50x  "
+        "1:02:05 left"
+    )
+    assert line.format(other, 0.0, 120) == (
+        "step 1000/1000  loss -0.0123                lr 9.86e-04  grad norm  123.5   988k tokens/s  load  1.50x"
     )
 
 
-def test_a_line_leaves_out_what_does_not_apply() -> None:
-    metrics = replace(STEP, step=10, expert_load=(), tflops_per_rank=412.3)
-    assert (
-        format_step(metrics, 10, None, 0.0)
-        == "step 10/10  loss 2.5000  lr 0.0003  grad norm 1.25  4.1k tokens/s  412 TFLOP/s/rank"
-    )
-    assert "loss nan" in format_step(replace(STEP, loss=float("nan")), 10, None, 1.0)
+def test_a_gpu_shows_memory_and_mfu_and_a_cpu_neither() -> None:
+    metrics = replace(STEP, step=10, tflops_per_rank=412.3, mfu=0.417, memory_gib=61.23)
+    text = StepLine(10, is_gpu=True, evaluates=False).format(metrics, 0.0, 120)
+    assert "MFU  41.7%" in text
+    assert "61.2 GiB" in text
+    unknown = StepLine(10, is_gpu=True, evaluates=False).format(replace(metrics, mfu=None), 0.0, 120)
+    assert " 412 TFLOP/s" in unknown
+    text = StepLine(10, is_gpu=False, evaluates=False).format(metrics, 0.0, 120)
+    assert not any(word in text for word in ("MFU", "GiB", "TFLOP"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_a_line_fits_and_keeps_the_most_important_columns(width: int, is_gpu: bool) -> None:
+    line = StepLine(100_000, is_gpu=is_gpu, evaluates=True)
+    metrics = replace(STEP, step=5, eval_loss=2.75, mfu=0.4, dropped_fraction=0.0123, loss=1234.5, grad_norm=1e6)
+    text = line.format(metrics, 3725.4, width)
+    assert len(text) <= width
+    assert text.startswith("step      5/100000  loss 1234.50  eval")
+    assert "dropped   1.2%" in line.format(metrics, 3725.4, 200)
+    assert "loss     nan" in line.format(replace(metrics, loss=float("nan")), 1.0, width)
 
 
 def test_a_short_run_prints_every_step() -> None:
@@ -141,12 +168,24 @@ def test_a_terminal_keeps_one_line_and_the_messages(wide_terminal: Terminal) -> 
     text = wide_terminal.getvalue()
     assert "saved [bold]step-000020[/bold]" in text
     assert "step 30/30" in text
-    # Every redraw erases the line first, so that only messages, steps with an evaluation and the last state remain.
-    assert text.count("\n") == 3
+    # Every redraw erases the line first, so that only messages, steps with an evaluation and the last step remain.
+    assert text.count("\n") == 4
+    assert text.endswith("\n\x1b[?25h\r\x1b[1A\x1b[2K"), "the bar is erased"
     assert text.count("\x1b[2K") >= 30
     # The last evaluation stays in sight.
-    assert all("eval 2.7500" in part for part in text.split("\x1b[2K") if re.search(r"step (1[0-9]|2[0-9])/30", part))
-    assert text.endswith("\x1b[?25h")
+    assert all("eval  2.7500" in part for part in text.split("\x1b[2K") if re.search(r"step (1[0-9]|2[0-9])/30", part))
+
+
+def test_after_the_end_only_the_last_step_and_the_messages_stand(wide_terminal: Terminal) -> None:
+    """An interrupted run shows no time left below its last lines."""
+    with Progress(30, 1, wide_terminal) as progress:
+        progress.update(replace(STEP, step=7))
+        progress.end()
+        progress.message("done: 7 steps")
+        after = wide_terminal.getvalue().rsplit("\x1b[2K", 1)[1]
+    assert wide_terminal.getvalue().endswith(after), "closing draws nothing more"
+    assert re.sub(r"\x1b\[[0-9;]*m", "", after).strip() == "done: 7 steps"
+    assert "\x1b[1;32mdone" in after
 
 
 def test_a_terminal_is_not_redrawn_for_every_fast_step(wide_terminal: Terminal) -> None:
@@ -165,8 +204,8 @@ def test_a_narrow_terminal_takes_more_lines(wide_terminal: Terminal, monkeypatch
     with Progress(3, 1, wide_terminal) as progress:
         progress.update(STEP)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", wide_terminal.getvalue())
-    assert "step 1/3  loss 2.5000" in text
-    assert "expert load 1.50x" in text
+    assert "step 1/3  loss  2.5000" in text
+    assert "load  1.50x" in text
     assert all(len(line) <= 60 for line in re.split(r"[\r\n]", text))
 
 
@@ -179,7 +218,7 @@ def test_the_cursor_comes_back_after_an_error(wide_terminal: Terminal) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert "\x1b[?25l" in wide_terminal.getvalue()
-    assert wide_terminal.getvalue().endswith("\x1b[?25h")
+    assert "\x1b[?25h" in wide_terminal.getvalue().rsplit("\x1b[?25l", 1)[1]
 
 
 def test_a_dumb_terminal_gets_plain_lines(wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +265,14 @@ def test_closed_pipe_is_reported_once_and_later_lines_are_discarded() -> None:
         progress.message("second")
         progress.update(STEP)
     assert told == ["closed"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
+def test_output_on_a_full_disk_is_said_once_and_left_out(caplog):
+    with open("/dev/full", "w", encoding="utf-8") as stream, Progress(20, 1, stream) as progress:
+        for _ in range(2):
+            progress.message("lost")
+            progress.update(STEP)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the output cannot be written any more (No space left on device): the run goes on without it"
+    ]

@@ -25,9 +25,9 @@ from tests.train.test_trainer import _train, losses, recipe
 pytestmark = pytest.mark.parity
 
 
-def _tokens(folder: Path) -> Path:
+def _tokens(folder: Path, seed: int = 0) -> Path:
     folder.mkdir()
-    chance = np.random.default_rng(0)
+    chance = np.random.default_rng(seed)
     for i in range(3):
         np.save(folder / f"{i}.npy", chance.integers(0, 32, 2000, dtype=np.uint16))
     return folder
@@ -89,7 +89,7 @@ def test_text_that_is_gone_is_asked_back_as_no_part_of_it_can_be_left_out(pool, 
 def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, tmp_path):
     pool.run(1, _train, _recipe(tmp_path / "run", 2, _tokens(tmp_path / "tokens")))
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
-    other = _recipe(tmp_path / "run", 4, _tokens(tmp_path / "other"))
+    other = _recipe(tmp_path / "run", 4, _tokens(tmp_path / "other", seed=1))
     (error,) = pool.run(1, _refused, other)
     assert f"checkpoint.resume={str(saved)!r} to continue with the new data from its start" in error
     named = replace(other, checkpoint=replace(other.checkpoint, resume=str(saved)))
@@ -100,6 +100,22 @@ def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, 
         1, _train_and_listen, replace(named, run=replace(named.run, steps=5), checkpoint=other.checkpoint)
     )
     assert "anew" not in said
+
+
+@pytest.mark.parametrize("corrupt", ["fatal", "skip"])
+def test_a_run_goes_on_with_the_same_data_at_another_path(pool, tmp_path, corrupt):
+    tokens = _tokens(tmp_path / "tokens")
+    straight = _recipe(tmp_path / "straight", 4, tokens, corrupt=corrupt)
+    pool.run(1, _train, straight)
+    pool.run(1, _train, _recipe(tmp_path / "run", 2, tokens, corrupt=corrupt))
+    tokens.rename(tmp_path / "mount")
+    moved = _recipe(tmp_path / "run", 4, tmp_path / "mount", corrupt=corrupt)
+    ((said, error),) = pool.run(1, _train_and_listen, moved)
+    assert not error
+    assert f"data at '{tmp_path}/mount' has the same content as '{tokens}': continuing at sample 8" in said
+    meta = read_meta(tmp_path / "run" / "checkpoints" / "step-000004")
+    assert (meta.samples, list(meta.data_tokens)) == (16, [f"{tmp_path}/mount/{i}.npy" for i in range(3)])
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
 def _train_and_listen(cfg: Config) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moefold.train.train_step import StepResult
-from moefold.verify.compare import OracleRecord, compare_records, rounded_zero_gradients, run_oracle, token_chunks
+from moefold.verify.compare import OracleRecord, compare_records, run_oracle, token_chunks, zero_gradients
 from moefold.verify.distributed_run import DistributedRecord
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny
@@ -87,9 +87,9 @@ def without_rope() -> OracleRecord:
 KEY_BIAS = "layers.0.attention.bk"
 
 
-def test_gradients_that_are_zero_but_for_rounding_are_found(oracle, without_rope):
-    assert rounded_zero_gradients(without_rope.gradients) == [KEY_BIAS, "layers.1.attention.bk"]
-    assert rounded_zero_gradients(oracle.gradients) == []
+def test_gradients_that_are_zero_are_found(oracle, without_rope):
+    assert zero_gradients(without_rope.gradients) == [KEY_BIAS, "layers.1.attention.bk"]
+    assert zero_gradients(oracle.gradients) == []
 
 
 @pytest.mark.parametrize(("share", "is_wrong"), [(1e-14, False), (1e-8, True), (1.0, True)])
@@ -113,16 +113,41 @@ def test_a_weight_moved_by_more_than_rounding_counts(without_rope, moved, is_wro
     assert not is_wrong or worst.name == f"weights {KEY_BIAS}"
 
 
-def test_a_gradient_that_is_exactly_zero_may_be_rounding_and_no_more(oracle):
+def test_a_gradient_that_is_exactly_zero_is_compared_with_its_layer(oracle):
     gradients = dict(oracle.gradients)
     name = "layers.0.attention.wk"
     gradients[name] = torch.zeros_like(gradients[name])
     expected = replace(oracle, gradients=gradients)
     largest = max(g.abs().max() for key, g in gradients.items() if key.startswith("layers.0."))
-    for share, error in ((1e-14, 0.0), (1e-10, float("inf"))):
+    for share in (0.0, 1e-14, 1e-8, 1.0):
         record = perfect(expected)
         record.gradients[name] = gradients[name] + share * largest
-        assert compare_records(expected, [record])[0].error == error
+        worst = compare_records(expected, [record])[0]
+        assert worst.error == pytest.approx(share)
+        assert (worst.error > TOLERANCE) is (share > 1e-9)
+    assert zero_gradients(gradients) == [name]
+
+
+def test_a_weight_that_is_exactly_zero_is_compared_with_its_layer(oracle):
+    """A bias that starts at zero and has no gradient has no magnitude of its own, initially and later."""
+    name = "layers.0.attention.wk"
+    for part in ("initial", "weights"):
+        tensors = dict(getattr(oracle, part))
+        tensors[name] = torch.zeros_like(tensors[name])
+        expected = replace(oracle, **{part: tensors})
+        largest = max(oracle_part.abs().max() for key, oracle_part in tensors.items() if key.startswith("layers.0."))
+        record = perfect(expected)
+        getattr(record, part)[name] = tensors[name] + 1e-3 * largest
+        assert compare_records(expected, [record])[0].error == pytest.approx(1e-3)
+
+
+def test_a_number_that_is_exactly_zero_is_compared_by_its_deviation(oracle):
+    steps = (replace(oracle.steps[0], z_loss=0.0), oracle.steps[1])
+    expected = replace(oracle, steps=steps)
+    for deviation in (0.0, 1e-17, 1e-3):
+        record = perfect(expected)
+        wrong = replace(record, steps=(replace(record.steps[0], z_loss=deviation), record.steps[1]))
+        assert compare_records(expected, [wrong])[0].error == deviation
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def draw_report(report: Report, path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors=FAINT, labelsize=8)
     try:
-        figure.savefig(path, format="png")
+        figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"{path}: the picture cannot be written: {error.strerror}") from None
 

@@ -23,8 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moefold.board.page import STATIC_FILES, page
 from moefold.board.rollout_index import RolloutQuery
-from moefold.board.run_list import RunList
+from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
+from moefold.board.smoothing import WEIGHTS
 from moefold.host.listen import LOOPBACK_HOSTS
 from moefold.metrics.step_metrics import MAX_STEP
 
@@ -145,7 +146,14 @@ def _static(name: str, request: Request) -> Response:
 
 def _runs(runs: RunList, request: Request) -> Response:
     wanted = [key for key in request.query_params.get("want", "").split(",") if key]
-    return _json({"runs": runs.summaries(wanted)})
+    return _json(
+        {
+            "runs": runs.summaries(wanted),
+            "folders": [str(folder) for folder in runs.folders],
+            "max_chosen": MAX_OPEN,
+            "smoothing": WEIGHTS,
+        }
+    )
 
 
 def _of_run(runs: RunList, answer: Callable[[RunReader, Any], dict[str, Any]], request: Request) -> Response:
@@ -160,6 +168,7 @@ def _series(reader: RunReader, query: Any) -> dict[str, Any]:
         _integer(query, "first", 0, MAX_STEP),
         _integer(query, "last", MAX_STEP, MAX_STEP),
         max(3, _integer(query, "points", 600, MAX_POINTS)),
+        _weights(query),
     )
 
 
@@ -174,6 +183,13 @@ def _rollouts(reader: RunReader, query: Any) -> dict[str, Any]:
             limit=_integer(query, "limit", 20, MAX_LIMIT),
         )
     )
+
+
+def _weights(query: Any) -> list[str]:
+    weights = [weight for weight in query.get("smooth", "").split(",") if weight]
+    if not set(weights) <= set(WEIGHTS):
+        raise HTTPException(400, f"smooth must have weights out of {', '.join(WEIGHTS)}")
+    return weights
 
 
 def _integer(query: Any, name: str, default: Any, limit: int) -> Any:

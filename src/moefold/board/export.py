@@ -12,9 +12,10 @@ from typing import Any
 
 from moefold.board.page import DATA_SCRIPT, STATIC_FILES, page
 from moefold.board.rollout_index import RolloutQuery
-from moefold.board.run_list import RunList
+from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
-from moefold.errors import ConfigError
+from moefold.board.smoothing import WEIGHTS
+from moefold.errors import ConfigError, format_list
 
 MAX_POINTS = 3000
 """Points of a metric: its minima and maxima stay at any length of a run."""
@@ -29,8 +30,13 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
         Names of the exported runs.
 
     Raises:
-        ConfigError: the folder exists and may not be replaced, or cannot be written.
+        ConfigError: there is no run, or the folder exists and may not be replaced, or cannot be written.
     """
+    if not runs.readers:
+        raise ConfigError(
+            f"--export has nothing to write: no run below {format_list([str(path) for path in runs.folders])}, where "
+            "none has a metrics.jsonl or the config.json of a run"
+        )
     if folder.exists() and not (force and _is_export(folder)):
         if _is_export(folder):
             raise ConfigError(
@@ -40,9 +46,15 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
     for reader in runs.readers:
-        summary, answers[reader.run.key] = _answers(reader)
-        summaries.append(summary)
-    data = {"exported_s": time.time(), "runs": summaries, "data": answers}
+        answers[reader.run.key] = _answers(reader)
+        summaries.append(runs.summary(reader))
+    data = {
+        "exported_s": time.time(),
+        "runs": summaries,
+        "max_chosen": MAX_OPEN,
+        "smoothing": WEIGHTS,
+        "data": answers,
+    }
     try:
         with _new_folder(folder) as draft:
             (draft / "static").mkdir()
@@ -59,13 +71,13 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
     return [reader.run.name for reader in runs.readers]
 
 
-def _answers(reader: RunReader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the summary of a run and every answer that the page asks for."""
+def _answers(reader: RunReader) -> dict[str, Any]:
+    """Return every answer that the page asks for, curves with all means, as these need every step."""
     reader.read()
     while reader.summary()["has_more"]:
         reader.read()
-    answers = {
-        "series": reader.series(max_points=MAX_POINTS),
+    return {
+        "series": reader.series(max_points=MAX_POINTS, weights=WEIGHTS),
         "experts": reader.experts(),
         "memory": reader.memory(),
         "ranks": reader.ranks(),
@@ -73,7 +85,6 @@ def _answers(reader: RunReader) -> tuple[dict[str, Any], dict[str, Any]]:
         "rollouts": reader.rollouts(RolloutQuery(limit=MAX_ROLLOUTS)),
         "recipe": reader.recipe(),
     }
-    return reader.summary(), answers
 
 
 def _is_export(folder: Path) -> bool:

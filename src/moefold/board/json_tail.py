@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from moefold.bounded_read import KIB, MAX_LINE_BYTES, MIB, open_regular, parse_json
+from moefold.bounded_read import MAX_LINE_BYTES, MIB, open_regular, parse_json
 
 MAX_READ_BYTES = 16 * MIB
 """Bytes that one call reads, unless a single line is longer: about half a second of parsing."""
-LAST_BYTES = 256 * KIB
-"""Bytes at the end of a file in which its last line is looked for."""
 MAX_PROBLEMS = 5
 """Invalid lines that are named; the others are counted."""
 _FINGERPRINT_BYTES = 256
@@ -154,27 +152,6 @@ class JsonTail:
                 if self._num_invalid <= MAX_PROBLEMS:
                     self._problems.append(f"{self.path.name}: line {self._num_lines} is no JSON object; it is left out")
             offset += len(line)
-
-
-def last_record(path: Path) -> dict[str, Any] | None:
-    """Return the last complete JSON object among the last bytes of a file; None if there is none."""
-    try:
-        with open_regular(path) as file:
-            start = max(0, os.fstat(file.fileno()).st_size - LAST_BYTES)
-            file.seek(start)
-            block = file.read(LAST_BYTES)
-    except OSError:
-        return None
-    # Before the first line end stands a part of a line, after the last one a line that is being written.
-    lines = block[: block.rfind(b"\n") + 1].split(b"\n")[1 if start else 0 : -1]
-    for line in reversed(lines):
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
 
 
 def _split(complete: bytes) -> list[bytes]:

@@ -2,13 +2,16 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from moefold.board.downsample import downsample
-from moefold.metrics.expert_balance import Array, finite_number
+from moefold.board.smoothing import exponential_mean, reach
+from moefold.metrics.expert_balance import MAX_VALUE, Array, finite_number
+from moefold.metrics.step_metrics import StepMetrics
 
 MAX_METRICS = 1000
 """Limit of the columns: the names in loss_metrics are free, and each takes 12 bytes a step."""
@@ -20,12 +23,38 @@ NOT_SCALAR = ("step", "expert_load", "moe_layers", "memory_by_part", "nonfinite"
 """Keys of a line that other readers take."""
 
 
+MEASURED = frozenset(field.name for field in fields(StepMetrics) if field.type in (float, float | None))
+"""Metrics that are no counts, even if all their values are integers."""
+MAX_MEAN_POINTS = 300
+"""Points that a smoothed curve adds at most to those of the values, so that its own extremes are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points of a metric in a range of steps."""
+
+    steps: list[int]
+    values: list[float | None]
+    """None where a value is not finite."""
+    smoothed: dict[str, list[float | None]]
+    """By weight, the exponential mean by step over all points of the run; empty if the metric is not smoothed."""
+    num_points: int
+    """Recorded points in the range, of which `steps` has some."""
+    num_nonfinite: int
+    is_zero: bool
+    """All values of the run are 0."""
+
+
 class _Column:
     """One metric: rows of the table and values, NaN where the value was not finite."""
+
+    __slots__ = ("is_count", "rows", "values")
 
     def __init__(self) -> None:
         self.rows = array("I")
         self.values = array("d")
+        self.is_count = True
+        """All values were integers in the file."""
 
     def append(self, row: int, value: float) -> None:
         self.rows.append(row)
@@ -69,39 +98,69 @@ class MetricTable:
                 self._column(name).append(row, np.nan)
         loads = record.get("expert_load")
         if isinstance(loads, list) and loads:
-            self._column(WORST_LOAD).append(row, max(map(finite_number, loads)))
+            worst = self._column(WORST_LOAD)
+            worst.append(row, max(map(finite_number, loads)))
+            worst.is_count = False
 
-    def latest(self, name: str) -> float | None:
-        """Return the last recorded value; None if there is none or it was not finite."""
+    def latest(self, name: str) -> tuple[int, float] | None:
+        """Return step and value of the last record, NaN if it was not finite; None if there is none."""
         column = self._columns.get(name)
-        if column is None or not column.values or np.isnan(column.values[-1]):
+        if column is None or not column.values:
             return None
-        return column.values[-1]
+        return self._steps[column.rows[-1]], column.values[-1]
 
     def column(self, name: str) -> tuple[Array, Array]:
         """Return copies of the steps and values of a metric, [N] each; NaN where the value was not finite."""
         column = self._columns[name]
         return np.array(self._steps)[np.array(column.rows)], np.array(column.values)
 
-    def series(self, name: str, first: int, last: int, max_points: int) -> tuple[list[int], list[float | None]]:
+    def is_smoothed(self, name: str) -> bool:
+        """Return whether a metric is noisy: no schedule, no held-out mean (of steps that are far apart), no count."""
+        is_held_out = name.rpartition(".")[2].startswith("eval_")
+        return not (name == "lr" or is_held_out or (self._columns[name].is_count and name not in MEASURED))
+
+    def curve(self, name: str, first: int, last: int, max_points: int, weights: Sequence[str] = ()) -> Curve:
         """Return a metric between two steps, at most about `max_points` points that keep minima and maxima.
 
         Values have `DIGITS` digits. One point outside of the range is kept on each side, so that lines reach the edge
-        of a picture.
+        of a picture. Smoothed curves keep their extremes, too, and the same value at a step for every range and number
+        of points.
+
+        Args:
+            name: of the metric.
+            first: first step.
+            last: last step.
+            max_points: of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
+            weights: of exponential means by step.
         """
         steps, values = self.column(name)
-        start = max(0, int(np.searchsorted(steps, first)) - 1)
-        end = int(np.searchsorted(steps, last, side="right")) + 1
-        steps = steps[start:end]
-        values = values[start:end]
-        kept = downsample(values, max_points)
-        shown = [None if np.isnan(value) else float(f"{value:.{DIGITS}g}") for value in values[kept].tolist()]
-        return steps[kept].tolist(), shown
+        inside = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, side="right")))
+        shown = slice(max(0, inside.start - 1), inside.stop + 1)
+        means = {
+            weight: _smoothed(steps, values, shown, float(weight))
+            for weight in (weights if self.is_smoothed(name) else ())
+        }
+        kept = downsample(values[shown], max_points)
+        for mean in means.values():
+            kept = np.union1d(kept, downsample(mean, min(max_points, MAX_MEAN_POINTS)))
+        return Curve(
+            steps=steps[shown][kept].tolist(),
+            values=_rounded(values[shown][kept]),
+            smoothed={weight: _rounded(mean[kept]) for weight, mean in means.items()},
+            num_points=inside.stop - inside.start,
+            num_nonfinite=int(np.isnan(values[inside]).sum()),
+            is_zero=not np.any(values),
+        )
 
     def _add(self, name: str, value: Any, row: int) -> None:
-        number = finite_number(value)
+        # Most of the time of reading a long run is spent here: a float needs no conversion.
+        number = value if type(value) is float and -MAX_VALUE <= value <= MAX_VALUE else finite_number(value)
         if number == number:  # not NaN
-            self._column(name).append(row, number)
+            column = self._columns.get(name) or self._column(name)
+            column.rows.append(row)
+            column.values.append(number)
+            if column.is_count and type(value) is not int:
+                column.is_count = False
 
     def _column(self, name: str) -> _Column:
         column = self._columns.get(name)
@@ -120,3 +179,14 @@ class MetricTable:
             count = bisect_left(column.rows, num_rows)
             del column.rows[count:]
             del column.values[count:]
+
+
+def _smoothed(steps: Array, values: Array, shown: slice, weight: float) -> Array:
+    """Return the exponential mean of some rows, from all earlier points that have a weight on them."""
+    start = int(np.searchsorted(steps, steps[shown.start] - reach(weight))) if shown.start < len(steps) else shown.start
+    mean = exponential_mean(steps[start : shown.stop], values[start : shown.stop], weight)
+    return mean[shown.start - start :]
+
+
+def _rounded(values: Array) -> list[float | None]:
+    return [None if value != value else float(f"{value:.{DIGITS}g}") for value in values.tolist()]

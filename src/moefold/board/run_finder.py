@@ -34,22 +34,24 @@ class FoundRun:
 def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
     """Return the run folders among and below some folders, sorted by path.
 
-    Raises:
-        ConfigError: a folder does not exist, or neither is nor contains a run.
+    A folder that cannot be read, or has none yet, adds none.
     """
     found: dict[Path, None] = {}
+    for path in paths:
+        found |= dict.fromkeys(sorted(_runs_below(path.resolve())))
+    return name_runs(list(found))
+
+
+def check_folders(paths: Sequence[Path]) -> None:
+    """Check that paths are folders.
+
+    Raises:
+        ConfigError: one is not.
+    """
     for path in paths:
         if not os.path.isdir(path):
             what = "is not a folder" if os.path.exists(path) else "does not exist"
             raise ConfigError(f"{str(path)!r} {what}; name the run.dir of a training run, or a folder of run folders")
-        runs = sorted(_runs_below(path.resolve()))
-        if not runs:
-            raise ConfigError(
-                f"{str(path)!r} holds no run: neither it nor a folder in it has {METRICS_FILE} or the {SETTINGS_FILE} "
-                "of a run; name the run.dir of a training run, or a folder of run folders"
-            )
-        found |= dict.fromkeys(runs)
-    return name_runs(list(found))
 
 
 def name_runs(paths: Sequence[Path]) -> list[FoundRun]:

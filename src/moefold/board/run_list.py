@@ -6,33 +6,39 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moefold.board.run_finder import find_runs
+from moefold.board.run_finder import check_folders, find_runs, name_runs
 from moefold.board.run_reader import RunReader
-from moefold.errors import ConfigError
+from moefold.board.run_styles import NUM_STYLES, free_style
 
 SEARCH_INTERVAL_S = 10.0
-MAX_OPEN = 16
-"""Runs that one request reads in full; of the others it reads the last line."""
+EMPTY_SEARCH_INTERVAL_S = 1.0
+"""Interval as long as there is no run: somebody waits for the first."""
+MAX_OPEN = NUM_STYLES // 2
+"""Runs that one request reads in full; of the others it reads the last lines."""
+MAX_READ_S = 1.0
+"""Time after which a request begins no further run: a page that opens long runs shows what there is so far."""
 
 
 class RunList:
-    """Readers of all runs among and below some folders.
+    """Readers of all runs among and below some folders; there may be none yet.
 
     Args:
         paths: run folders, or folders of run folders.
         clock: seconds of a monotonic clock.
 
     Raises:
-        ConfigError: a folder does not exist, or neither is nor contains a run.
+        ConfigError: a path is no folder.
     """
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
-        self._paths = list(paths)
+        check_folders(paths)
+        self.folders = [path.resolve() for path in paths]
         self._clock = clock
         self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
+        self._styles: dict[str, int] = {}
+        self._num_reads: dict[str, int] = {}
         self._add_new()
-        self._searched_s = clock()
 
     @property
     def readers(self) -> list[RunReader]:
@@ -43,29 +49,42 @@ class RunList:
         """Return the reader of a run; None if there is no such run."""
         return self._readers.get(key)
 
+    def summary(self, reader: RunReader) -> dict[str, Any]:
+        """Return the summary of a run with its style, which no choice of runs changes."""
+        return reader.summary() | {"style": self._styles[reader.run.key]}
+
     def summaries(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
-        """Read what the wanted runs gained, and return the summaries of all runs."""
+        """Read what the wanted runs gained, and return the summaries of all runs.
+
+        A wanted run that has to wait, as others took the time of this request, has `has_more`.
+        """
         with self._lock:
-            if self._clock() - self._searched_s >= SEARCH_INTERVAL_S:
+            interval_s = SEARCH_INTERVAL_S if self._readers else EMPTY_SEARCH_INTERVAL_S
+            if self._clock() - self._searched_s >= interval_s:
                 self._add_new()
-                self._searched_s = self._clock()
-        opened = set(wanted[:MAX_OPEN])
+        opened = [key for key in dict.fromkeys(wanted) if key in self._readers][:MAX_OPEN]
+        start_s = self._clock()
+        waiting = set()
+        # Those that were read least often come first, so that each has its turn.
+        for key in sorted(opened, key=lambda key: self._num_reads[key]):
+            if self._clock() - start_s > MAX_READ_S:
+                waiting.add(key)
+                continue
+            self._num_reads[key] += 1
+            self._readers[key].read()
         for reader in self.readers:
-            if reader.run.key in opened:
-                reader.read()
-            else:
+            if reader.run.key not in opened or reader.run.key in waiting:
                 reader.peek()
-        return [reader.summary() for reader in self.readers]
+        summaries = [self.summary(reader) for reader in self.readers]
+        return [one | {"has_more": True} if one["key"] in waiting else one for one in summaries]
 
     def _add_new(self) -> None:
-        for path in self._paths if self._readers else [None]:
-            try:
-                found = find_runs(self._paths if path is None else [path])
-            except ConfigError:
-                if path is None:
-                    raise
-                # The folder was removed while the board is open: its runs keep what was read of them.
-                continue
-            for run in found:
-                if run.key not in self._readers:
-                    self._readers[run.key] = RunReader(run)
+        for run in find_runs(self.folders):
+            if run.key not in self._readers:
+                self._styles[run.key] = free_style(run.key, self._styles.values())
+                self._num_reads[run.key] = 0
+                self._readers[run.key] = RunReader(run)
+        # A run that was found later may have the name of an earlier one.
+        for run in name_runs([reader.run.path for reader in self.readers]):
+            self._readers[run.key].run = run
+        self._searched_s = self._clock()

@@ -4,28 +4,34 @@
 """
 
 import base64
+import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moefold.board.expert_tail import ExpertCountsTail, shares_of
-from moefold.board.json_tail import JsonTail, last_record
+from moefold.board.json_tail import JsonTail
 from moefold.board.metric_table import MetricTable
+from moefold.board.newest_values import NewestValues
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
 from moefold.board.step_ranges import StepRanges
 from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.config.load import config_to_dict
+from moefold.config.schema import Config
+from moefold.errors import format_list
+from moefold.host.folder_lock import is_in_use
 from moefold.metrics.expert_balance import Array, finite_number
 from moefold.metrics.step_metrics import MAX_STEP, METRICS_FILE
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
-from moefold.train.run_folder import SETTINGS_FILE, is_in_use
+from moefold.train.run_folder import SETTINGS_FILE
 
 MAX_LAYERS = 4096
 MAX_LAYER_RANGES = 256
@@ -36,6 +42,11 @@ MAX_FAULTS = 1000
 MAX_FAULT_CHARS = 20_000
 RECENT_STEPS = 100
 """Steps whose slowest ranks are counted."""
+SLOWEST_RANK = "rank_times.slowest_rank"
+MAX_RANK = 1 << 24
+MAX_SLOWEST_RANGES = 120
+MAX_SLOWEST_RANKS = 32
+"""Ranges of steps and ranks of the map of slowest ranks."""
 MAX_LOG2_SHARE = 2.0
 """Shares beyond 1/4 and 4 times the mean have the end colours."""
 
@@ -55,8 +66,8 @@ class RunReader:
         self._counts = ExpertCountsTail(run.path)
         self._trace = TraceTail(run.path)
         self._rollouts = RolloutIndex(run.path)
-        self._last_record: dict[str, Any] = {}
-        self._peeked_s: float | None = None
+        self._newest = NewestValues(run.path / METRICS_FILE)
+        self._is_gone = False
         self._settings: dict[str, Any] = {}
         self._settings_stamp: tuple[int, int] | None = None
         self._settings_problem = ""
@@ -70,9 +81,7 @@ class RunReader:
         self._layers: tuple[int, ...] = ()
         self._layer_ranges: StepRanges | None = None
         self._memory: dict[str, Any] | None = None
-        self._slowest: deque[int] = deque(maxlen=RECENT_STEPS)
-        self._rank_times: dict[str, Any] | None = None
-        self._last_step = 0
+        self._rank_times: tuple[int, dict[str, Any]] | None = None
         self._num_invalid_steps = 0
 
     def _clear_faults(self) -> None:
@@ -82,32 +91,41 @@ class RunReader:
     def read(self) -> None:
         """Read the lines and records that the files gained since the last call, up to a limit of bytes a file."""
         with self._lock:
-            self._read_settings()
+            self.peek()
+            if self._is_gone:
+                return
             self._read_metrics()
-            self._read_faults()
             self._counts.read()
             if self._counts.ranges is None:
                 self._trace.read()
             self._rollouts.read()
 
     def peek(self) -> None:
-        """Read the settings, the faults and the last line of the metrics, for the list of runs."""
+        """Read the settings, the faults and the last lines of the metrics, for the row of the run.
+
+        The row never depends on what else was read. If the folder is gone, all that was read of it stays.
+        """
         with self._lock:
+            self._is_gone = not os.path.isdir(self.run.path)
+            if self._is_gone:
+                return
             self._read_settings()
             self._read_faults()
-            path = self.run.path / METRICS_FILE
-            modified_s = _modified_s(path)
-            if modified_s != self._peeked_s:
-                self._peeked_s = modified_s
-                self._last_record = last_record(path) or {}
+            self._newest.read()
 
-    def _newest(self, section: str, name: str) -> float | None:
-        """Return the newest value of a metric, of a run that was read or peeked at."""
-        if len(self._table):
-            return self._table.latest(f"{section}.{name}" if section else name)
-        found = self._last_record.get(section) if section else self._last_record
-        value = finite_number(found.get(name)) if isinstance(found, dict) else np.nan
-        return None if np.isnan(value) else value
+    def _row_values(self) -> dict[str, float | None | str]:
+        """Return the newest values for the row of the run: None if there is none, "nan" if it was not finite."""
+        values: dict[str, float | None | str] = {}
+        for name in ("loss", "eval_loss", "rl.reward", "tokens_per_s"):
+            newest = self._newest.value(name)
+            found = None if newest is None else (newest.step, newest.value)
+            if found is None and name == "eval_loss":
+                # The newest evaluation may be further from the end than the last lines.
+                latest = self._table.latest(name)
+                found = latest if latest is not None and latest[0] <= self._newest.step else None
+            value = None if found is None else found[1]
+            values[name.rpartition(".")[2]] = "nan" if value is not None and np.isnan(value) else value
+        return values
 
     def summary(self) -> dict[str, Any]:
         """Return name, state, progress and newest numbers of the run, and the version of what has been read.
@@ -125,11 +143,9 @@ class RunReader:
                 "state": self._state(),
                 "step": self._step(),
                 "steps": steps if type(steps) is int else None,
+                "modified_s": modified_s,
                 "age_s": None if modified_s is None else max(0.0, time.time() - modified_s),
-                "loss": self._newest("", "loss"),
-                "eval_loss": self._newest("", "eval_loss"),
-                "reward": self._newest("rl", "reward"),
-                "tokens_per_s": self._newest("", "tokens_per_s"),
+                **self._row_values(),
                 "mapping": _mapping(settings),
                 "num_faults": self._num_faults,
                 "num_rollouts": len(self._rollouts),
@@ -141,13 +157,23 @@ class RunReader:
                 "version": self._version(),
             }
 
-    def series(self, first: int = 0, last: int = MAX_STEP, max_points: int = 600) -> dict[str, Any]:
-        """Return every metric between two steps: `{name: {"steps": [...], "values": [...]}}`, null for a gap."""
+    def series(
+        self, first: int = 0, last: int = MAX_STEP, max_points: int = 600, weights: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return every metric between two steps as `metric_table.Curve`, null for a gap.
+
+        Args:
+            first: first step.
+            last: last step.
+            max_points: of a metric, about.
+            weights: of exponential means by step, for the metrics that are smoothed.
+        """
         with self._lock:
             series = {}
             for name in self._table.names:
-                steps, values = self._table.series(name, first, last, max_points)
-                series[name] = {"steps": steps, "values": values}
+                curve = self._table.curve(name, first, last, max_points, weights)
+                # asdict would copy each list.
+                series[name] = {field.name: getattr(curve, field.name) for field in fields(curve)}
             return {"series": series, "axes": self._axes(max_points)}
 
     def experts(self) -> dict[str, Any]:
@@ -187,10 +213,18 @@ class RunReader:
     def ranks(self) -> dict[str, Any]:
         """Return the newest times of ranks, how often each was the slowest, and the stragglers that were reported."""
         with self._lock:
+            steps = ranks = np.array([], dtype=np.int64)
+            if SLOWEST_RANK in self._table.names:
+                steps, values = self._table.column(SLOWEST_RANK)
+                known = np.abs(values) <= MAX_RANK
+                steps = steps[known]
+                ranks = values[known].astype(np.int64)
+            recent = Counter(ranks[-RECENT_STEPS:].tolist())
             return {
-                "times": self._rank_times,
-                "steps": len(self._slowest),
-                "slowest": [{"rank": rank, "steps": count} for rank, count in Counter(self._slowest).most_common(32)],
+                "times": None if self._rank_times is None else _newest_times(*self._rank_times),
+                "steps": recent.total(),
+                "slowest": [{"rank": rank, "steps": count} for rank, count in recent.most_common(MAX_SLOWEST_RANKS)],
+                "slowest_over_steps": slowest_over_steps(steps, ranks) if len(steps) else None,
                 "stragglers": [fault for fault in self._faults if fault.get("kind") == "straggler"],
             }
 
@@ -210,8 +244,7 @@ class RunReader:
             return {"settings": self._settings}
 
     def _step(self) -> int:
-        step = self._last_record.get("step")
-        return self._last_step or (step if type(step) is int and 0 <= step <= MAX_STEP else 0)
+        return self._newest.step
 
     def _version(self) -> str:
         numbers = (
@@ -229,8 +262,12 @@ class RunReader:
         return ".".join(map(str, numbers))
 
     def _problems(self) -> list[str]:
+        if self._is_gone:
+            return ["the folder is gone: this is what was read of it"]
         problems = [*self._metrics.problems, *self._faults_tail.problems, *self._rollouts.tail.problems]
         problems += [text for text in (self._settings_problem, self._counts.problem, self._trace.problem) if text]
+        if self._newest.is_cut and not is_in_use(self.run.path):
+            problems.append(f"{METRICS_FILE}: the last line is not complete; it is left out")
         if self._num_invalid_steps:
             problems.append(f"{METRICS_FILE}: {self._num_invalid_steps} lines have no step number")
         if self._table.left_out:
@@ -240,7 +277,9 @@ class RunReader:
         return problems
 
     def _state(self) -> str:
-        """Return "running" if a job holds the lock of the folder, else "finished" or "stopped"."""
+        """Return "running" if a job holds the lock of the folder, else "finished" or "stopped"; or "gone"."""
+        if self._is_gone:
+            return "gone"
         if is_in_use(self.run.path):
             return "running"
         steps = self._settings.get("run.steps")
@@ -258,14 +297,16 @@ class RunReader:
             return
         try:
             tree = read_json(path, MAX_CONFIG_BYTES)
-            settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
-            settings = to_json_value(settings)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             self._settings_problem = f"{SETTINGS_FILE} cannot be read: {error}"
             return
+        if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
+            self._settings_problem = f"{SETTINGS_FILE} cannot be read: it is no object of sections"
+            return
+        settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
         self._settings_stamp = stamp
-        self._settings_problem = ""
-        self._settings = settings
+        self._settings_problem = _version_problem(settings)
+        self._settings = to_json_value(settings)
 
     def _read_metrics(self) -> None:
         lines = self._metrics.read()
@@ -278,7 +319,6 @@ class RunReader:
                 self._num_invalid_steps += 1
                 continue
             self._table.append(step, line.record)
-            self._last_step = step
             self._add_layers(step, line.record)
             self._add_ranks(step, line.record)
 
@@ -308,10 +348,8 @@ class RunReader:
                 name: _part_bytes(memory.get(name)) for name in ("peak_bytes", "current_bytes")
             }
         times = record.get("rank_times")
-        if isinstance(times, dict) and type(times.get("slowest_rank")) is int:
-            self._slowest.append(times["slowest_rank"])
-            numbers = {name: finite_number(value) for name, value in times.items()}
-            self._rank_times = {"step": step} | {name: value for name, value in numbers.items() if not np.isnan(value)}
+        if isinstance(times, dict):
+            self._rank_times = (step, times)
 
     def _read_faults(self) -> None:
         lines = self._faults_tail.read()
@@ -339,6 +377,42 @@ class RunReader:
             kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), max_points)).astype(np.int64))
             axes[name] = {"steps": steps[kept].tolist(), "values": numbers[kept].tolist()}
         return axes
+
+
+def _newest_times(step: int, times: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: finite_number(value) for name, value in times.items()}
+    return {"step": step} | {name: value for name, value in numbers.items() if not np.isnan(value)}
+
+
+def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
+    """Return how often each rank was the slowest in ranges of steps: shares [ranges][ranks] of the steps of a range.
+
+    Args:
+        steps: ascending, [N].
+        ranks: slowest rank of each step, [N].
+    """
+    found, counts = np.unique(ranks, return_counts=True)
+    shown = np.sort(found[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
+    edges = np.unique(np.linspace(0, len(steps), min(len(steps), MAX_SLOWEST_RANGES) + 1).astype(np.int64))
+    is_slowest = ranks[:, None] == shown
+    shares = np.add.reduceat(is_slowest, edges[:-1], axis=0, dtype=np.float64) / np.diff(edges)[:, None]
+    return {
+        "ranks": shown.tolist(),
+        "left_out": len(found) - len(shown),
+        "steps": np.stack([steps[edges[:-1]], steps[edges[1:] - 1]], axis=1).tolist(),
+        "shares": _nullable(shares),
+    }
+
+
+def _version_problem(settings: Mapping[str, Any]) -> str:
+    """Return how the keys of a run differ from those of this version of moefold; empty if they do not."""
+    known = {f"{section}.{key}" for section, keys in config_to_dict(Config()).items() for key in keys}
+    parts = [
+        f"{words} {format_list(sorted(keys))}"
+        for words, keys in (("it has no", known - set(settings)), ("it has", set(settings) - known))
+        if keys
+    ]
+    return f"{SETTINGS_FILE} is of another version of moefold: {'; '.join(parts)}" if parts else ""
 
 
 def share_levels(shares: Array) -> Array:

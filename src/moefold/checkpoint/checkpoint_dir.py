@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
@@ -28,8 +28,10 @@ from moefold.config.model import (
 )
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
-from moefold.data.input_paths import check_data_file_names, file_differences, separate_dropped_files
+from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
+from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
+from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 from moefold.rl.plateau import Plateau
 from moefold.rl.table import table_headers
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from moefold.comm.groups import World
 
 
+T = TypeVar("T")
 META_FILE = "moefold.json"
 FORMAT = 1
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
@@ -75,7 +78,12 @@ class TrainState:
     samples: int
     """Training samples consumed."""
     tokens: int
-    """Tokens trained on."""
+    """Tokens trained on: input tokens without padding, of the updates that were applied. In checkpoints without
+    `tokens_consumed`, of old versions: with padding, and of skipped updates too."""
+    tokens_consumed: int | None = None
+    """Input tokens without padding of all steps, those of skipped updates included; None in old checkpoints."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """Settings of the learning-rate schedule (`schedule_settings`); empty in old checkpoints."""
     stream: Any = None
     """State of a streaming data set, so that it need not be read from its start; None for other data."""
     guard: Any = None
@@ -181,25 +189,88 @@ def sample_order(cfg: Config) -> dict[str, Any]:
 def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
     """Describe how the samples of a checkpoint's run differ from those of a recipe; empty if they are the same.
 
+    Files count by their content, wherever they are: other names with the same fingerprints are no difference.
     Token files that have become corrupt or missing since are no difference under data.corrupt="skip": see
     `dropped_files`.
 
     Args:
         meta: metadata of the checkpoint.
         cfg: the recipe.
-        fingerprints: current fingerprints of the data files; None: do not compare them.
+        fingerprints: current fingerprints of the data files; None: compare the settings alone.
     """
-    # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = sample_order(Config()) | meta.order
-    # What generation asks for changes no sample.
-    theirs.pop(WANT_KEY, None)
-    wrong = _differences(theirs, sample_order(cfg))
-    if wrong or fingerprints is None or not meta.data_files:
-        return wrong
+    ours = sample_order(cfg)
+    theirs = _recorded_order(meta)
+    if not meta.data_files:
+        return _differences(theirs, ours)
+    settings = {key: value for key, value in theirs.items() if key not in LOCATION_KEYS}
+    if _differences(settings, ours):
+        return _differences(theirs, ours)
+    if fingerprints is None:
+        return ""
+    moved = {key: theirs[key] for key in LOCATION_KEYS}
+    then = data_files(theirs, meta.data_files)
+    now = data_files(ours, fingerprints)
+    if wrong := unmatched_locations(then, now, theirs, ours):
+        return _differences({key: theirs[key] for key in wrong}, ours)
+    fingerprints = comparable(then, now, fingerprints)
+    meta = relocated(meta, cfg, fingerprints)
     lost, others = _classify_differences(meta, fingerprints)
-    if not lost or (cfg.data.corrupt == "skip" and _has_remaining_files(meta, lost)):
-        return format_list(list(others.values()))
-    return format_list([*lost.values(), *others.values()])
+    if theirs["path"] != ours["path"]:
+        # A file that is damaged keeps its place: another one in a new place is no damage.
+        changed = [name for name in lost if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED]
+        others |= {name: lost.pop(name) for name in changed}
+    if cfg.data.corrupt == "skip" and _has_remaining_files(meta, lost):
+        lost = {}
+    wrong = [*lost.values(), *others.values()]
+    return "; ".join(filter(None, [_differences(moved, ours), format_list(wrong)])) if wrong else ""
+
+
+def relocated(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str]) -> CheckpointMeta:
+    """Return the metadata of a checkpoint with the names that its data files have in the recipe.
+
+    Args:
+        meta: metadata of the checkpoint.
+        cfg: the recipe.
+        fingerprints: current fingerprints of the data files.
+    """
+    order = _recorded_order(meta)
+    then = data_files(order, meta.data_files)
+    now = data_files(sample_order(cfg), fingerprints)
+    names = names_now(then, meta.data_files, now, fingerprints)
+
+    def renamed(values: dict[str, T]) -> dict[str, T]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    return replace(
+        meta,
+        data_files=renamed(meta.data_files),
+        data_tokens=renamed(meta.data_tokens),
+        data_lost=renamed(meta.data_lost),
+    )
+
+
+def moved_data_message(meta: CheckpointMeta, cfg: Config) -> str:
+    """Return a message about data of the same content at other paths than those of a checkpoint; empty if none moved.
+
+    Args:
+        meta: metadata of the checkpoint.
+        cfg: the recipe; `data_order_change` returns "" for it.
+    """
+    theirs = _recorded_order(meta)
+    ours = sample_order(cfg)
+    moved = [key for key in LOCATION_KEYS if theirs[key] != ours[key]]
+    names = {"path": "data", "tokenizer": "data.tokenizer", "chat_template": "data.chat_template"}
+    said = [f"{names[key]} at {ours[key]!r} has the same content as {theirs[key]!r}" for key in moved]
+    return f"{'; '.join(said)}: continuing at sample {meta.samples}" if said else ""
+
+
+def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
+    """Return `sample_order` of a checkpoint's run."""
+    # Keys that are missing in a checkpoint of an older version had their defaults.
+    order = sample_order(Config()) | meta.order
+    # What generation asks for changes no sample.
+    order.pop(WANT_KEY, None)
+    return order
 
 
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
@@ -231,6 +302,13 @@ def named_checkpoints(folder: Path) -> list[Path]:
     if isinstance(folder, RemotePath):
         return [path for path in remote_step_folders(folder) if (path / MANIFEST_FILE).is_file()]
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
+
+
+def has_unfinished_checkpoint(folder: Path) -> bool:
+    """Return whether a save into a folder was begun and not ended."""
+    if isinstance(folder, RemotePath):
+        return len(remote_step_folders(folder)) > len(named_checkpoints(folder))
+    return any(folder.glob(".step-*.partial"))
 
 
 def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
@@ -351,7 +429,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
-    for name in ("checked_step", "moment_updates"):
+    for name in ("checked_step", "moment_updates", "tokens_consumed"):
         value = getattr(meta, name)
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
@@ -362,9 +440,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
     Plateau.from_json(meta.rl)
     table_headers(meta.rl)
     check_adapter_settings(meta.lora)
-    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
+    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost", "schedule"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
+    check_schedule_settings(meta.schedule)
     sizes = meta.model
     for name, default in model_sizes(ModelConfig()).items():
         kinds = (int, float) if isinstance(default, float) else type(default)

@@ -8,7 +8,7 @@ from typing import Any
 
 from moefold.bench.shape import BenchShape, bench_shapes
 from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_output_path, check_writable, reject_existing
+from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path, check_writable, reject_existing
 from moefold.terminal import print_escaped
 
 
@@ -40,9 +40,9 @@ def device_type_from_args(args: argparse.Namespace) -> str:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add --json, --plot and --force."""
+    """Add --json, --picture and --force."""
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
-    parser.add_argument("--plot", metavar="FILE.png", help="plot the report")
+    parser.add_argument("--picture", metavar="FILE", help="draw the report into FILE (.png, .svg or .pdf)")
     add_force(parser)
 
 
@@ -55,13 +55,13 @@ def check_output_options(args: argparse.Namespace) -> None:
     """Check that the output files can be written, before any measurement.
 
     Raises:
-        ConfigError: a plot has another suffix than .png, a folder is missing, a
+        ConfigError: a picture has another suffix, a folder is missing, a
             path is not writable, or a file exists and --force is not given.
     """
-    for option, name in (("--json", args.json), ("--plot", args.plot)):
+    for option, name in (("--json", args.json), ("--picture", args.picture)):
         if name is not None and (option, name) != ("--json", "-"):
-            if option == "--plot":
-                check_output_path(option, Path(name), (".png",))
+            if option == "--picture":
+                check_output_path(option, Path(name), PICTURE_SUFFIXES)
             check_writable(option, Path(name))
             reject_existing(option, Path(name), force=args.force)
 
@@ -79,7 +79,7 @@ def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str
             Path(args.json).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {args.json}: {error.strerror}") from None
-    if args.plot is not None:
+    if args.picture is not None:
         from moefold.bench.plot import draw_report
 
-        draw_report(report, Path(args.plot))
+        draw_report(report, Path(args.picture))

@@ -7,7 +7,7 @@ from moefold.bounded_read import MAX_REPORT_BYTES, read_json
 from moefold.cli.bench_output import add_force
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
-from moefold.host.output_file import check_output_path, reject_existing
+from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path, reject_existing
 
 
 def run(argv: list[str]) -> int:
@@ -21,8 +21,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{args.report} is no JSON") from None
     if not isinstance(report, dict):
         raise ConfigError(f"{args.report} is no report of moefold bench")
-    check_output_path("FILE.png", Path(args.picture), (".png",))
-    reject_existing("FILE.png", Path(args.picture), force=args.force)
+    check_output_path("FILE", Path(args.picture), PICTURE_SUFFIXES)
+    reject_existing("FILE", Path(args.picture), force=args.force)
     from moefold.bench.plot import draw_report
 
     draw_report(report, Path(args.picture))
@@ -32,6 +32,6 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="moefold bench plot", description="Plot a report that a benchmark wrote with --json.")
     parser.add_argument("report", metavar="REPORT.json", help="a report written by --json")
-    parser.add_argument("picture", metavar="FILE.png", help="the picture to write")
+    parser.add_argument("picture", metavar="FILE", help="the picture to write (.png, .svg or .pdf)")
     add_force(parser)
     return parser

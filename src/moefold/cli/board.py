@@ -14,8 +14,8 @@ from moefold.remote_path import is_remote
 from moefold.terminal import print_escaped
 
 DEFAULT_PORT = 6007
-EPILOG = """RUNS are run folders, or folders of run folders, which are searched again while the board is open. The board
-only reads: it follows running jobs, and any number of boards may show one run.
+EPILOG = """RUNS are run folders, or folders of run folders, which are searched again while the board is open and may be
+empty yet. The board only reads: it follows running jobs, and any number of boards may show one run.
 
 The server listens on this machine alone. From another machine, forward its port: ssh -L 6007:127.0.0.1:6007 HOST
 
@@ -64,7 +64,8 @@ def run(argv: list[str]) -> int:
         # A browser cannot open an address that stands for all of this machine.
         url = url_of(listener).replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
         address = f"{url}/{f'?token={token}' if token else ''}"
-        print_escaped(f"moefold: {count} run{'s' if count > 1 else ''} at {address}", flush=True)
+        found = f"{count} run{'s' if count > 1 else ''}" if count else "no runs yet; they appear when they start,"
+        print_escaped(f"moefold: {found} at {address}", flush=True)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
         uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -7,15 +7,18 @@ import argparse
 import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 
+from moefold.config.aliases import OPTION_OF, key_hint
+from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_USER_ERROR
-from moefold.terminal import MULTILINE_CHARS, printable
+from moefold.terminal import printable
 
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 
@@ -31,8 +34,26 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": _ParagraphFormatter, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and an error message, with control characters escaped, and exit with status 2."""
-        super().error(printable(message, MULTILINE_CHARS))
+        """Print one line, with control characters escaped, and exit with status 2."""
+        hint = self._our_words(message) or f"`{self.prog} --help` explains the arguments"
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {printable(message)}; {hint}\n")
+
+    def _our_words(self, message: str) -> str:
+        """Return how moefold calls an argument of other software that argparse does not recognise; "" if unknown."""
+        if not message.startswith("unrecognized arguments: "):
+            return ""
+        takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
+        for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
+            plain = name.replace("-", "_")
+            option = OPTION_OF.get(plain.lower(), "")
+            section, _, key = plain.partition(".")
+            if any(option in action.option_strings for action in self._actions):
+                return f"moefold calls this {option}"
+            if takes_settings and section in sections() and key in key_types(section):
+                return f"settings have no dashes: {section}.{key}=VALUE"
+            if takes_settings and key_hint(name):
+                return key_hint(name)
+        return ""
 
 
 class _ParagraphFormatter(argparse.HelpFormatter):
@@ -69,6 +90,18 @@ def _wrapped_line(line: str, width: int) -> list[str]:
     )
     broken = [part.replace(UNBROKEN_SPACE, " ") for part in broken]
     return [part + " \\" for part in broken[:-1]] + broken[-1:] if is_command else broken
+
+
+def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the path of the recipe and the overrides: a first word `section.key=value` is an override.
+
+    Args:
+        recipe: the first word; None: none was given.
+        overrides: the other words.
+    """
+    if recipe is None or ("=" in recipe and not Path(recipe).exists()):
+        return None, [*([] if recipe is None else [recipe]), *overrides]
+    return Path(recipe), list(overrides)
 
 
 RANK0_REPORT_WAIT_S = 10.0

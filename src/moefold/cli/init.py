@@ -1,7 +1,9 @@
 """`moefold init`: write a recipe that ships with moefold into a folder, as a starting point."""
 
 import argparse
+import re
 import shutil
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +14,10 @@ from moefold.errors import ConfigError, format_list
 from moefold.terminal import print_escaped
 
 DEFAULT_RECIPE = "quickstart"
+LIST_WIDTH = 80
+"""Width of `moefold init --list` in columns."""
+PLANNED = re.compile(r"-\d+xh100$")
+"""End of the name of a recipe with the mapping planned for a number of H100."""
 
 EPILOG = """examples:
   moefold init
@@ -31,9 +37,7 @@ def run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     known = shipped_files()
     if arguments.list:
-        width = max(map(len, known))
-        for name, files in known.items():
-            print_escaped(f"{name:{width}}  {_first_sentence(files[0])}")
+        print_escaped("\n".join(_list_recipes({name: _first_sentence(files[0]) for name, files in known.items()})))
         return 0
     if len(arguments.words) > 2:
         raise ConfigError(f"{arguments.words[2]!r} is one argument too many: moefold init [NAME] [DIR]")
@@ -63,8 +67,12 @@ def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path
         name = DEFAULT_RECIPE
         folder = words[0]
     guess = _closest_recipe(words[0], known) if words and words[0] not in known else None
-    if name not in known or (guess and not Path(folder).is_dir()):
+    is_part = bool(words) and any(words[0].lower() in other for other in known) and words[0] not in known
+    if name not in known or ((guess or is_part) and not Path(folder).is_dir()):
+        matches = [name for name in sorted(known) if words[0].lower() in name]
         hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
+        if len(matches) > 1:
+            hint = f"these match: {', '.join(matches)}"
         raise ConfigError(f"{words[0]!r} is not a recipe that comes with moefold; {hint} (moefold init NAME DIR)")
     return name, Path(folder)
 
@@ -74,6 +82,45 @@ def _closest_recipe(word: str, known: set[str]) -> str | None:
     by_file = {name.rpartition("/")[2]: name for name in sorted(known)}
     guess = closest_match(word, known)
     return guess if guess is not None else by_file.get(closest_match(word, by_file) or "")
+
+
+def _list_recipes(sentences: dict[str, str]) -> list[str]:
+    """List recipes by folder, one line each of at most `LIST_WIDTH` columns; planned variants share a line.
+
+    Args:
+        sentences: what each recipe is, by name.
+    """
+    lines = []
+    for folder in sorted({name.rpartition("/")[0] for name in sentences}):
+        names = [name for name in sentences if name.rpartition("/")[0] == folder]
+        planned = {
+            name: [int(match[1]) for other in names if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)xh100", other))]
+            for name in names
+            if not PLANNED.search(name)
+        }
+        plain = {name.rpartition("/")[2]: sorted(counts) for name, counts in planned.items()}
+        width = max(map(len, plain))
+        counts_width = max(len(_join(counts)) for counts in plain.values())
+        if folder:
+            lines += ["", f"{folder}/NAME for any number of GPUs, {folder}/NAME-64xh100 planned for 64:"]
+        for name, counts in plain.items():
+            head = f"  {name:{width}}  " + (f"{_join(counts):{counts_width}}  " if counts_width else "")
+            sentence = sentences[f"{folder}/{name}" if folder else name]
+            lines.append(head + _shorten(sentence, LIST_WIDTH - len(head)))
+    return lines
+
+
+def _join(counts: list[int]) -> str:
+    return ", ".join(map(str, counts))
+
+
+def _shorten(sentence: str, width: int) -> str:
+    """Shorten a sentence to `width` characters: at the end of its last part that fits, or else of a word."""
+    if len(sentence) <= width:
+        return sentence
+    ends = [match.start() for match in re.finditer(r" \(|[,:;] ", sentence) if width / 2 < match.start() <= width]
+    parts = [sentence[:end] for end in ends if sentence.count("(", 0, end) == sentence.count(")", 0, end)]
+    return parts[-1] if parts else textwrap.shorten(sentence, width, placeholder=" ...")
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moefold.errors import ConfigError
+from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
 from moefold.metrics.metric_curves import RL_CURVES, SITE_CURVES, MetricCurve
 from moefold.metrics.plot import escape_plot_text
@@ -14,7 +15,6 @@ from moefold.metrics.plot import escape_plot_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg", ".pdf")
 MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
@@ -41,8 +41,7 @@ def save_picture(
     Raises:
         ConfigError: the file has another suffix or cannot be written.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--png {path} must end in .png, .svg or .pdf")
+    check_output_path("--picture", path, PICTURE_SUFFIXES)
     # Avoid pyplot, which would pick a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,7 +68,7 @@ def save_picture(
     try:
         figure.savefig(path)
     except OSError as error:
-        raise ConfigError(f"--png {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 
 
 def _shown_layers(balance: ExpertBalance) -> list[int]:

@@ -34,7 +34,7 @@ EPILOG = f"""keys: {", ".join(LEGAL_KEYS)}
 
 examples:
   moefold layout world_size=8 tp=2 cp=2 pp=2 ep=4
-  moefold layout recipes/quickstart.toml tp=4 cp=1 --png layout.png
+  moefold layout recipes/quickstart.toml tp=4 cp=1 --picture layout.png
   moefold layout recipes/quickstart.toml pipeline_layout=auto
   moefold layout world_size=4 pp=4 'pipeline_layout=Et*3|t*4|t*4|t*3L'
 """
@@ -47,17 +47,17 @@ def run(argv: list[str]) -> int:
         ConfigError: an argument, a file or the folding is wrong.
     """
     arguments = _parser().parse_intermixed_args(argv)
-    if arguments.png is not None:
-        check_writable("--png", arguments.png)
-        reject_existing("--png", arguments.png, force=arguments.force)
+    if arguments.picture is not None:
+        check_writable("--picture", arguments.picture)
+        reject_existing("--picture", arguments.picture, force=arguments.force)
     cfg, gpus_per_node, has_recipe = parse_arguments(arguments.words)
     layout = layout_from_config(cfg)
     pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
-    if arguments.png is not None:
+    if arguments.picture is not None:
         from moefold.cli.layout_picture import save_picture
 
-        save_picture(layout, gpus_per_node, arguments.png, pipeline, cfg if has_recipe else None)
-        print_escaped(f"wrote {arguments.png}", file=sys.stderr)
+        save_picture(layout, gpus_per_node, arguments.picture, pipeline, cfg if has_recipe else None)
+        print_escaped(f"wrote {arguments.picture}", file=sys.stderr)
     if arguments.json:
         check_listable(layout)
         print(json.dumps(layout.as_dict | ({} if pipeline is None else stages_as_dict(pipeline))))
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the rank groups of both views as one JSON object")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw views and stages into FILE (.png, .svg or .pdf)"
+        "--picture", type=Path, metavar="FILE", help="also draw views and stages into FILE (.png, .svg or .pdf)"
     )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser

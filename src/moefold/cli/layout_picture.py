@@ -19,6 +19,7 @@ from moefold.cli.layout_table import (
 from moefold.config.schema import Config
 from moefold.cost.stage_partition import StageCost, stage_cost
 from moefold.errors import ConfigError
+from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.planner.svg_chart import DrawnView
 from moefold.topology.layout import Layout, View
 from moefold.topology.pipeline_layout import Stage, StagePlan
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-FORMATS = (".png", ".svg", ".pdf")
 MAX_RANKS = 256
 COLUMNS = 8
 MAX_STACKED_ROWS = 2
@@ -83,8 +83,7 @@ def save_picture(
     Raises:
         ConfigError: the file has another suffix or cannot be written, or there are too many ranks for a picture.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--png {path} must end in .png, .svg or .pdf")
+    check_output_path("--picture", path, PICTURE_SUFFIXES)
     if layout.world_size > MAX_RANKS:
         raise ConfigError(
             f"world_size={layout.world_size} must be at most {MAX_RANKS} for a picture, which has one card a rank; "
@@ -129,7 +128,7 @@ def save_picture(
     try:
         figure.savefig(path)
     except OSError as error:
-        raise ConfigError(f"--png {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

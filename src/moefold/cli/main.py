@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.config.suggestions import closest_match
-from moefold.errors import ConfigError, RunError
+from moefold.errors import ConfigError, NoFormulaError, RunError
 from moefold.terminal import escape_log_lines, print_escaped
 
 COMMANDS = {
@@ -51,6 +51,7 @@ COMMANDS = {
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_CANNOT_JUDGE = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 
     0: success. 1: the command ran and its answer is no, or its run failed. 2: the user's settings cannot work.
-    130: interrupted.
+    3: `verify` cannot judge the recipe. 130: interrupted.
 
     Args:
         argv: the arguments after `moefold`; None takes them from the process.
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print_escaped(f"moefold: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except NoFormulaError as error:
+        print_escaped(f"moefold: cannot judge: {error}", file=sys.stderr)
+        return EXIT_CANNOT_JUDGE
     except RunError as error:
         print_escaped(f"moefold: error: {error}", file=sys.stderr)
         return EXIT_FAILED

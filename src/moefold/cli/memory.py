@@ -6,10 +6,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.cli.screen import Column, open_console, print_columns, print_prose
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
@@ -69,7 +68,7 @@ def run(argv: list[str]) -> int:
         ConfigError: the recipe is wrong, or cannot be measured on this machine.
     """
     args = _parser().parse_intermixed_args(argv)
-    cfg = load_config(Path(args.recipe), args.overrides)
+    cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     layout = check_config(cfg)
     check_imbalance(args.imbalance, cfg.model.num_experts)
     if not args.dry and (args.device or args.imbalance != 1):

@@ -34,6 +34,7 @@ methods, the baselines of arXiv:2504.14960 as parts of the search:
     + """
 
 examples:
+  moefold plan qwen3-235b-a22b --gpu h100 --num-gpus 64
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256 --fix tp=2,ep=8
   moefold plan recipes/mixtral-8x7b.toml --gpu h100 --explain "tp=4 cp=1 pp=4 ep=8 etp=1 mbs=1"
@@ -140,8 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")
     add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
-    add("--seq-len", type=int, metavar="S", help="tokens per sample")
-    add("--global-batch-size", type=int, metavar="B", help="samples per step")
+    add("--seq-len", type=int, metavar="S", help="tokens per sample (default: the recipe's, 4096)")
+    add("--global-batch-size", type=int, metavar="B", help="samples per step (default: the recipe's, 4M tokens)")
     add("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="routed tokens of the busiest ep rank over mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")

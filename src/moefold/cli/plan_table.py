@@ -34,6 +34,9 @@ def print_request(console: Console, request: PlanRequest) -> None:
         f"{w.gemm_precision}{method}",
         style="bold",
     )
+    if q.assumed:
+        assumed = " ".join(f"{option} {value}" for option, value in q.assumed.items())
+        console.print(f"assumed: {assumed}; give yours")
 
 
 def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bool) -> None:

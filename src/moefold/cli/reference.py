@@ -18,7 +18,7 @@ HEAD = """# Every command
 <!-- not run: tests/cli/test_examples.py parses the examples of every help text -->
 
 `moefold COMMAND --help` prints the same in a terminal. Exit status: 0 success; 1 the run failed, or the answer is no;
-2 a setting cannot work, with one message; 130 interrupted.
+2 a setting cannot work, with one message; 3 `verify` cannot judge the recipe; 130 interrupted.
 """
 
 

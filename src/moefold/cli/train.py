@@ -2,9 +2,8 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, recipe_and_overrides, report_on_local_rank0
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -18,16 +17,16 @@ from moefold.validate.config import check_config
 def run(argv: list[str]) -> int:
     """Run `moefold train` and return the exit status."""
     args = _parser().parse_args(argv)
-    if args.keys:
+    if args.keys is not None:
         from moefold.config.reference import keys_text
 
-        print_escaped(keys_text(), end="")
+        print_escaped(keys_text(args.keys), end="")
         return 0
     if args.recipe is None:
-        raise ConfigError("a recipe is missing: moefold train RECIPE.toml [section.key=value ...]")
+        raise ConfigError("a recipe or a setting is missing: moefold train [RECIPE.toml] [section.key=value ...]")
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
-        recipe = load_recipe(Path(args.recipe), args.overrides)
+        recipe = load_recipe(*recipe_and_overrides(args.recipe, args.overrides))
         if recipe.cfg.sites.starts_all:
             return _start_sites(recipe.cfg, argv, rank_env)
         setup = set_up_run(recipe, rank_env)
@@ -91,8 +90,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Ctrl-C finishes the step, saves, and exits 130; the same command resumes.",
     )
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE.toml", help="the recipe, for example recipes/quickstart.toml"
+        "recipe",
+        nargs="?",
+        metavar="RECIPE.toml",
+        help="the recipe, for example recipes/quickstart.toml; without one, the settings change the defaults",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
-    parser.add_argument("--keys", action="store_true", help="list every key of a recipe, with its default")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="PATTERN",
+        help="list the keys of a recipe with their defaults: those whose name has PATTERN (lr, rope, parallel.*), or "
+        "else whose help has it; all without PATTERN",
+    )
     return parser

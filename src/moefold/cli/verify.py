@@ -3,10 +3,9 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.schema import Config, has_moe_layers
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
@@ -40,14 +39,24 @@ MAX_LISTED_DIFFERENCES = 10
 SITES_NOTE = "NOT covered: the rounds of [sites]; the steps are those of one site between two rounds"
 """Note on a recipe of sites."""
 
+RL_NOTE = "NOT covered: the rollouts and the loss of [rl]; the steps predict the next tokens"
+"""Note on a recipe of reinforcement learning."""
+
+ALIGN_NOTE = "NOT covered: [align], as --shrink replaces the data; the steps predict the next tokens"
+"""Note on a shrunk recipe of alignment."""
+
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `moefold verify`; return 0 if the mapping equals the oracle, 1 if not."""
+    """Run `moefold verify`; return 0 if the mapping equals the oracle, 1 if not.
+
+    Raises:
+        NoFormulaError: the oracle cannot judge the recipe; exit status 3.
+    """
     args = _parser().parse_intermixed_args(argv)
-    cfg = load_config(Path(args.recipe), args.overrides)
+    cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     check_config(cfg)
     if AUTO in cfg.train.recompute:
         raise ConfigError(
@@ -57,7 +66,7 @@ def run(argv: list[str]) -> int:
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
     message = ""
-    notes = (SITES_NOTE,) if cfg.sites.is_active else ()
+    notes = _notes(cfg, is_shrunk=args.shrink)
     if args.ranks is not None and (not args.shrink or args.ranks < 1):
         raise ConfigError(f"--ranks {args.ranks} is the most ranks of a shrunk recipe: give at least 1, with --shrink")
     if args.shrink:
@@ -93,7 +102,7 @@ def verify(
         notes: what is not compared.
     """
     from moefold.data import prepare
-    from moefold.verify.compare import compare_records, rounded_zero_gradients, run_oracle
+    from moefold.verify.compare import compare_records, run_oracle, zero_gradients
 
     print_escaped(_header(cfg, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
@@ -105,7 +114,7 @@ def verify(
         found = compare_records(oracle, ranks)
     print_escaped(_format_steps(oracle, ranks))
     print_escaped(_format_worst(found, steps))
-    if zeros := rounded_zero_gradients(oracle.gradients):
+    if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
     wrong = [difference for difference in found if difference.error > TOLERANCE]
     if not wrong:
@@ -118,6 +127,16 @@ def verify(
     if len(wrong) > MAX_LISTED_DIFFERENCES:
         print_escaped(f"  and {len(wrong) - MAX_LISTED_DIFFERENCES} more")
     return 1
+
+
+def _notes(cfg: Config, *, is_shrunk: bool) -> tuple[str, ...]:
+    """Return notes on the parts of a recipe that are not compared."""
+    notes = {
+        SITES_NOTE: cfg.sites.is_active,
+        RL_NOTE: cfg.is_rl,
+        ALIGN_NOTE: is_shrunk and cfg.align.method != "none",
+    }
+    return tuple(note for note, applies in notes.items() if applies)
 
 
 def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Sequence["DistributedRecord"]:
@@ -200,11 +219,11 @@ def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
 
 
 def _format_zeros(names: Sequence[str]) -> str:
-    """List the parameters whose gradient is zero but for rounding."""
+    """List the parameters whose gradient is zero, exactly or but for rounding."""
     more = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
     return (
-        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{more}: rounding, compared with the "
-        "largest gradient and weight of the layer"
+        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{more}: compared with the largest "
+        "gradient and weight of the layer"
     )
 
 
@@ -227,8 +246,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="moefold verify",
         description="Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
         "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
-        "A gradient that is zero but for rounding is compared with the largest one of its layer, and is listed. "
-        "Exit 0: equal. Exit 1: not.",
+        "A gradient that is zero, exactly or but for rounding, is compared with the largest one of its layer, and is "
+        "listed. Exit 0: equal. Exit 1: not. Exit 3: cannot judge, as the oracle has no formula for a kind, a key or a "
+        "parameter, which the message names.",
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping to verify")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")

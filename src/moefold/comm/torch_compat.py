@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -296,7 +295,9 @@ def forget_process_groups() -> None:
     c10d._default_pg_init_method = None
     c10d._update_default_pg(None)
     torch._C._distributed_c10d._unregister_all_process_groups()
-    torch.distributed.tensor.debug._clear_sharding_prop_cache()
+    # What torch.distributed.tensor.debug does, whose import takes torch's compiler along.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 # FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.

@@ -93,7 +93,7 @@ def max_magnitude(section: str, key: str, hint: Any) -> float | None:
 
 
 def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> str:
-    """Return the size rule that a value breaks, or that it has a NUL character; "" if neither."""
+    """Return the size rule that a value breaks, or which character of it no text can have; "" if neither."""
     maximum = max_magnitude(section, key, hint)
     if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
         bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"
@@ -104,9 +104,24 @@ def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> s
             return f"has {len(text)} characters, and must have at most {MAX_CHARACTERS}"
         if isinstance(text, str) and "\0" in text:
             return "has a NUL character, which no path and no name can have"
+        if isinstance(text, str) and (reason := non_unicode_reason(text)):
+            return reason
     numbers = value if isinstance(value, list) and float in get_args(hint) else []
     if any(isinstance(number, int | float) and not abs(number) <= MAX_NUMBER for number in numbers):
         return f"must hold numbers of at most {MAX_NUMBER:.0e}"
+    return ""
+
+
+def non_unicode_reason(text: str) -> str:
+    """Return which part of a text is not Unicode: a byte of a file name that is not UTF-8; "" if there is none."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        # Python's file names have surrogates in the place of such bytes (PEP 383).
+        is_byte = 0xDC80 <= code <= 0xDCFF
+        what = f"the byte 0x{code - 0xDC00:02X}, which is not UTF-8" if is_byte else f"a lone surrogate U+{code:04X}"
+        return f"has {what}; rename the file or folder, or link to it by a name in UTF-8"
     return ""
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from moefold.bounded_read import parse_toml
+from moefold.config.aliases import key_hint, our_value
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -104,11 +105,15 @@ def _apply_override(tree: Tree, override: str) -> None:
         owners = sections_with(section)
         word = override if len(override) <= MAX_NAME_CHARACTERS else name.strip()
         hint = f"; did you mean {' or '.join(f'{owner}.{word}' for owner in owners)}?" if owners else ""
+        if not owners and (ours := key_hint(section)):
+            hint = f"; {ours}"
         raise ConfigError(
             f"override {_format_value(override)} names no section{hint or '; overrides are section.key=value'}"
         )
     if section not in sections():
-        raise ConfigError(f"override {_format_value(override)}: {explain_unknown_section(section)}")
+        hint = key_hint(name)
+        reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
+        raise ConfigError(f"override {_format_value(override)}: {reason}")
     keys = tree.setdefault(section, {})
     # A recipe with `run = 3` is refused by the validation that follows.
     if isinstance(keys, dict):
@@ -183,7 +188,10 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     choices = [choice for choice in get_args(key_types(section)[key]) if isinstance(choice, str)]
-    guess = closest_match(value, choices) if isinstance(value, str) else None
+    guess = None
+    if isinstance(value, str):
+        spelled = [choice for choice in choices if choice.lower() == value.lower()]
+        guess = spelled[0] if spelled else our_value(f"{section}.{key}", value) or closest_match(value, choices)
     return f"{section}.{key}={_format_value(value)} must be {expected}" + (
         f"; did you mean {guess!r}?" if guess else ""
     )

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 
 from moefold.config import align, lora, schema, sites
@@ -12,7 +13,8 @@ from moefold.config import model as model_schema
 from moefold.config import rl as rl_schema
 from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.presets import preset_names, preset_summary
-from moefold.config.suggestions import default_of, describe_type, key_types, sections
+from moefold.config.suggestions import closest_match, default_of, describe_type, key_types, sections
+from moefold.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,45 @@ def section_help(section: str) -> str:
     return (sections()[section].__doc__ or "").strip()
 
 
-def keys_text() -> str:
-    """Return all keys with type, default and help, formatted for a terminal."""
+def keys_text(pattern: str = "") -> str:
+    """Return the keys with type, default and help, formatted for a terminal.
+
+    Args:
+        pattern: text of a key's name, or a pattern of the whole name with * and ?, in any case; a key that has it in
+            its help is listed only if no name has it. "": all keys, and the presets.
+
+    Raises:
+        ConfigError: no key has it.
+    """
     lines: list[str] = []
+    found = _matching_keys(pattern)
     for section in sections():
-        lines += [f"[{section}]  {_without_links(section_help(section))}", ""]
-        for key in recipe_keys(section):
+        keys = [key for key in recipe_keys(section) if key.name in found]
+        lines += [f"[{section}]  {_without_links(section_help(section))}", ""] if keys else []
+        for key in keys:
             lines += [f"  {key.name} = {key.default}    ({key.type})", f"      {_without_links(key.help)}"]
-        lines.append("")
+        lines += [""] if keys else []
+    if pattern:
+        return "\n".join(lines)
     lines += ["Presets (model.preset):", ""]
     lines += [f"  {name}\n      {preset_summary(name)}" for name in preset_names()]
     return "\n".join(lines) + "\n"
+
+
+def _matching_keys(pattern: str) -> set[str]:
+    """Return the names of the keys that have a pattern in their name, or else in their help."""
+    keys = {key.name: key.help for section in sections() for key in recipe_keys(section)}
+    wanted = pattern.lower()
+    if any(char in wanted for char in "*?["):
+        found = {name for name in keys if fnmatchcase(name, wanted) or fnmatchcase(name.partition(".")[2], wanted)}
+    else:
+        found = {name for name in keys if wanted in name}
+        found = found or {name for name, text in keys.items() if wanted in text.lower()}
+    if found:
+        return found
+    guess = closest_match(wanted, [*keys, *(name.partition(".")[2] for name in keys)])
+    hint = f"did you mean {guess!r}?" if guess else "`moefold train --keys` lists all"
+    raise ConfigError(f"--keys {pattern!r}: no key has it in its name or help; {hint}")
 
 
 def _without_links(markdown: str) -> str:
@@ -68,6 +98,8 @@ def recipe_page() -> str:
         "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",
         "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
         "preset fills are no settings of the recipe: `model.index_topk=0` may leave those of its indexer unread.",
+        "Names of Hugging Face, Megatron, torchtitan and vLLM are answered with those of this page: `learning_rate` is",
+        "`train.lr`. `moefold train --keys lr` lists the keys with a word in their names.",
         "",
     ]
     for section in sections():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from moefold.config.aliases import key_hint
 from moefold.config.schema import Config
 
 
@@ -120,6 +121,8 @@ def explain_unknown_section(name: str) -> str:
     owners = sections_with(name)
     if owners:
         return f"{name} stands outside any section; did you mean {' or '.join(f'{owner}.{name}' for owner in owners)}?"
+    if hint := key_hint(name):
+        return f"unknown key {name}; {hint}"
     guess = closest_match(name, sections())
     if guess:
         return f"unknown section [{name}]; did you mean [{guess}]?"
@@ -134,6 +137,8 @@ def explain_unknown_key(section: str, key: str) -> str:
     owners = sections_with(key)
     if owners:
         return f"unknown key {name}; did you mean {' or '.join(f'{owner}.{key}' for owner in owners)}?"
+    if hint := key_hint(name):
+        return f"unknown key {name}; {hint}"
     guess = closest_match(key, key_types(section))
     if guess:
         return f"unknown key {name}; did you mean {section}.{guess}?"

@@ -1,15 +1,22 @@
 """Readers of JSON lines, JSON arrays, .npy arrays and parquet columns, with file and line (row) in every error.
 
-Files are untrusted: arrays are memory-mapped and never unpickled, and line lengths are limited.
+Files are untrusted: arrays are memory-mapped and never unpickled, and line lengths are limited. A file is opened here
+and given to the packages as an open file, so that no character of its name is a pattern, a URL or an option to them.
 """
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import re
+import shutil
+import tempfile
 import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,10 +36,15 @@ from moefold.errors import ConfigError
 from moefold.extras import install_command
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PROBE_BYTES = 1 << 12
 _ARRAY_START = re.compile(rb"\s*\[\s*(?:\{|null|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class ColumnError(ConfigError):
+    """A column that a readable file lacks, or a value in it that is no text: no damage of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +64,65 @@ def is_jsonl(path: Path) -> bool:
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Open a file for reading, decompressed if its name ends in .gz.
+    """Open a file for reading, decompressed if its name ends in one of `COMPRESSION_SUFFIXES`.
 
     Raises:
         ConfigError: it is not readable.
     """
     try:
-        check_regular_file(path)
-        return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else open_regular(path)
+        opened = open_regular(path)
     except OSError as error:
         raise ConfigError(f"{path} is not readable ({error.strerror}); give read access or leave it out") from error
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=opened, mode="rb"))
+    if path.suffix == ".bz2":
+        return cast(BinaryIO, bz2.BZ2File(opened, "rb"))
+    if path.suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(opened, "rb"))
+    if path.suffix == ".zst":
+        return io.BufferedReader(import_pyarrow(path).CompressedInputStream(opened, "zstd"))
+    return opened
+
+
+def decoded_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, each with its line end; a byte order mark is left out.
+
+    Raises:
+        ConfigError: the file is not readable, or a line is not UTF-8; the message has file and line.
+    """
+    for number, line in numbered_lines(path):
+        yield _decode_line(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}")
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, each with its number (1-based) and its line end, decompressed.
+
+    Raises:
+        ConfigError: the file is not readable, not complete, or has a line that is too long.
+    """
+    with open_lines(path) as file, translated_read_errors(path):
+        yield from enumerate(bounded_lines(file), 1)
+
+
+@contextmanager
+def translated_read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of reading and decompressing a file into ConfigError."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        kind = {".gz": "gzip ", ".bz2": "bzip2 ", ".xz": "xz "}.get(path.suffix, "")
+        raise ConfigError(f"{path} is not a complete {kind}file ({error}); copy it again or leave it out") from error
+    except LongLineError as error:
+        raise ConfigError(f"{path}: {error}; split or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it again") from error
+
+
+def _decode_line(line: bytes, place: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); fix it") from None
 
 
 def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None) -> Iterator[JsonlRecord]:
@@ -74,18 +135,11 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
     Raises:
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
     """
-    with open_lines(path) as file:
-        try:
-            lines = _array_elements(file, path) if _is_array(file) else enumerate(bounded_lines(file), 1)
-            for number, line in lines:
-                if record := _parse_or_skip(line, path, number, skip):
-                    yield record
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ConfigError(f"{path} is not a complete gzip file ({error}); copy it again or leave it out") from error
-        except LongLineError as error:
-            raise ConfigError(f"{path}: {error}; split or remove it") from None
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror or error}); copy it again") from error
+    with open_lines(path) as file, translated_read_errors(path):
+        lines = _array_elements(file, path) if _is_array(file) else enumerate(bounded_lines(file), 1)
+        for number, line in lines:
+            if record := _parse_or_skip(line, path, number, skip):
+                yield record
 
 
 def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
@@ -98,10 +152,9 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
     text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
     if not text.strip():
         return None
+    decoded = _decode_line(text, place)
     try:
-        fields = parse_json(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); fix it") from None
+        fields = parse_json(decoded)
     except ValueError as error:
         where = str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -110,7 +163,7 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
     if not isinstance(fields, dict):
         hint = f"; for an array: jq -c '.[]' {path.name} > {path.stem}.jsonl" if isinstance(fields, list) else ""
         raise ConfigError(
-            f"{place} holds {_json_type_name(fields)}, but every line must be an object such as {{...}}; fix it{hint}"
+            f"{place} holds {json_type_name(fields)}, but every line must be an object such as {{...}}; fix it{hint}"
         )
     if repeated := _repeated_key(text):
         raise ConfigError(f"{place} has the key {repeated!r} twice in one object; remove one")
@@ -131,8 +184,7 @@ def _parse_or_skip(
 
 def _is_array(file: BinaryIO) -> bool:
     """Return whether a file holds one JSON array of objects, and not one value a line."""
-    start = file.read(_PROBE_BYTES)
-    file.seek(0)
+    start: bytes = cast(Any, file).peek(_PROBE_BYTES)[:_PROBE_BYTES]
     return _ARRAY_START.match(start.removeprefix(_BYTE_ORDER_MARK)) is not None
 
 
@@ -193,15 +245,13 @@ def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
     """Return the text of one column of an object.
 
     Raises:
-        ConfigError: the column is absent (the message has the nearest name) or holds no text.
+        ColumnError: the column is absent (the message has the nearest name) or holds no text.
     """
     if column not in fields:
-        raise ConfigError(f"{location}: {unknown_column_message(column, fields)}")
+        raise ColumnError(f"{location}: {unknown_column_message(column, fields)}")
     text = fields[column]
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{location}: column {column!r} holds {_json_type_name(text)}, not text; fix or remove the line"
-        )
+        raise ColumnError(f"{location}: column {column!r} holds {json_type_name(text)}, not text; fix or remove it")
     reject_surrogates(text, f"{location}: column {column!r}")
     return text
 
@@ -225,7 +275,8 @@ def unknown_column_message(column: str, columns: Mapping[str, Any] | list[str]) 
     return f"no column {column!r}; {hint}"
 
 
-def _json_type_name(value: object) -> str:
+def json_type_name(value: object) -> str:
+    """Return the name of a value's type in JSON, with an article."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -274,18 +325,40 @@ def open_parquet(path: Path) -> Any:
     Raises:
         ConfigError: it is not readable, or not a complete parquet file.
     """
+    pyarrow = import_pyarrow(path)
+    from pyarrow.parquet import ParquetFile
+
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        return ParquetFile(open_seekable(path))
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it again or leave it out") from error
+
+
+def open_seekable(path: Path) -> BinaryIO:
+    """Open a file to be read from any place; a compressed one as a temporary copy without compression.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: it is compressed, and not complete.
+    """
+    if path.suffix not in COMPRESSION_SUFFIXES:
+        return open_regular(path)
+    copy = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
+    with open_lines(path) as opened, translated_read_errors(path):
+        shutil.copyfileobj(opened, copy)
+    copy.seek(0)
+    return copy
+
+
+def import_pyarrow(path: Path) -> Any:
+    """Return the package pyarrow; `path` is for the message if it is missing."""
+    try:
+        import pyarrow
     except ImportError as error:
         raise ConfigError(
             f"{path} needs the package pyarrow, which is not installed; install the extra hf: {install_command('hf')}"
         ) from error
-    try:
-        check_regular_file(path)
-        return ParquetFile(path)
-    except (OSError, ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a complete parquet file ({error}); copy it again or leave it out") from error
+    return pyarrow
 
 
 def column_values(path: Path, column: str, row_groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
@@ -310,7 +383,7 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
             batch = next(batches, None)
             if batch is None:
                 return
-            values = _to_python_values(batch.column(0), path, column, row)
+            values = python_values(batch.column(column), path, column, row)
         except (OSError, ArrowException) as error:
             raise ConfigError(
                 f"{path} is damaged after row {row} (column {column!r}: {_first_line(error)}); copy it again or leave "
@@ -321,7 +394,12 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
             yield row, value
 
 
-def _to_python_values(values: Any, path: Path, column: str, row: int) -> list[Any]:
+def python_values(values: Any, path: Path, column: str, row: int) -> list[Any]:
+    """Return the values of a part of a column that begins after row `row`.
+
+    Raises:
+        ConfigError: a text is not UTF-8; the message has the row.
+    """
     try:
         return list(values.to_pylist())
     except UnicodeDecodeError:

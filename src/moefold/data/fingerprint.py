@@ -2,7 +2,8 @@
 
 A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them;
 with more than 4,096 files only the first and the last. So another length, header or end is always noticed, and a
-rewritten file almost always; a change of some bytes in the middle of a large file is not.
+rewritten file almost always; a change of some bytes in the middle of a large file is not. Tokenizers and chat templates
+are small, and one changed byte of theirs changes every id: they are hashed as a whole, too.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     skipped = _skipped(data, cache_dir)
     num_middle = _MIDDLE_BLOCKS if len(sources) <= _MAX_FILES_WITH_MIDDLE_BLOCKS else 0
     found = {}
-    for name, file in [*sources, *settings_files(data)]:
+    for name, file in sources:
         try:
             found[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
         except ConfigError:
@@ -44,8 +45,20 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
             found[name] = SKIPPED
     if data.kind == "python-docs":
         text = "\n".join(f"{name} {seen}" for name, seen in found.items())
-        return {"python-docs": f"{len(found)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
-    return found
+        found = {"python-docs": f"{len(found)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
+    return found | settings_fingerprints(data)
+
+
+def settings_fingerprints(data: DataConfig) -> dict[str, str]:
+    """Return the identity of tokenizer and chat template: size, block hash and hash of all bytes of each file by name.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return {
+        name: f"{_fingerprint_file(name, file, _MIDDLE_BLOCKS)} {_whole_hash(name, file)}"
+        for name, file in settings_files(data)
+    }
 
 
 def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
@@ -82,7 +95,11 @@ def matches_fingerprint(file: Path, recorded: str) -> bool:
     Raises:
         ConfigError: the file cannot be read.
     """
-    return recorded in (_fingerprint_file(file.name, file, num_middle) for num_middle in (_MIDDLE_BLOCKS, 0))
+    blocks = recorded.split()[:2]
+    whole = recorded.split()[2:]
+    if not any(blocks == _fingerprint_file(file.name, file, num_middle).split() for num_middle in (_MIDDLE_BLOCKS, 0)):
+        return False
+    return not whole or whole == [_whole_hash(file.name, file)]
 
 
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
@@ -91,6 +108,18 @@ def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
         return skipped_files(data, cache_dir=cache_dir)
     parts = [replace(data, path=path, weights=()) for path in data.path]
     return frozenset(file for part in parts for file in skipped_files(part, cache_dir=cache_dir))
+
+
+def _whole_hash(name: str, file: Path) -> str:
+    try:
+        with open_regular(file) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise _unreadable_error(name, error) from error
+
+
+def _unreadable_error(name: str, error: OSError) -> ConfigError:
+    return ConfigError(f"data: {name} is not readable ({error.strerror}); give read access or leave it out")
 
 
 def _fingerprint_file(name: str, file: Path, num_middle: int) -> str:
@@ -105,7 +134,5 @@ def _fingerprint_file(name: str, file: Path, num_middle: int) -> str:
                 opened.seek(place)
                 digest.update(opened.read(BLOCK_BYTES))
     except OSError as error:
-        raise ConfigError(
-            f"data: {name} is not readable ({error.strerror}); give read access or leave it out"
-        ) from error
+        raise _unreadable_error(name, error) from error
     return f"{size} {digest.hexdigest()[:16]}"

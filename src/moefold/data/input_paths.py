@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from glob import escape
 from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
@@ -86,7 +87,7 @@ def _fetched(key: str, name: str) -> Path:
         # The settings next to the file belong to it, and weights in the same folder do not.
         remote = RemotePath(name)
         if remote.is_file():
-            return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, remote.name)) / remote.name
+            return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, escape(remote.name))) / remote.name
         return local_copy(str(remote), TOKENIZER_PATTERNS)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
@@ -152,15 +153,17 @@ def _raise_unreadable(error: OSError) -> None:
 SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
 """Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
+ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
+"""The same, and that of Megatron's index."""
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
-    """Return descriptions of the changed files by name; a fingerprint is "SIZE HASH", or "skipped"."""
+    """Return descriptions of the changed files by name; a fingerprint is "SIZE HASH [HASH]", or "skipped"."""
     found = {}
     for name in [*saved, *(name for name in current if name not in saved)]:
         before = saved.get(name)
         after = current.get(name)
-        if before == after:
+        if before == after or (before is not None and after is not None and has_same_content(before, after)):
             continue
         if after is None:
             found[name] = f"data file {name} is gone"
@@ -173,6 +176,14 @@ def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> di
         else:
             found[name] = f"data file {name} has other content than then"
     return found
+
+
+def has_same_content(saved: str, current: str) -> bool:
+    """Return whether two fingerprints are of the same content; those of old versions have no hash of all bytes."""
+    one = saved.split()
+    other = current.split()
+    length = min(len(one), len(other))
+    return saved == current or (length > 1 and one[:length] == other[:length])
 
 
 def separate_dropped_files(
@@ -192,7 +203,7 @@ def separate_dropped_files(
     lost = {}
     others = {}
     left_out = [name for name, seen in saved.items() if seen == SKIPPED] if tokens else []
-    file_of = {str(Path(name).with_suffix(ENDS_SUFFIX)): name for name in [*left_out, *tokens]}
+    file_of = {str(Path(name).with_suffix(suffix)): name for name in [*left_out, *tokens] for suffix in ENDS_SUFFIXES}
     for name, difference in differences.items():
         if name in tokens or name in left_out:
             lost[name] = difference

@@ -17,10 +17,11 @@ from pathlib import Path
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.cache_dir import cache_folders
 from moefold.config.schema import DataConfig
-from moefold.data.file_formats import jsonl_records
-from moefold.data.input_paths import ENDS_SUFFIX
+from moefold.data.file_formats import ColumnError, jsonl_records
+from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
+from moefold.data.table_folder import check_rows_readable
 from moefold.data.text_source import TextFile, check_decodable
 from moefold.data.token_file import open_document_ends, read_header
 from moefold.errors import ConfigError, format_list
@@ -58,7 +59,7 @@ def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Pa
     """Return the files of `skipped_files`, each with the reason."""
     if data.corrupt == "fatal":
         return {}
-    files = [file for _, file in named_sources(data) if file.suffix != ENDS_SUFFIX]
+    files = [file for _, file in named_sources(data) if file.suffix not in ENDS_SUFFIXES]
     if not files:
         raise ConfigError(
             'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'
@@ -105,7 +106,11 @@ def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path 
 
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
-    """Read a file through, and return why it is unreadable; empty if it is readable."""
+    """Read a file through, and return why it is unreadable; empty if it is readable.
+
+    Raises:
+        ColumnError: it is readable, and lacks the column of the recipe.
+    """
     try:
         if data.kind == "text":
             check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
@@ -113,10 +118,9 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
             for _ in jsonl_records(file):
                 pass
         else:
-            # Imported here, since the package takes seconds to import.
-            from moefold.data.huggingface import check_rows_readable
-
             check_rows_readable(file, data.column)
+    except ColumnError:
+        raise
     except ConfigError as error:
         return str(error)
     except OSError as error:

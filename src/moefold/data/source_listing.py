@@ -4,12 +4,15 @@ from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.file_formats import is_jsonl
-from moefold.data.input_paths import ENDS_SUFFIX, existing_path, files_below, name_below
+from moefold.data.input_paths import ENDS_SUFFIXES, existing_path, files_below, name_below
 from moefold.data.text_source import python_docs_corpus
 from moefold.remote_path import is_remote
 
 TOKEN_SUFFIXES = (".bin", ".npy")
-TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILES = (TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)
 
 
 def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
@@ -53,10 +56,9 @@ def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the files next to the sources that affect tokenisation: tokenizer and chat template."""
     found = []
-    is_text = data.kind in ("text", "huggingface", "sft", "preference", "task", "prompts")
-    if is_text and data.tokenizer != "bytes":
+    if data.kind not in ("synthetic", "program") and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path / TOKENIZER_FILE if path.is_dir() else path
         found = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
     if data.chat_template:
         found.append((data.chat_template, existing_path("data.chat_template", data.chat_template)))
@@ -65,5 +67,5 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
 
 def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
-        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ENDS_SUFFIX)
+        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix in ENDS_SUFFIXES)
     return data.kind not in ("sft", "preference", "prompts") or is_jsonl(file)

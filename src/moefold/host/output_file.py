@@ -28,6 +28,10 @@ def check_writable(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
 
 
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+"""Endings of a picture: the ending is the format."""
+
+
 def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
     """Check early that a file can be written; nothing is created.
 
@@ -40,7 +44,8 @@ def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> Non
         ConfigError: the suffix is another one, the folder does not exist, or the path is not writable.
     """
     if path.suffix.lower() not in suffixes:
-        raise ConfigError(f"{option} {path} must end in {' or '.join(suffixes)}")
+        first = ", ".join(suffixes[:-1])
+        raise ConfigError(f"{option} {path} must end in {first}{' or ' if first else ''}{suffixes[-1]}")
     check_writable(option, path)
 
 

@@ -63,8 +63,11 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
 
 
 def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return ranks, threads and logged variables in one line for the log of rank 0; "" for a single rank."""
-    if rank_env.world_size == 1:
+    """Return ranks, threads and logged variables in one line for the log of rank 0.
+
+    "" for ranks on the CPU of one machine, for which `moefold doctor` says the same, and for a single rank.
+    """
+    if rank_env.world_size == 1 or (device_type == "cpu" and rank_env.local_world_size == rank_env.world_size):
         return ""
     threads = torch.get_num_threads()
     omp_threads = environment.get(OMP_THREADS_VARIABLE)

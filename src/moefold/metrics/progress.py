@@ -1,6 +1,7 @@
 """Progress display of a training run: a live line on a terminal, plain lines in a file or a pipe."""
 
 import errno
+import logging
 import os
 import time
 from collections import deque
@@ -10,12 +11,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from moefold.metrics.step_metrics import StepMetrics
-from moefold.terminal import MULTILINE_CHARS, printable
+from moefold.terminal import MULTILINE_CHARS, color_labels, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from moefold.console import PrintableConsole
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 """Monotonic clock in seconds."""
@@ -26,6 +29,10 @@ PLAIN_INTERVAL_S = 5.0
 """Approximate time between plain lines of a longer run, which come at a fixed interval in steps."""
 TIMED_STEPS = 10
 """Number of first steps whose fastest one determines the interval: a run may start slowly."""
+PLAIN_WIDTH = 120
+"""Width of a plain line in columns."""
+COMMAND_LABELS = ("next:", "or ", "curves:")
+"""First words of messages with a command, which a terminal must not wrap: it could not be copied."""
 LIVE_INTERVAL_S = 0.1
 """Least interval between two redraws of the live line."""
 MIN_STEP_S = 1e-6
@@ -46,7 +53,7 @@ class Display(Protocol):
         """Show a permanent line of text."""
 
     def close(self) -> None:
-        """Restore the stream for other output."""
+        """Show the last step if it is not permanent yet, and restore the stream for other output; idempotent."""
 
 
 class Progress:
@@ -58,6 +65,7 @@ class Progress:
         stream: output stream. A terminal gets a live line, other streams plain lines: every step of a short run, one
             every few seconds of a long one, at a fixed interval in steps, and always the first, the last and those with
             an evaluation.
+        line: formatter of the steps.
         clock: clock for step times and line intervals.
         on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
     """
@@ -70,9 +78,11 @@ class Progress:
         first_step: int,
         stream: TextIO,
         *,
+        line: "StepLine | None" = None,
         clock: Clock = time.monotonic,
         on_broken_pipe: Callable[[], None] = lambda: None,
     ) -> None:
+        self._line = StepLine(steps, is_gpu=False, evaluates=False) if line is None else line
         self._on_broken_pipe = on_broken_pipe
         self._steps = steps
         self._first_step = first_step
@@ -102,14 +112,19 @@ class Progress:
         with self._discard_lost_output():
             self._display.message(printable(text, MULTILINE_CHARS))
 
+    def end(self) -> None:
+        """Show the last step as a permanent line and remove what is redrawn; messages may follow."""
+        with self._discard_lost_output():
+            self._display.close()
+
     @contextmanager
     def _discard_lost_output(self) -> Iterator[None]:
-        """Redirect the stream to the null device if its reader or its terminal is gone: training must not fail."""
+        """Redirect the stream to the null device if its reader, its terminal or its disk is gone: training goes on."""
         try:
             yield
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
+                logger.warning("the output cannot be written any more (%s): the run goes on without it", error.strerror)
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -123,9 +138,9 @@ class Progress:
 
             console = PrintableConsole(file=self._stream, highlight=False, markup=False, emoji=False)
             if not console.is_dumb_terminal:
-                return LiveDisplay(console, self._steps, self._first_step, clock=self._clock)
+                return LiveDisplay(console, self._steps, self._first_step, self._line, clock=self._clock)
         is_short = self._steps - self._first_step < SHORT_RUN_STEPS
-        return PlainDisplay(self._stream, self._steps, shows_every_step=is_short, clock=self._clock)
+        return PlainDisplay(self._stream, self._line, shows_every_step=is_short, clock=self._clock)
 
     def _time_left_s(self, metrics: StepMetrics) -> float:
         """Estimate the remaining seconds from the wall time of the last steps, evaluation and saving included."""
@@ -137,9 +152,9 @@ class Progress:
 class PlainDisplay:
     """Progress display that writes complete lines only, for log files and pipes."""
 
-    def __init__(self, stream: TextIO, steps: int, *, shows_every_step: bool, clock: Clock) -> None:
+    def __init__(self, stream: TextIO, line: "StepLine", *, shows_every_step: bool, clock: Clock) -> None:
         self._stream = stream
-        self._steps = steps
+        self._line = line
         self._shows_every_step = shows_every_step
         self._clock = clock
         self._ended_s: float | None = None
@@ -151,7 +166,7 @@ class PlainDisplay:
         self._time_step()
         is_due = self._num_timed > 0 and metrics.step % round_steps(PLAIN_INTERVAL_S / self._fastest_s) == 0
         if is_milestone or self._shows_every_step or is_due:
-            self.message(format_step(metrics, self._steps, metrics.eval_loss, time_left_s))
+            self.message(self._line.format(metrics, time_left_s, PLAIN_WIDTH))
 
     def _time_step(self) -> None:
         """Record the wall time since the last step, of the first `TIMED_STEPS` steps."""
@@ -175,42 +190,58 @@ class PlainDisplay:
 class LiveDisplay:
     """Progress display that redraws a bar with the step's numbers at the bottom of a terminal.
 
-    Messages and the steps with an evaluation scroll above it.
+    Messages and the steps with an evaluation scroll above it. The bar goes when the run ends; its last step stays as a
+    line.
     """
 
-    def __init__(self, console: "PrintableConsole", steps: int, first_step: int, *, clock: Clock) -> None:
+    def __init__(
+        self, console: "PrintableConsole", steps: int, first_step: int, line: "StepLine", *, clock: Clock
+    ) -> None:
         from rich.live import Live
 
         self._console = console
         self._steps = steps
+        self._line = line
         self._clock = clock
         self._drawn_s = float("-inf")
         self._eval_loss: float | None = None
-        self._line = self._draw(first_step - 1, [f"step {first_step - 1}/{steps}"])
-        self._live = Live(self._line, console=console, auto_refresh=False)
+        self._pending = ""
+        """The newest step, unless a line above the bar has it."""
+        self._bar = self._draw(first_step - 1, [f"step {first_step - 1}/{steps}"])
+        self._live = Live(self._bar, console=console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
 
     def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
-        """Redraw the live line, rate-limited; `close` draws the newest state."""
+        """Redraw the live line, rate-limited; print the line of a step with an evaluation above it."""
+        self._pending = self._line.format(metrics, time_left_s, self._console.width)
         if metrics.eval_loss is not None:
             self._eval_loss = metrics.eval_loss
-            self.message(format_step(metrics, self._steps, metrics.eval_loss, time_left_s))
-        self._line = self._draw(metrics.step, step_parts(metrics, self._steps, self._eval_loss, time_left_s))
+            self._print_pending()
         now_s = self._clock()
         if is_milestone or now_s - self._drawn_s >= LIVE_INTERVAL_S:
+            columns = self._line.columns(metrics, self._eval_loss, time_left_s)
+            self._bar = self._draw(metrics.step, [text for text in columns.values() if not text.isspace()])
             self._drawn_s = now_s
-            self._live.update(self._line, refresh=True)
+            self._live.update(self._bar, refresh=True)
 
     def message(self, text: str) -> None:
-        """Print above the live line."""
-        self._console.print(text, soft_wrap=True)
+        """Print above the live line, wrapped between words unless it has a command to copy."""
+        from rich.text import Text
+
+        has_command = text.startswith(COMMAND_LABELS)
+        self._console.print(Text.from_ansi(color_labels(text, os.environ)), soft_wrap=has_command)
 
     def close(self) -> None:
-        """Draw the newest state and restore the cursor."""
-        self._live.update(self._line, refresh=True)
+        """Print the newest step, remove the bar and restore the cursor."""
+        self._print_pending()
         self._live.stop()
 
-    def _draw(self, step: int, parts: list[str]) -> "Table":
+    def _print_pending(self) -> None:
+        if self._pending:
+            self.message(self._pending)
+            self._pending = ""
+
+    def _draw(self, step: int, columns: list[str]) -> "Table":
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -218,9 +249,8 @@ class LiveDisplay:
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(width=BAR_WIDTH)
         line.add_column(no_wrap=True, overflow="crop", ratio=1)
-        line.add_row(
-            ProgressBar(total=self._steps, completed=step), Text(wrap_parts(parts, self._console.width - BAR_WIDTH - 1))
-        )
+        text = Text(wrap_columns(columns, self._console.width - BAR_WIDTH - 1))
+        line.add_row(ProgressBar(total=self._steps, completed=step), text)
         return line
 
 
@@ -232,48 +262,102 @@ def round_steps(steps: float) -> int:
     return next(factor * power for factor in (1, 2, 5, 10) if steps <= factor * power)
 
 
-def format_step(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> str:
-    """Return a step as one line; for the arguments see `step_parts`."""
-    return "  ".join(step_parts(metrics, steps, eval_loss, time_left_s))
+class StepLine:
+    """Formatter of a step's numbers in columns of fixed width, so that the lines of a run stand below each other.
 
-
-def wrap_parts(parts: list[str], width: int) -> str:
-    """Wrap parts into lines of at most `width` characters without splitting a part."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 2 <= width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(part)
-    return "\n".join(lines)
-
-
-def step_parts(metrics: StepMetrics, steps: int, eval_loss: float | None, time_left_s: float) -> list[str]:
-    """Return the numbers of a step, the most important first.
+    A column that has appeared stays, blank where a step has no value.
 
     Args:
         steps: the last step of the run.
-        eval_loss: loss of the last evaluation, possibly of an earlier step; None shows none.
-        time_left_s: seconds to the end of the run; not shown for the last step.
+        is_gpu: whether the ranks train on GPUs: memory and MFU of a CPU say nothing and are left out.
+        evaluates: whether the run evaluates; its column then stands from the first line on.
     """
-    parts = [f"step {metrics.step:>{len(str(steps))}}/{steps}", f"loss {metrics.loss:.4f}"]
-    if metrics.indexer_loss:
-        parts.append(f"indexer {metrics.indexer_loss:.4f}")
-    if eval_loss is not None:
-        parts.append(f"eval {eval_loss:.4f}")
-    if metrics.rl is not None and metrics.rl["reward"] is not None:
-        parts.append(f"reward {metrics.rl['reward']:.3f}")
-    parts.append(f"lr {metrics.lr:.3g}")
-    parts.append(f"grad norm {metrics.grad_norm:.3g}")
-    if metrics.step < steps:
-        parts.append(f"{format_duration(time_left_s)} left")
-    parts.append(f"{format_count(metrics.tokens_per_s)} tokens/s")
-    parts.append(f"{metrics.tflops_per_rank:.3g} TFLOP/s/rank")
-    if metrics.worst_expert_load is not None:
-        parts.append(f"expert load {metrics.worst_expert_load:.2f}x")
-    if metrics.dropped_fraction > 0:
-        parts.append(f"dropped {metrics.dropped_fraction:.1%}")
-    return parts
+
+    def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:
+        self._steps = steps
+        self._is_gpu = is_gpu
+        self._seen = {"eval"} if evaluates else set()
+
+    def format(self, metrics: StepMetrics, time_left_s: float, width: int) -> str:
+        """Return a step as one line of at most `width` columns; the least important columns are left out.
+
+        Args:
+            time_left_s: seconds to the end of the run; not shown for the last step.
+        """
+        columns = self.columns(metrics, metrics.eval_loss, time_left_s)
+        kept = {"step", "loss"}
+        free = width - len(columns["step"]) - len(columns["loss"]) - len(GAP)
+        for name in IMPORTANCE:
+            if name in columns and (cost := len(columns[name]) + len(GAP)) <= free:
+                kept.add(name)
+                free -= cost
+        return GAP.join(text for name, text in columns.items() if name in kept).rstrip()
+
+    def columns(self, metrics: StepMetrics, eval_loss: float | None, time_left_s: float) -> dict[str, str]:
+        """Return the columns of a step by name, from left to right."""
+        values = {
+            "step": f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}",
+            "loss": f"loss {_loss(metrics.loss)}",
+            "indexer": f"indexer {_loss(metrics.indexer_loss)}" if metrics.indexer_loss else "",
+            "eval": "" if eval_loss is None else f"eval {_loss(eval_loss)}",
+            "reward": _reward(metrics),
+            "lr": f"lr {metrics.lr:8.2e}",
+            "grad": f"grad norm {_norm(metrics.grad_norm)}",
+            "rate": f"{format_count(metrics.tokens_per_s):>5} tokens/s",
+            "compute": self._compute(metrics),
+            "memory": f"{metrics.memory_gib:5.1f} GiB" if self._is_gpu else "",
+            "load": "" if metrics.worst_expert_load is None else f"load {metrics.worst_expert_load:5.2f}x",
+            "dropped": f"dropped {metrics.dropped_fraction:6.1%}" if metrics.dropped_fraction > 0 else "",
+            "left": f"{format_duration(time_left_s):>7} left" if metrics.step < self._steps else "",
+        }
+        self._seen.update(name for name, text in values.items() if text)
+        return {name: text or " " * COLUMN_WIDTHS[name] for name, text in values.items() if name in self._seen}
+
+    def _compute(self, metrics: StepMetrics) -> str:
+        """Return the use of the GPU: MFU, or TFLOP/s where the peak is unknown."""
+        if not self._is_gpu:
+            return ""
+        return f"{metrics.tflops_per_rank:4.0f} TFLOP/s" if metrics.mfu is None else f"MFU {metrics.mfu:6.1%}"
+
+
+GAP = "  "
+"""Space between two columns."""
+IMPORTANCE = (
+    "eval", "reward", "grad", "rate", "compute", "memory", "left", "lr", "load", "dropped", "indexer",
+)  # fmt: skip
+"""Columns after step and loss, the most important first."""
+COLUMN_WIDTHS = {
+    "indexer": 15, "eval": 12, "reward": 14, "lr": 11, "grad": 16, "rate": 14, "compute": 10, "memory": 9, "load": 11,
+    "dropped": 14, "left": 12,
+}  # fmt: skip
+"""Widths of the columns that may be blank."""
+
+
+def _loss(loss: float) -> str:
+    """Return a loss with four decimals, or two from 100 on, in seven columns."""
+    return f"{loss:7.2f}" if abs(loss) >= 100 else f"{loss:7.4f}"
+
+
+def _norm(norm: float) -> str:
+    """Return a norm in six columns."""
+    return f"{norm:6.3f}" if norm < 10 else f"{norm:6.1f}" if norm < 1000 else f"{norm:6.0e}"
+
+
+def _reward(metrics: StepMetrics) -> str:
+    """Return the mean reward of a step of reinforcement learning; empty without one."""
+    reward = None if metrics.rl is None else metrics.rl["reward"]
+    return "" if reward is None else f"reward {reward:7.3f}"
+
+
+def wrap_columns(columns: list[str], width: int) -> str:
+    """Wrap columns into lines of at most `width` characters without splitting a column."""
+    lines = [columns[0]]
+    for column in columns[1:]:
+        if len(lines[-1]) + len(column) + len(GAP) <= width:
+            lines[-1] += GAP + column
+        else:
+            lines.append(column)
+    return "\n".join(lines)
 
 
 def format_count(count: float) -> str:

@@ -33,9 +33,9 @@ from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.pipeline import sync_tied_embedding
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
+from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.topology.rollout_mapping import fetches_experts
 
 

@@ -1,20 +1,17 @@
-"""Pipeline parallelism through torch.distributed.pipelining: stages, schedules and the tied embedding."""
+"""Pipeline parallelism through torch.distributed.pipelining: stages and schedules."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder
-from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.groups import ParallelGroups
 from moefold.comm.pipelining_compat import PipelineStageBase, PipelineStageWithoutSelfSends
 from moefold.config.schema import Config
 from moefold.model.module_wrapper import set_on_modules
@@ -23,6 +20,7 @@ from moefold.parallel.batch import Batch, select_bounds
 from moefold.parallel.fsdp import UnshardedParams
 from moefold.parallel.overlapped_schedule import OverlappedSchedule, ResumableStage
 from moefold.parallel.pipeline_schedule import Schedule, evaluation_schedule, training_schedule
+from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import runtime_slots, schedule_of
@@ -143,54 +141,6 @@ class PipelineRunner:
         """Return the loss to minimise: the sum of the loss terms that the last stage computed, which are recorded."""
         self._loss_terms.append(output.detach())
         return output.sum()
-
-
-@torch.no_grad()
-def sync_tied_embedding(stages: list[Transformer]) -> None:
-    """Copy the embedding of the first stage to the last stage, if one rank has both.
-
-    The optimizer and checkpoints contain only the first. Call it while no parameter is gathered.
-    """
-    for first, copy in pairwise(_embeddings(stages)):
-        copy.data.copy_(first.data)
-
-
-@torch.no_grad()
-def allreduce_tied_embedding_grad(stages: list[Transformer], stage_plan: StagePlan, pp: Group) -> None:
-    """Sum the gradients of the two copies of a tied embedding, on the first and the last stage.
-
-    If the copies are on different ranks, both get the sum, collective over these two ranks; if they are on one rank,
-    the first gets it.
-    """
-    ends = stage_plan.embedding_ranks
-    if pp.size == 1 or pp.rank not in ends:
-        return
-    copies = _embeddings(stages)
-    if ends[0] == ends[1]:
-        first, last = copies
-        assert first.grad is not None
-        assert last.grad is not None
-        first.grad += last.grad
-        last.grad = None
-        return
-    (copy,) = copies
-    assert isinstance(copy.grad, DTensor)
-    own_grad = copy.grad.to_local()
-    peer_grad = torch.empty_like(own_grad)
-    peer = pp.ranks[ends[1] if pp.rank == ends[0] else ends[0]]
-    pp.recorder.set_phase("all-reducing the gradient of the tied embedding")
-    operations = [
-        dist.P2POp(dist.isend, own_grad, peer, pp.handle),
-        dist.P2POp(dist.irecv, peer_grad, peer, pp.handle),
-    ]
-    with pp.comm_timer.waiting():
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    own_grad += peer_grad
-
-
-def _embeddings(stages: list[Transformer]) -> list[nn.Parameter]:
-    return [stage.embedding.weight for stage in stages if hasattr(stage, "embedding")]
 
 
 class _TimedStage(PipelineStageWithoutSelfSends):

@@ -4,8 +4,8 @@
 trace.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class PlanRequest:
     """Memory that a mapping has to leave free on each device, in GiB."""
     site_link: SiteLink | None = None
     """Connection to the other sites, for which rounds are planned; None: none are."""
+    assumed: Mapping[str, int] = field(default_factory=dict)
+    """Options that were not given, with the values that stand for them."""
 
     @property
     def usable_device(self) -> Device:

@@ -27,6 +27,11 @@ from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
 
+DEFAULT_SEQ_LEN = 4096
+"""Tokens per sample of a model without a recipe."""
+DEFAULT_BATCH_TOKENS = 2**22
+"""Tokens per step of a model without a recipe."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -69,9 +74,11 @@ class PlanQuery:
     gpu: str
     """Name of a known device, or a .toml file."""
     num_gpus: int | None = None
-    """None takes the recipe's, like `seq_len` and `global_batch_size`."""
+    """None takes the recipe's."""
     seq_len: int | None = None
+    """None takes the recipe's, or `DEFAULT_SEQ_LEN`."""
     global_batch_size: int | None = None
+    """None takes the recipe's, or `DEFAULT_BATCH_TOKENS` a step."""
     fix: Mapping[str, Any] = field(default_factory=dict)
     """Values of axes; only mappings with them are searched."""
     options: PlanOptions = PlanOptions()
@@ -90,14 +97,18 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     is_recipe = query.model.endswith(".toml")
     p = base.parallel
     train = base.train
-    num_gpus = _resolve_number("--num-gpus", query.num_gpus, p.world_size, MAX_GPUS, is_recipe=is_recipe)
-    seq_len = _resolve_number(
-        "--seq-len", query.seq_len, train.seq_len, MAX_BY_KEY["train.seq_len"], is_recipe=is_recipe
-    )
+    if query.num_gpus is None and not is_recipe:
+        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
+    num_gpus = _in_bounds("--num-gpus", query.num_gpus, p.world_size, MAX_GPUS)
+    if not is_recipe:
+        train = replace(train, seq_len=DEFAULT_SEQ_LEN)
+    seq_len = _in_bounds("--seq-len", query.seq_len, train.seq_len, MAX_BY_KEY["train.seq_len"])
+    if not is_recipe:
+        train = replace(train, global_batch_size=max(1, DEFAULT_BATCH_TOKENS // seq_len))
     max_batch = MAX_BY_KEY["train.global_batch_size"]
-    batch = _resolve_number(
-        "--global-batch-size", query.global_batch_size, train.global_batch_size, max_batch, is_recipe=is_recipe
-    )
+    batch = _in_bounds("--global-batch-size", query.global_batch_size, train.global_batch_size, max_batch)
+    given = {"--seq-len": query.seq_len, "--global-batch-size": query.global_batch_size}
+    chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
     reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
     if not 0 <= reserve < device.memory_gib:
         raise ConfigError(
@@ -133,6 +144,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         restriction=Restriction(dict(query.fix), options.method),
         reserve_gib=reserve,
         site_link=site_link,
+        assumed={} if is_recipe else {option: chosen[option] for option, value in given.items() if value is None},
     )
 
 
@@ -181,6 +193,7 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
             "num_gpus": q.num_gpus,
             "seq_len": q.workload.seq_len,
             "global_batch_size": q.workload.global_batch_size,
+            "assumed": dict(q.assumed),
             "precision": q.workload.gemm_precision,
             "imbalance": q.workload.imbalance,
             "method": q.restriction.method,
@@ -242,10 +255,9 @@ def check_imbalance(value: float, num_experts: int) -> float:
     return value
 
 
-def _resolve_number(option: str, given: int | None, recipe_value: int, maximum: int, *, is_recipe: bool) -> int:
-    if given is None and not is_recipe:
-        raise ConfigError(f"{option} is missing; set it, or give a recipe as MODEL, which supplies it")
-    number = recipe_value if given is None else given
+def _in_bounds(option: str, given: int | None, default: int, maximum: int) -> int:
+    """Return the given number, or the default, if it is at least 1 and at most the maximum."""
+    number = default if given is None else given
     if number < 1:
         raise ConfigError(f"{option} {number} must be at least 1")
     check_at_most(option, number, maximum)

@@ -10,7 +10,13 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change, dropped_files
+from moefold.checkpoint.checkpoint_dir import (
+    CheckpointMeta,
+    data_order_change,
+    dropped_files,
+    moved_data_message,
+    relocated,
+)
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config, DataConfig
@@ -132,7 +138,7 @@ class DataLoader:
         self.events: list[DataEvent] = []
         """Dropped data that is not logged yet."""
         self.message = ""
-        """A message about files dropped earlier, or why the data restarts at sample 0; empty if there is none."""
+        """A message about files dropped earlier or moved, or why the data restarts at sample 0; may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
         self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
 
@@ -143,7 +149,9 @@ class DataLoader:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        resumed_meta = meta if continues_data(cfg, meta, self.fingerprints) else None
+        resumed_meta = None
+        if meta is not None and continues_data(cfg, meta, self.fingerprints):
+            resumed_meta = relocated(meta, cfg, self.fingerprints)
         self._shards = resolve_token_files(cfg, self._data_files, resumed_meta, current_world())
         data = self._program_data or open_dataset(
             cfg.data,
@@ -164,11 +172,10 @@ class DataLoader:
             self.message = f"the data restarts at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
         if resumed_meta is not None:
             self._initial_fingerprints = resumed_meta.data_files
+            self.message = moved_data_message(resumed_meta, cfg)
         if already_dropped:
-            self.message = (
-                "still left out: "
-                f"{format_list([f'data file {name} ({reason})' for name, reason in already_dropped.items()])}"
-            )
+            names = format_list([f"data file {name} ({reason})" for name, reason in already_dropped.items()])
+            self.message = "; ".join(filter(None, [self.message, f"still left out: {names}"]))
         dropped = {} if self._shards is None else self._shards.dropped
         skipped_files = {
             name: self._data_files.skip_reasons.get(name, "it cannot be read")
@@ -209,10 +216,6 @@ class DataLoader:
 
         part = self._read_consistently(read)
         return self.train_sharder.to_batch(part), samples
-
-    def count_tokens(self, batch: Batch) -> int:
-        """Return the tokens of the global batch of which `batch` is this rank's shard."""
-        return self._cfg.tokens_per_step
 
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch; None without reinforcement learning."""

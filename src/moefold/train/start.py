@@ -404,11 +404,12 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     """
     if setup.resume is None:
         return
+    from moefold.data.fingerprint import fingerprint
     from moefold.rl.table import check_headers, table_headers
 
     cfg = setup.folder.cfg
     meta = read_meta(setup.resume)
-    if not data_order_change(meta, cfg):
+    if not data_order_change(meta, cfg, fingerprint(cfg.data)):
         check_headers(table_headers(meta.rl), cfg)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.aliases import MATRIX_OF
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
 from moefold.topology.dispatchers import dispatcher_of
@@ -24,7 +25,11 @@ def validate_targets(cfg: Config) -> Iterator[str]:
         yield f"lora.targets=[] adapts nothing; name {_listed(names)}, or set lora.rank=0"
     for target in lora.targets:
         if target not in names:
-            yield f"lora.targets={target!r} names no matrix of this model that can be adapted; choose {_listed(names)}"
+            ours = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
+            yield (
+                f"lora.targets={target!r} names no matrix of this model that can be adapted; "
+                f"{f'moefold calls it {ours}; ' if ours else ''}choose {_listed(names)}"
+            )
     for name, weight in adapted_weights(cfg.model, lora).items():
         limit = min(weight.shape[-2:])
         if lora.rank > limit:

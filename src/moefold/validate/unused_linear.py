@@ -55,9 +55,11 @@ LINEAR_ATTENTION_RULES = (
         "choose 'kda'",
     ),
     UnusedKeyRule(
-        "model.attention model.num_attention_heads model.num_query_groups model.head_dim model.qk_norm model.qkv_bias "
-        "model.attention_output_bias model.attention_sinks model.attention_gate model.attention_scale model.rope_theta "
-        "model.rope_fraction model.rope_scaling model.rope_interleaved model.rope_pattern model.nope_temperature_scale",
+        "model.attention model.num_attention_heads model.num_query_groups model.head_dim model.qk_norm "
+        "model.qkv_bias model.qk_norm_width model.qk_norm_weight model.qk_norm_nope model.qk_norm_after_rope "
+        "model.attention_gate_width model.attention_output_bias model.attention_sinks model.attention_gate "
+        "model.attention_scale model.rope_theta model.rope_fraction model.rope_scaling model.rope_interleaved "
+        "model.rope_pattern model.nope_temperature_scale",
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without softmax attention",
         "choose a pattern with F",

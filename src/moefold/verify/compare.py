@@ -9,14 +9,17 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.data import ProgramData, Sampler
+from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.verify.distributed_run import DistributedRecord, open_samples
+from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
 from moefold.verify.oracle_objectives import OracleObjective, recipe_objective
+from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
 """Share of the largest gradient of its layer up to which a gradient is zero but for rounding."""
@@ -33,6 +36,8 @@ class OracleRecord:
     eval_loss: float
     rounding_gain: float = 0.0
     """Most that AdamW moves a weight in all steps together, over the magnitude of a tiny gradient: steps * lr / eps."""
+    has_program_objective: bool = False
+    """Whether the objective was given, and is not that of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,23 @@ def run_oracle(
         on_progress: called with what is done next.
         objective: the loss of a micro-batch; None: that of the recipe.
         data: the samples of data.kind="program"; None: those of the recipe.
+
+    Raises:
+        NoFormulaError: the oracle has no formula for a kind, key, parameter, buffer or part of a sample.
     """
     on_progress("oracle, building the model")
     dataset = data or open_samples(cfg)
     size = cfg.train.global_batch_size
     model = build_model(cfg)
+    buffers = set(model.state_dict()) - dict(model.named_parameters()).keys()
     init_weights(model, cfg.model, cfg.run.seed)
     draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
-    oracle = Oracle(
-        cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), objective or recipe_objective(cfg)
-    )
+    reads = ReadRecord()
+    loss = objective or recipe_objective(reads.watch(cfg))
+    oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), loss, reads=reads)
+    if unknown := sorted(buffers - oracle.router.buffers().keys()):
+        no_formula(f"the buffer {format_list(unknown)}", "verify/oracle_routing.py")
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = []
     for i in range(num_steps):
@@ -77,22 +88,32 @@ def run_oracle(
         steps.append(oracle.step(oracle_batch(dataset.train, cfg, range(i * size, (i + 1) * size))))
     on_progress("oracle, evaluation")
     eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
+    oracle.check_keys()
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     gain = num_steps * cfg.train.lr / cfg.train.eps
-    return OracleRecord(initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain)
+    return OracleRecord(
+        initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain, has_program_objective=objective is not None
+    )
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
     """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
 
     The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
-    number, its relative deviation. A tensor that is missing on one side has an infinite error.
+    number, its relative deviation. A tensor that is missing on one side, has another shape or is not a number has an
+    infinite error.
 
-    A parameter whose gradient is zero but for rounding (`rounded_zero_gradients`) has no magnitude of its own: the
-    deviation of its gradient is divided by the largest gradient of its layer, and that of its weight, less what AdamW
-    makes of rounding, by the largest weight. A gradient that is exactly zero in the oracle and more than
-    rounding on a rank has an infinite error.
+    A gradient that is zero (`zero_gradients`), exactly or but for rounding, has no magnitude of its own: its deviation
+    is divided by the largest gradient of its layer. That of its weight is divided by the largest weight of the layer,
+    less what AdamW makes of rounding, if the gradient is rounding or the weight itself is zero. A number that is
+    exactly zero in the oracle is compared by its absolute deviation, as is a tensor of a layer of zeros.
+
+    Raises:
+        NoFormulaError: the ranks have another loss than the oracle.
     """
+    for record in ranks:
+        if record.program_loss and not oracle.has_program_objective:
+            no_formula(f"the loss {record.program_loss} of the program", "verify/oracle_objectives.py")
     errors = []
     for rank, record in enumerate(ranks):
         for i, (actual, expected) in enumerate(zip(record.steps, oracle.steps, strict=True)):
@@ -101,22 +122,19 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
                 errors.append(NamedError(name, _relative_error(getattr(actual, term), getattr(expected, term))))
             errors += _layer_errors(f"step {i + 1}", f"(rank {rank})", actual.moe_layers, expected.moe_layers)
         errors.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
-    yardsticks = {"initial": {}, **_yardsticks(oracle)}
-    for part, of_tensors in yardsticks.items():
+    for part, of_tensors in _yardsticks(oracle).items():
         errors += _tensor_errors(part, getattr(oracle, part), of_tensors, [getattr(record, part) for record in ranks])
     return sorted(errors, key=lambda error: -error.error)
 
 
-def rounded_zero_gradients(gradients: Weights) -> list[str]:
-    """Return the parameters whose gradient is zero but for rounding, by comparison with the others of their layer.
+def zero_gradients(gradients: Weights) -> list[str]:
+    """Return the parameters whose gradient is zero, exactly or but for rounding, compared with others of their layer.
 
     Such a gradient is zero by the mathematics, as that of the biases of keys without RoPE: a constant added to all
-    scores of a query changes no probability.
+    scores of a query changes no probability. Or the parameter takes part in no loss of the step.
     """
     of_layers = _layer_scales(gradients)
-    return [
-        name for name, own in _own_scales(gradients).items() if 0 < own <= ROUNDING_SHARE * of_layers[_layer_of(name)]
-    ]
+    return [name for name, own in _own_scales(gradients).items() if own <= ROUNDING_SHARE * of_layers[_layer_of(name)]]
 
 
 def token_chunks(cfg: Config) -> list[list[int]]:
@@ -132,7 +150,9 @@ def token_chunks(cfg: Config) -> list[list[int]]:
 def oracle_batch(split: Sampler, cfg: Config, indices: Iterable[int]) -> OracleBatch:
     """Build a global batch from the samples of these indices."""
     length = cfg.train.seq_len
-    samples = [split.annotated_sample(index) for index in indices]
+    reads = ReadRecord()
+    read_samples = [split.annotated_sample(index) for index in indices]
+    samples = [reads.watch(sample) for sample in read_samples]
     documents = [np.zeros(length + 1) if sample.document_ids is None else sample.document_ids for sample in samples]
     weights = [np.ones(length) if sample.weights is None else sample.weights for sample in samples]
     scales = [np.ones(length) if sample.weight_scale is None else sample.weight_scale for sample in samples]
@@ -142,8 +162,11 @@ def oracle_batch(split: Sampler, cfg: Config, indices: Iterable[int]) -> OracleB
     for kind in ("token_columns", "sample_columns"):
         for name in getattr(samples[0], kind):
             columns[name] = torch.from_numpy(np.stack([getattr(sample, kind)[name] for sample in samples]))
+    tokens = np.stack([sample.tokens for sample in samples])
+    if unread := sorted({name for sample in read_samples for name in reads.unread(sample)}):
+        no_formula(f"{format_list(unread)} of a sample", "verify/compare.py")
     return OracleBatch(
-        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        torch.from_numpy(tokens),
         torch.from_numpy(np.stack(documents)),
         torch.from_numpy(np.stack(weights) * ~(padding[:, 1:] | padding[:, :-1])).double(),
         torch.from_numpy(np.stack(scales)),
@@ -195,25 +218,33 @@ class _Yardstick:
     rounding: float
     """Deviation that rounding explains."""
     scale: float
-    """Divisor of the rest; 0: any rest is infinitely wrong."""
+    """Divisor of the rest; 0: none."""
 
 
 def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
-    """Return the yardsticks of gradients and of weights that have no magnitude of their own."""
+    """Return the yardsticks of initial weights, gradients and weights that have no magnitude of their own."""
     of_gradients = _layer_scales(oracle.gradients)
+    own_gradients = _own_scales(oracle.gradients)
+    own_weights = _own_scales(oracle.weights)
+    of_initial = _layer_scales({name: oracle.initial[name] for name in oracle.gradients})
     of_weights = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
+    initial = {
+        name: _Yardstick(0.0, of_initial.get(_layer_of(name), 0.0))
+        for name, own in _own_scales(oracle.initial).items()
+        if own == 0
+    }
     gradients = {}
-    weights = {}
-    for name in rounded_zero_gradients(oracle.gradients):
+    weights = {
+        name: _Yardstick(0.0, of_weights.get(_layer_of(name), 0.0)) for name, own in own_weights.items() if own == 0
+    }
+    for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
-        rounding = ROUNDING_SHARE * of_gradients[layer]
         gradients[name] = _Yardstick(0.0, of_gradients[layer])
-        weights[name] = _Yardstick(rounding * oracle.rounding_gain, of_weights[layer])
-    for name, own in _own_scales(oracle.gradients).items():
-        if own == 0:
-            # Its weight keeps its own scale: later steps may have a gradient, as of an expert without tokens.
-            gradients[name] = _Yardstick(ROUNDING_SHARE * of_gradients[_layer_of(name)], 0.0)
-    return {"gradients": gradients, "weights": weights}
+        # The weight of an exact zero keeps its own scale: later steps may have a gradient, as of an idle expert.
+        if own_gradients[name] > 0 or own_weights[name] == 0:
+            rounding = ROUNDING_SHARE * of_gradients[layer] * oracle.rounding_gain
+            weights[name] = _Yardstick(rounding, of_weights[layer])
+    return {"initial": initial, "gradients": gradients, "weights": weights}
 
 
 def _tensor_errors(
@@ -250,4 +281,5 @@ def _relative_error(actual: float, expected: float) -> float:
 def _error_ratio(deviation: float, scale: float) -> float:
     if deviation != deviation:
         return float("inf")
-    return deviation / scale if scale > 0 else (0.0 if deviation == 0 else float("inf"))
+    # Without a magnitude to compare with, the deviation itself is the error.
+    return deviation / scale if scale > 0 else deviation

@@ -29,6 +29,8 @@ class DistributedRecord:
     weights: dict[str, Tensor]
     steps: tuple[StepResult, ...]
     eval_loss: float
+    program_loss: str = ""
+    """Class of the loss that the program has given; "": that of the recipe."""
 
 
 def run_distributed(
@@ -96,9 +98,10 @@ def run_on_groups(
         steps.append(training.run(batch, i + 1, record_gradients if has_gradients and i == 0 else tuple))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
     held_out = BatchSharder(dataset.validation, cfg, groups, model.positions)
-    return DistributedRecord(
-        initial, gradients, gather_full_tensors(model), tuple(steps), training.evaluate([held_out.batch(0)])
-    )
+    final = gather_full_tensors(model)
+    eval_loss = training.evaluate([held_out.batch(0)])
+    program_loss = "" if loss is None else type(loss).__name__
+    return DistributedRecord(initial, gradients, final, tuple(steps), eval_loss, program_loss)
 
 
 def open_samples(cfg: Config) -> Dataset:

@@ -15,25 +15,30 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.cost.optimizers import optimizer_of
+from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.topology.selection_groups import selection_sources
 from moefold.verify import oracle_spsa
+from moefold.verify.no_formula import no_formula, unknown_kind
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
     fp8_round_trip,
+    hidden_keys,
     latent_queries,
     mla_heads,
     nope_temperature,
     softmax_scale,
 )
-from moefold.verify.oracle_indexer import OracleIndexer
+from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
-from moefold.verify.oracle_optimizer import OracleOptimizer
+from moefold.verify.oracle_optimizer import OracleOptimizer, has_backward_pass
+from moefold.verify.oracle_patterns import attention_letter, check_letters, has_a_gate_per_head
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
+from moefold.verify.read_record import ReadRecord
+from moefold.verify.recipe_keys import unread_keys
 
 Weights = dict[str, Tensor]
 
@@ -96,6 +101,10 @@ class Oracle:
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
         objective: the loss of a micro-batch; None: the weighted cross-entropy of the next tokens.
         is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are.
+        reads: record of the keys that are read, shared with other oracles; None: one of its own.
+
+    Raises:
+        NoFormulaError: the oracle has no formula for a kind, a key or a parameter; also by `step` and `check_keys`.
     """
 
     def __init__(
@@ -105,23 +114,31 @@ class Oracle:
         chunks: Sequence[Sequence[int]] = (),
         objective: OracleObjective | None = None,
         is_frozen_expert: Callable[[int], bool] | None = None,
+        reads: ReadRecord | None = None,
     ) -> None:
+        self._recipe = cfg
+        self.reads = ReadRecord() if reads is None else reads
+        cfg = self.reads.watch(cfg)
         self.cfg = cfg
+        check_letters(cfg.model)
         self._is_frozen_expert = is_frozen_expert
         self._objective = objective
-        leaves = {name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()}
-        self.weights: Weights = AdaptedWeights(leaves, cfg.lora)
+        self.weights: Weights = {
+            name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()
+        }
+        self._weights = AdaptedWeights(self.weights, cfg.lora)
         self._index_losses: list[Tensor] = []
         self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
-        self._optimizer = OracleOptimizer(cfg, self.weights)
+        self._optimizer = OracleOptimizer(cfg, self.weights) if has_backward_pass(cfg.train) else None
         self._steps = 0
 
     def step(self, batch: OracleBatch) -> OracleStep:
         """Run one optimizer step on a global batch."""
         gradients: Weights = {}
-        if optimizer_of(self.cfg).needs_gradients:
+        if self._optimizer is not None:
             terms = self.loss(batch, is_training=True)
+            self._check_parameters()
             gradients = self._gradients(terms)
             frozen = self._freeze_experts(gradients)
             norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
@@ -132,6 +149,7 @@ class Oracle:
             passes = [terms]
         else:
             passes, norm = self._spsa_step(batch)
+            self._check_parameters()
             terms = passes[-1]
         self._steps += 1
         layers = []
@@ -139,7 +157,7 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            if not self.cfg.freezes_weights:
+            if not (is_warmup(self.cfg) or self.cfg.lora.rank):
                 self.router.end_step(layer, batches)
         return OracleStep(
             loss=sum(float(terms.lm.detach()) for terms in passes) / len(passes),
@@ -153,11 +171,31 @@ class Oracle:
             moe_layers=tuple(layers),
         )
 
+    def check_keys(self, *, has_rounds: bool = False) -> None:
+        """Refuse a recipe with a key that is set and that no formula has read, after steps and an evaluation.
+
+        Args:
+            has_rounds: whether rounds of sites are compared as well.
+
+        Raises:
+            NoFormulaError: there is one.
+        """
+        if unread := unread_keys(self._recipe, self.reads, has_rounds=has_rounds):
+            no_formula(format_list(unread))
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that no formula has read in a training pass."""
+        if unread := [name for name in self.weights if name not in self._weights.reads]:
+            no_formula(f"the parameter {format_list(unread)}")
+
     def _gradients(self, terms: _LossTerms) -> Weights:
         for weight in self.weights.values():
             weight.grad = None
         terms.total().backward()
-        return {name: _gradient(w) for name, w in self.weights.items() if w.requires_grad}
+        trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
+        if constant := [name for name, weight in trained.items() if weight.grad is None]:
+            no_formula(f"the gradient of {format_list(constant)}")
+        return {name: weight.grad.clone() for name, weight in trained.items() if weight.grad is not None}
 
     def _freeze_experts(self, gradients: Weights) -> dict[tuple[str, int], Tensor]:
         """Zero the gradients of frozen experts; return their weights, by name and index."""
@@ -209,7 +247,7 @@ class Oracle:
                     micro, documents, hidden, [weight[rows] for weight in weights], context, routed
                 )
         aux = {
-            layer: self.cfg.moe.aux_coefficient * self.router.aux_loss(layer, batches)
+            layer: self.router.aux_coefficient * self.router.aux_loss(layer, batches)
             for layer, batches in routed.items()
         }
         z = {
@@ -233,7 +271,7 @@ class Oracle:
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
-        x = self.weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
+        x = self._weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
         self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
@@ -249,12 +287,23 @@ class Oracle:
         )
         x = x + factor * self._output_norm(f"{name}.attention", attended)
         normed = self._input_norm(f"{name}.ffn", x)
-        if self.cfg.model.all_layer_kinds[i] == "D":
-            shortcut = self._shortcut
-            self._shortcut = torch.zeros_like(x)
-            return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
-        weight = self.weights[f"{name}.ffn.router.weight"]
-        bias = self.weights.get(f"{name}.ffn.router.bias")
+        match self.cfg.model.all_layer_kinds[i]:
+            case "D":
+                shortcut = self._shortcut
+                self._shortcut = torch.zeros_like(x)
+                return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
+            case "M":
+                return self._moe_layer(i, x, normed, context, routed)
+            case unknown:
+                no_formula(f"{unknown!r} in model.layer_pattern")
+
+    def _moe_layer(
+        self, i: int, x: Tensor, normed: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
+    ) -> Tensor:
+        name = f"layers.{i}"
+        factor = self.cfg.model.residual_multiplier
+        weight = self._weights[f"{name}.ffn.router.weight"]
+        bias = self._weights[f"{name}.ffn.router.bias"] if self.cfg.model.router_bias else None
         batch = self.router.route(i, normed, weight, bias, context)
         routed.setdefault(i, []).append(batch)
         if self.cfg.model.moe_shortcut:
@@ -264,10 +313,22 @@ class Oracle:
         return x + factor * self._output_norm(f"{name}.ffn", output)
 
     def _input_norm(self, name: str, x: Tensor) -> Tensor:
-        return x if self.cfg.model.norm_placement == "post" else self._hidden_norm(f"{name}_norm", x)
+        match self.cfg.model.norm_placement:
+            case "post":
+                return x
+            case "pre" | "both":
+                return self._hidden_norm(f"{name}_norm", x)
+            case unknown:
+                unknown_kind("model.norm_placement", unknown)
 
     def _output_norm(self, name: str, x: Tensor) -> Tensor:
-        return x if self.cfg.model.norm_placement == "pre" else self._hidden_norm(f"{name}_output_norm", x)
+        match self.cfg.model.norm_placement:
+            case "pre":
+                return x
+            case "post" | "both":
+                return self._hidden_norm(f"{name}_output_norm", x)
+            case unknown:
+                unknown_kind("model.norm_placement", unknown)
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
@@ -278,9 +339,9 @@ class Oracle:
     def _target_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities [B, n] of targets [B, n]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
-        logits = hidden @ self.weights[head].T
+        logits = hidden @ self._weights[head].T
         if self.cfg.model.head_bias:
-            logits = logits + self.weights["head.bias"]
+            logits = logits + self._weights["head.bias"]
         logits = logits / self.cfg.model.logits_divisor / temperature
         return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
@@ -301,10 +362,10 @@ class Oracle:
             name = f"layers.{model.num_layers + depth - 1}"
             # The input at position i is token i + depth, or token 0 past the end.
             tokens = torch.cat((micro[:, depth:-1], micro[:, -1:], torch.zeros_like(micro[:, : depth - 1])), 1)
-            vectors = self.weights["embedding.weight"][tokens] * model.embedding_multiplier
+            vectors = self._weights["embedding.weight"][tokens] * model.embedding_multiplier
             embedded = self._hidden_norm(f"{name}.embedding_norm", vectors)
             joined = torch.cat((embedded, self._hidden_norm(f"{name}.hidden_norm", hidden)), -1)
-            projected = joined @ self.weights[f"{name}.projection"].T
+            projected = joined @ self._weights[f"{name}.projection"].T
             hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
             hidden = self._hidden_norm(f"{name}.output_norm", hidden)
             log_probs = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
@@ -313,68 +374,80 @@ class Oracle:
 
     def _hidden_norm(self, name: str, x: Tensor) -> Tensor:
         """Return a norm of the residual stream."""
-        if self.cfg.model.norm == "rmsnorm":
-            return self._norm(name, x)
-        centered = x - x.mean(-1, keepdim=True)
-        deviation = (centered.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
-        return centered / deviation * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+        match self.cfg.model.norm:
+            case "rmsnorm":
+                return self._norm(name, x)
+            case "layernorm":
+                centered = x - x.mean(-1, keepdim=True)
+                deviation = (centered.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
+                return centered / deviation * self._weights[f"{name}.weight"] + self._weights[f"{name}.bias"]
+            case unknown:
+                unknown_kind("model.norm", unknown)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
-        weight = self.weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
+        weight = self._weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
         return x / (mean_square + self.cfg.model.norm_eps).sqrt() * weight
 
+    def _head_norm(self, name: str, y: Tensor, *, has_rope: bool) -> Tensor:
+        """Return queries or keys of all heads [B, S, heads, D] after their norm, if they have one."""
+        model = self.cfg.model
+        if not model.qk_norm or not (has_rope or model.qk_norm_nope):
+            return y
+        match model.qk_norm_width:
+            case "all_heads":
+                return self._norm(name, y.flatten(2)).view(y.shape)
+            case "head":
+                if model.qk_norm_weight:
+                    return self._norm(name, y)
+                return y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
+            case unknown:
+                unknown_kind("model.qk_norm_width", unknown)
+
     def _swiglu(self, name: str, x: Tensor) -> Tensor:
-        gate, up, down = (self.weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
+        gate, up, down = (self._weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
         gated = x @ gate.T
         return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
-        if model.all_block_kinds[layer].endswith("L"):
-            return linear_attention(model, self.weights, name, x, documents)
+        if attention_letter(model, layer) == "L":
+            return linear_attention(model, self._weights, name, x, documents)
         batch, length, _ = x.shape
-
         has_rope = model.rope_layers[layer]
+        positions = document_positions(documents)
 
         def heads(letter: str, count: int) -> Tensor:
-            y = x @ self.weights[f"{name}.w{letter}"].T
+            y = x @ self._weights[f"{name}.w{letter}"].T
             if model.qkv_bias:
-                y = y + self.weights[f"{name}.b{letter}"]
+                y = y + self._weights[f"{name}.b{letter}"]
             return y.view(batch, length, count, model.head_size)
 
         def rotate(y: Tensor) -> Tensor:
-            return apply_rope(model, y, model.rotary_dim) if has_rope else y
+            return apply_rope(model, y, model.rotary_dim, positions) if has_rope else y
 
         def position_heads(letter: str, count: int, norm: str) -> Tensor:
             y = heads(letter, count)
-            y = rotate(y) if model.qk_norm_after_rope else y
-            if model.qk_norm and not model.qk_norm_weight and (has_rope or model.qk_norm_nope):
-                y = y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
-            elif model.qk_norm and model.qk_norm_weight:
-                whole = model.qk_norm_width == "all_heads"
-                y = self._norm(f"{name}.{norm}", y.flatten(2) if whole else y).view(y.shape)
-            return y if model.qk_norm_after_rope else rotate(y)
+            if model.qk_norm_after_rope:
+                return self._head_norm(f"{name}.{norm}", rotate(y), has_rope=has_rope)
+            return rotate(self._head_norm(f"{name}.{norm}", y, has_rope=has_rope))
 
-        if model.attention == "mla":
-            query, key, value = mla_heads(model, self.weights, name, x, has_rope=has_rope)
-        else:
-            query = position_heads("q", model.num_attention_heads, "query_norm")
-            key = position_heads("k", model.num_query_groups, "key_norm")
-            value = heads("v", model.num_query_groups)
-            if model.nope_temperature_scale and not has_rope:
-                query = query * nope_temperature(model, documents)[:, :, None, None]
+        match model.attention:
+            case "mla":
+                query, key, value = mla_heads(model, self._weights, name, x, positions if has_rope else None)
+            case "gqa":
+                query = position_heads("q", model.num_attention_heads, "query_norm")
+                key = position_heads("k", model.num_query_groups, "key_norm")
+                value = heads("v", model.num_query_groups)
+                if not has_rope:
+                    query = query * nope_temperature(model, positions)[:, :, None, None]
+            case unknown:
+                unknown_kind("model.attention", unknown)
         scale = softmax_scale(model)
-        masked = torch.ones(length, length, dtype=torch.bool).triu(1)
-        if model.all_layer_windows[layer]:
-            masked = masked | torch.ones(length, length, dtype=torch.bool).tril(-model.all_layer_windows[layer])
-        masked = masked | (documents[:, :, None] != documents[:, None, :])
-        if model.all_layer_chunks[layer]:
-            chunk = document_positions(documents) // model.all_layer_chunks[layer]
-            masked = masked | (chunk[:, :, None] != chunk[:, None, :])
+        masked = hidden_keys(model, layer, documents, positions)
         index = None
         if model.index_topk:
-            index = self._index(name, x, masked, layer)
+            index = self._index(name, x, masked, positions, layer)
             masked = index.masked
         outputs = []
         probabilities = []
@@ -383,7 +456,7 @@ class Oracle:
             scores = query[:, :, head] @ key[:, :, group].mT * scale
             scores = scores.masked_fill(masked, -math.inf)
             if model.attention_sinks:
-                sink = self.weights[f"{name}.sinks"][head].expand(batch, length, 1)
+                sink = self._weights[f"{name}.sinks"][head].expand(batch, length, 1)
                 probabilities.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1])
             else:
                 probabilities.append(scores.softmax(-1))
@@ -394,18 +467,27 @@ class Oracle:
             self._index_losses.append(divergence[is_token].sum() / num_layers)
         attended = torch.cat(outputs, -1)
         if model.attention_gate:
-            gates = 1 / (1 + torch.exp(-x @ self.weights[f"{name}.wg"].T))
-            attended = attended * gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
-        result = attended @ self.weights[f"{name}.wo"].T
-        return result + self.weights[f"{name}.bo"] if model.attention_output_bias else result
+            gates = 1 / (1 + torch.exp(-x @ self._weights[f"{name}.wg"].T))
+            if has_a_gate_per_head(model):
+                gates = gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
+            attended = attended * gates
+        result = attended @ self._weights[f"{name}.wo"].T
+        return result + self._weights[f"{name}.bo"] if model.attention_output_bias else result
 
-    def _index(self, name: str, x: Tensor, masked: Tensor, layer: int) -> OracleIndexer:
+    def _index(self, name: str, x: Tensor, masked: Tensor, positions: Tensor, layer: int) -> OracleIndexer:
         """Return the selection of a layer: its own, or that of an earlier layer in the same micro-batch."""
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]
-        index = OracleIndexer(self.cfg, self.weights, f"{name}.indexer", has_rope=model.rope_layers[layer])
-        source = latent_queries(model, self.weights, name, x) if model.attention == "mla" else x
+        rope_positions = positions if model.rope_layers[layer] else None
+        index = OracleIndexer(self.cfg, self._weights, f"{name}.indexer", rope_positions)
+        match model.attention:
+            case "mla":
+                source = latent_queries(model, self._weights, name, x)
+            case "gqa":
+                source = x
+            case unknown:
+                unknown_kind("model.attention", unknown)
         index.score(x.detach(), source.detach(), masked)
         self._indexers[layer] = index
         return index
@@ -413,33 +495,43 @@ class Oracle:
     def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
         model = self.cfg.model
         y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
-        expert_input = x @ self.weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
-        if self.cfg.moe.dispatch_precision != "dtype":
-            expert_input = fp8_round_trip(expert_input)
+        expert_input = x @ self._weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
+        match self.cfg.moe.dispatch_precision:
+            case "dtype":
+                pass
+            case "fp8-blockwise":
+                expert_input = fp8_round_trip(expert_input)
+            case unknown:
+                unknown_kind("moe.dispatch_precision", unknown)
         for expert in range(model.num_experts):
-            gate, up, down = (self.weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
+            gate, up, down = (self._weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
             scaled_input = weight * expert_input if model.router_probs_on_input else expert_input
             gated = scaled_input @ gate
             raised = scaled_input @ up
             if model.moe_bias:
-                gated = gated + self.weights[f"{name}.experts.b_gate"][expert]
-                raised = raised + self.weights[f"{name}.experts.b_up"][expert]
+                gated = gated + self._weights[f"{name}.experts.b_gate"][expert]
+                raised = raised + self._weights[f"{name}.experts.b_up"][expert]
             gain = 1.0
-            if model.moe_activation == "clamped_swiglu":
-                limit = model.swiglu_limit
-                gain = model.swiglu_alpha
-                gated = torch.where(gated > limit, limit, gated)
-                raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
+            match model.moe_activation:
+                case "swiglu":
+                    pass
+                case "clamped_swiglu":
+                    limit = model.swiglu_limit
+                    gain = model.swiglu_alpha
+                    gated = torch.where(gated > limit, limit, gated)
+                    raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
+                case unknown_activation:
+                    unknown_kind("model.moe_activation", unknown_activation)
             result = (gated * torch.sigmoid(gain * gated) * raised) @ down
             if model.moe_bias:
-                result = result + self.weights[f"{name}.experts.b_down"][expert]
+                result = result + self._weights[f"{name}.experts.b_down"][expert]
             if model.router_probs_on_input:
                 # An expert that a token has not chosen computes 0 of 0, unless it has biases.
                 weight = (weight != 0).to(weight)
             y = y + weight * result
         if model.moe_hidden_size:
-            y = y @ self.weights[f"{name}.latent_up.weight"].T
+            y = y @ self._weights[f"{name}.latent_up.weight"].T
         is_zero = routed.experts >= model.num_experts
         return y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
 
@@ -450,7 +542,7 @@ class Oracle:
             return torch.zeros_like(x)
         shared = self._swiglu(f"{name}.shared", x)
         if model.shared_expert_gate:
-            shared = shared * torch.sigmoid(x @ self.weights[f"{name}.shared_gate"].T)
+            shared = shared * torch.sigmoid(x @ self._weights[f"{name}.shared_gate"].T)
         return shared
 
 
@@ -458,8 +550,4 @@ def _is_trained(cfg: Config, name: str) -> bool:
     """Return whether a parameter has a gradient."""
     if cfg.lora.rank:
         return ".lora." in name
-    return not cfg.trains_indexers_only or ".indexer." in name
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    return torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+    return not is_warmup(cfg) or ".indexer." in name

@@ -10,18 +10,28 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
+from moefold.verify.no_formula import no_formula, unknown_kind
+from moefold.verify.oracle_patterns import attention_letter
 
 
 def mla_heads(
-    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, *, has_rope: bool
+    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return MLA queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of x [B, S, H]."""
+    """Return MLA queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of x [B, S, H].
+
+    Args:
+        model: sizes.
+        weights: by name.
+        name: of the layer's attention.
+        x: normalised hidden states.
+        positions: of the tokens in their documents, [B, S]; None: a layer without RoPE.
+    """
     nope_dim = model.qk_nope_head_dim
     rope_dim = model.qk_rope_head_dim
     rank = model.kv_lora_rank
 
     def rotate(x: Tensor) -> Tensor:
-        return apply_rope(model, x, rope_dim) if has_rope else x
+        return x if positions is None else apply_rope(model, x, rope_dim, positions)
 
     compressed = latent_queries(model, weights, name, x)
     to_query = weights[f"{name}.wq_up" if model.q_lora_rank else f"{name}.wq"]
@@ -55,9 +65,33 @@ def document_positions(documents: Tensor) -> Tensor:
     return torch.tensor(rows)
 
 
-def nope_temperature(model: ModelConfig, documents: Tensor) -> Tensor:
-    """Return the factor of the queries of layers without RoPE, float64 [B, S]."""
-    steps = (document_positions(documents) + 1).double() / model.nope_temperature_tokens
+def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Tensor) -> Tensor:
+    """Return the keys that a query of a layer does not see, bool [B, S, S].
+
+    Args:
+        model: patterns, window and chunk.
+        layer: number of the layer, of softmax attention.
+        documents: the document of each token, [B, S].
+        positions: of the tokens in their documents, [B, S].
+    """
+    length = documents.shape[1]
+    ones = torch.ones(length, length, dtype=torch.bool)
+    masked = ones.triu(1) | (documents[:, :, None] != documents[:, None, :])
+    match attention_letter(model, layer):
+        case "F":
+            return masked
+        case "W":
+            return masked | ones.tril(-model.sliding_window)
+        case "C":
+            chunk = positions // model.attention_chunk_size
+            return masked | (chunk[:, :, None] != chunk[:, None, :])
+        case unknown:
+            no_formula(f"{unknown!r} in model.attention_pattern")
+
+
+def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
+    """Return the factor of the queries of layers without RoPE, float64 [B, S], given positions in documents [B, S]."""
+    steps = (positions + 1).double() / model.nope_temperature_tokens
     return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
 
 
@@ -78,21 +112,44 @@ def _latent_norm(weight: Tensor, latent: Tensor) -> Tensor:
 def softmax_scale(model: ModelConfig) -> float:
     """Return the softmax scale of the attention scores."""
     scale = model.attention_scale or 1 / math.sqrt(model.head_size)
-    if model.attention == "mla" and model.rope_scaling == "yarn" and model.rope_mscale_all_dim > 0:
-        scale *= yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
-    return scale
+    match model.attention:
+        case "gqa":
+            return scale
+        case "mla":
+            return scale * _mscale_of_latents(model) ** 2
+        case unknown:
+            unknown_kind("model.attention", unknown)
 
 
-def apply_rope(model: ModelConfig, x: Tensor, rotary_dim: int, *, is_interleaved: bool | None = None) -> Tensor:
+def _mscale_of_latents(model: ModelConfig) -> float:
+    match model.rope_scaling:
+        case "yarn" if model.rope_mscale_all_dim > 0:
+            return yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim)
+        case "yarn" | "none" | "linear" | "llama3" | "ntk" | "longrope":
+            return 1.0
+        case unknown:
+            unknown_kind("model.rope_scaling", unknown)
+
+
+def apply_rope(
+    model: ModelConfig, x: Tensor, rotary_dim: int, positions: Tensor, *, is_interleaved: bool | None = None
+) -> Tensor:
     """Apply RoPE to [B, S, heads, D]: rotate each pair of the first `rotary_dim` dims at position p by p * frequency.
 
     Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope_interleaved.
+
+    Args:
+        model: frequencies and scaling.
+        x: queries or keys.
+        rotary_dim: dims that are rotated.
+        positions: of the tokens in their documents, [B, S].
+        is_interleaved: kind of the pairs.
     """
     half = rotary_dim // 2
     length = x.shape[1]
     frequency = torch.tensor([_inv_freq(model, i, rotary_dim, length) for i in range(half)], dtype=torch.float64)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-    rotation = torch.polar(torch.full_like(angle, _attention_factor(model, length)), angle)[:, None, :]
+    angle = positions.double()[..., None] * frequency
+    rotation = torch.polar(torch.full_like(angle, _attention_factor(model, length)), angle)[:, :, None, :]
     if model.rope_interleaved if is_interleaved is None else is_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
         rotated = torch.view_as_real(pairs * rotation).flatten(-2)
@@ -107,35 +164,49 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _attention_factor(model: ModelConfig, length: int) -> float:
-    original = model.rope_original_seq_len
-    if model.rope_scaling == "longrope":
-        given = model.rope_long_mscale if length > original else model.rope_short_mscale
-        return given or math.sqrt(1 + math.log(model.rope_scaling_factor, original))
-    if model.rope_scaling != "yarn":
-        return 1.0
-    if model.rope_attention_factor > 0:
-        return model.rope_attention_factor
     factor = model.rope_scaling_factor
-    if model.rope_mscale > 0:
-        return yarn_mscale(factor, model.rope_mscale) / yarn_mscale(factor, model.rope_mscale_all_dim)
-    return yarn_mscale(factor, 1.0)
+    match model.rope_scaling:
+        case "none" | "linear" | "llama3" | "ntk":
+            return 1.0
+        case "longrope":
+            of_short_and_long = (model.rope_short_mscale, model.rope_long_mscale)
+            original = model.rope_original_seq_len
+            return of_short_and_long[length > original] or math.sqrt(1 + math.log(factor, original))
+        case "yarn":
+            given = model.rope_attention_factor
+            numerator = model.rope_mscale
+            denominator = model.rope_mscale_all_dim
+            if given > 0:
+                return given
+            return yarn_mscale(factor, numerator or 1.0) / yarn_mscale(factor, denominator if numerator else 0.0)
+        case unknown:
+            unknown_kind("model.rope_scaling", unknown)
 
 
 def _inv_freq(model: ModelConfig, i: int, rotary_dim: int, length: int) -> float:
     frequency = 1.0 / model.rope_theta ** (2 * i / rotary_dim)
-    if model.rope_scaling == "longrope":
-        is_long = length > model.rope_original_seq_len
-        return frequency / (model.rope_long_factors if is_long else model.rope_short_factors)[i]
-    if model.rope_scaling == "none":
-        return frequency
-    if model.rope_scaling == "ntk":
-        return float(frequency * model.rope_scaling_factor ** (-2 * i / (rotary_dim - 2)))
     stretched = frequency / model.rope_scaling_factor
-    if model.rope_scaling == "linear":
-        return stretched
-    if model.rope_scaling == "yarn":
-        ramp = _yarn_ramp(model, i, rotary_dim)
-        return stretched * ramp + frequency * (1 - ramp)
+    match model.rope_scaling:
+        case "none":
+            return frequency
+        case "linear":
+            return stretched
+        case "ntk":
+            return float(frequency * model.rope_scaling_factor ** (-2 * i / (rotary_dim - 2)))
+        case "longrope":
+            of_short_and_long = (model.rope_short_factors, model.rope_long_factors)
+            return frequency / of_short_and_long[length > model.rope_original_seq_len][i]
+        case "yarn":
+            ramp = _yarn_ramp(model, i, rotary_dim)
+            return stretched * ramp + frequency * (1 - ramp)
+        case "llama3":
+            return _llama3_frequency(model, frequency)
+        case unknown:
+            unknown_kind("model.rope_scaling", unknown)
+
+
+def _llama3_frequency(model: ModelConfig, frequency: float) -> float:
+    stretched = frequency / model.rope_scaling_factor
     wavelength = 2 * math.pi / frequency
     longest = model.rope_original_seq_len / model.rope_low_freq_factor
     shortest = model.rope_original_seq_len / model.rope_high_freq_factor

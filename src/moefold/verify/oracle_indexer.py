@@ -7,7 +7,19 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.verify.no_formula import unknown_kind
 from moefold.verify.oracle_attention import apply_rope
+
+
+def is_warmup(cfg: Config) -> bool:
+    """Return whether only the indexers learn, from attention over all keys."""
+    match cfg.train.indexer_stage:
+        case "warmup":
+            return cfg.model.index_topk > 0
+        case "sparse":
+            return False
+        case unknown:
+            unknown_kind("train.indexer_stage", unknown)
 
 
 class OracleIndexer:
@@ -17,14 +29,14 @@ class OracleIndexer:
         cfg: sizes and stage.
         weights: by name.
         name: of the indexer.
-        has_rope: whether the layer has RoPE.
+        positions: of the tokens in their documents, [B, S]; None: a layer without RoPE.
     """
 
-    def __init__(self, cfg: Config, weights: Mapping[str, Tensor], name: str, *, has_rope: bool) -> None:
+    def __init__(self, cfg: Config, weights: Mapping[str, Tensor], name: str, positions: Tensor | None) -> None:
         self._cfg = cfg
         self._weights = weights
         self._name = name
-        self._has_rope = has_rope
+        self._positions = positions
 
     def score(self, x: Tensor, source: Tensor, masked: Tensor) -> None:
         """Compute the scores, and the mask that selection adds to causality and documents.
@@ -48,7 +60,7 @@ class OracleIndexer:
             dots = query @ key.mT / math.sqrt(model.index_head_dim)
             self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
         self.masked = masked.expand(self.scores.shape).clone()
-        if not self._cfg.trains_indexers_only:
+        if not is_warmup(self._cfg):
             self._select()
 
     def _select(self) -> None:
@@ -75,7 +87,7 @@ class OracleIndexer:
     def _rotate(self, z: Tensor) -> Tensor:
         """Apply RoPE to the first dims of [B, S, D]."""
         model = self._cfg.model
-        if not self._has_rope:
-            return z
         interleaved = model.index_rope_interleaved
-        return apply_rope(model, z[:, :, None], model.rotary_dim, is_interleaved=interleaved)[:, :, 0]
+        if self._positions is None:
+            return z
+        return apply_rope(model, z[:, :, None], model.rotary_dim, self._positions, is_interleaved=interleaved)[:, :, 0]

@@ -1,11 +1,16 @@
 """Layers of kind L of the oracle: the recurrence token by token, each sample and document by itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
+from moefold.verify.no_formula import unknown_kind
+
+DocumentFunction = Callable[[ModelConfig, Mapping[str, Tensor], str, Tensor], Tensor]
+"""Returns a layer's output for the tokens of one document, [S, H]."""
 
 
 def linear_attention(
@@ -23,8 +28,18 @@ def linear_attention(
         x: normalised hidden states.
         documents: the document of each token, [B, S].
     """
-    kinds = {"gla": _gla, "short_convolution": _short_convolution}
-    function = kinds.get(model.linear_attention, _delta_rule)
+    function: DocumentFunction
+    match model.linear_attention:
+        case "gla":
+            function = _gla
+        case "short_convolution":
+            function = _short_convolution
+        case "gated_deltanet":
+            function = partial(_delta_rule, is_kda=False)
+        case "kda":
+            function = partial(_delta_rule, is_kda=True)
+        case unknown:
+            unknown_kind("model.linear_attention", unknown)
     rows = []
     for sample, numbers in zip(x, documents, strict=True):
         parts = [
@@ -82,7 +97,7 @@ def _gla(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor
     return _gated_norm(model, weights, name, torch.stack(found), gates * torch.sigmoid(gates))
 
 
-def _delta_rule(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def _delta_rule(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, *, is_kda: bool) -> Tensor:
     """Return the output of Gated DeltaNet or Kimi Delta Attention for the tokens of one document, [S, H]."""
     value_heads = model.linear_num_value_heads
     repeats = value_heads // model.linear_num_key_heads
@@ -98,7 +113,6 @@ def _delta_rule(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x:
     queries = unit(heads("q", key_dim))
     keys = unit(heads("k", key_dim))
     values = heads("v", model.linear_value_head_dim)
-    is_kda = model.linear_attention == "kda"
     logits, gates = (
         x @ weights[f"{name}.w{letter}_down"].T @ weights[f"{name}.w{letter}_up"].T
         if is_kda and not model.linear_full_rank_gates

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
-from moefold.optim.lr_schedule import learning_rate
+from moefold.config.schema import Config, TrainConfig
+from moefold.verify.no_formula import no_formula, unknown_kind
+from moefold.verify.oracle_patterns import attention_letter, has_a_gate_per_head
+from moefold.verify.oracle_schedule import oracle_rate
 
 MUON_GROUP_PATTERNS = {
     r"\.attention\.w(q|k|v|g|o|a|b|c|a_down|a_up|g_down|g_up|q_down|q_up|kv_down|kv_up)$": "attention",
@@ -28,11 +30,44 @@ MUON_GROUP_PATTERNS = {
 }
 
 
+def has_backward_pass(train: TrainConfig) -> bool:
+    """Return whether a step has gradients; if not, it is one of SPSA."""
+    match train.optimizer:
+        case "adamw" | "muon":
+            return True
+        case "spsa":
+            return False
+        case unknown:
+            unknown_kind("train.optimizer", unknown)
+
+
 class OracleOptimizer:
-    """Reference optimizer that updates weights in place from unclipped gradients."""
+    """Reference optimizer that updates weights in place from unclipped gradients.
+
+    The settings are read here and at the start of a step, so that they count as read in a first step without an update.
+    """
 
     def __init__(self, cfg: Config, weights: Mapping[str, Tensor]) -> None:
         self.cfg = cfg
+        train = cfg.train
+        self._beta1 = train.beta1
+        self._beta2 = train.beta2
+        self._eps = train.eps
+        self._muon_groups: tuple[str, ...] = ()
+        match train.optimizer:
+            case "adamw":
+                pass
+            case "muon":
+                self._muon_groups = train.muon_groups
+                self._muon_momentum = train.muon_momentum
+                self._muon_ns_steps = train.muon_ns_steps
+            case "spsa":
+                raise AssertionError("SPSA has no gradients")
+            case unknown:
+                unknown_kind("train.optimizer", unknown)
+        for group in self._muon_groups:
+            if group not in MUON_GROUP_PATTERNS.values():
+                no_formula(f"{group!r} in train.muon_groups", "verify/oracle_optimizer.py")
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
         self._steps = 0
         self._moment_updates = 0
@@ -43,34 +78,39 @@ class OracleOptimizer:
     def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], norm: float) -> None:
         """Update all weights once; `norm` is the global gradient norm, used for clipping."""
         train = self.cfg.train
+        decay = train.weight_decay
+        correction = train.delay_correction
         self._steps += 1
-        rate = learning_rate(train, self.cfg.run.steps, self._steps)
+        rate = oracle_rate(train, self.cfg.run.steps, self._steps)
         clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
         clipped = {name: gradient * clip for name, gradient in gradients.items()}
-        if train.gradient_delay:
-            self._pending, clipped = clipped, self._pending
+        match train.gradient_delay:
+            case 0:
+                pass
+            case 1:
+                self._pending, clipped = clipped, self._pending
+            case unknown:
+                unknown_kind("train.gradient_delay", unknown)
         self._moment_updates += bool(clipped)
         for name, weight in weights.items():
             if name not in clipped:
                 continue
             before = weight.clone()
             is_matrix = weight.dim() > 1 and ".experts.b_" not in name
-            weight.mul_(1 - rate * (train.weight_decay if is_matrix else 0.0))
+            weight.mul_(1 - rate * (decay if is_matrix else 0.0))
             update = self._muon if self._uses_muon(name) else self._adamw
             weight.sub_(rate * update(name, clipped[name]))
-            if train.delay_correction:
+            if correction:
                 change = before - weight
-                weight.sub_(train.delay_correction * (change - self._last_update.get(name, 0.0)))
+                weight.sub_(correction * (change - self._last_update.get(name, 0.0)))
                 self._last_update[name] = change
         if train.reset_moments_every and self._steps % train.reset_moments_every == 0:
             self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
             self._moment_updates = 0
 
     def _uses_muon(self, name: str) -> bool:
-        if self.cfg.train.optimizer != "muon":
-            return False
         groups = [group for pattern, group in MUON_GROUP_PATTERNS.items() if re.search(pattern, name)]
-        return bool(groups) and groups[0] in self.cfg.train.muon_groups and not self._has_a_row_per_head(name)
+        return bool(groups) and groups[0] in self._muon_groups and not self._has_a_row_per_head(name)
 
     def _has_a_row_per_head(self, name: str) -> bool:
         """Return whether a matrix of attention has one row for each head: decays, write strengths, gates of heads."""
@@ -78,30 +118,34 @@ class OracleOptimizer:
         if found is None:
             return False
         model = self.cfg.model
-        if not model.all_block_kinds[int(found[1])].endswith("L"):
-            return model.attention_gate_width == "head"
-        narrow = {"gated_deltanet": "ab", "kda": "b"}.get(model.linear_attention, "")
-        return found[2] in narrow
+        if attention_letter(model, int(found[1])) != "L":
+            return has_a_gate_per_head(model)
+        match model.linear_attention:
+            case "gated_deltanet":
+                return found[2] in "ab"
+            case "kda":
+                return found[2] == "b"
+            case "gla" | "short_convolution":
+                return False
+            case unknown:
+                unknown_kind("model.linear_attention", unknown)
 
     def _adamw(self, name: str, gradient: Tensor) -> Tensor:
-        train = self.cfg.train
         first, second = self._moments[name]
-        first.mul_(train.beta1).add_((1 - train.beta1) * gradient)
-        second.mul_(train.beta2).add_((1 - train.beta2) * gradient.square())
-        mean = first / (1 - train.beta1**self._moment_updates)
-        rms = (second / (1 - train.beta2**self._moment_updates)).sqrt()
-        return mean / (rms + train.eps)
+        first.mul_(self._beta1).add_((1 - self._beta1) * gradient)
+        second.mul_(self._beta2).add_((1 - self._beta2) * gradient.square())
+        mean = first / (1 - self._beta1**self._moment_updates)
+        rms = (second / (1 - self._beta2**self._moment_updates)).sqrt()
+        return mean / (rms + self._eps)
 
     def _muon(self, name: str, gradient: Tensor) -> Tensor:
-        train = self.cfg.train
         momentum = self._moments[name][0]
-        momentum.mul_(train.muon_momentum).add_(gradient)
-        nesterov = gradient + train.muon_momentum * momentum
+        momentum.mul_(self._muon_momentum).add_(gradient)
+        nesterov = gradient + self._muon_momentum * momentum
         update = torch.zeros_like(nesterov)
         for index in matrix_indices(self.cfg.model, name, nesterov):
-            update[index] = (
-                0.2 * max(nesterov[index].shape) ** 0.5 * newton_schulz(nesterov[index], train.muon_ns_steps)
-            )
+            orthogonal = newton_schulz(nesterov[index], self._muon_ns_steps)
+            update[index] = 0.2 * max(nesterov[index].shape) ** 0.5 * orthogonal
         return update
 
 

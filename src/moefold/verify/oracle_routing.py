@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.verify.no_formula import unknown_kind
 from moefold.verify.oracle_sparse_mixer import SAMPLING_STREAM, MixedChoices, sparse_mixer
 
 UINT64_MASK = 2**64 - 1
@@ -74,9 +76,27 @@ class OracleRouter:
         zeros = torch.zeros(cfg.model.num_router_choices, dtype=torch.float32)
         names = [bias_name(i) for i in self._layer_numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
-        uses_last_counts = cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch"
+        match cfg.moe.aux_kind:
+            case "last_global_batch":
+                uses_last_counts = self.aux_coefficient > 0
+            case "micro_batch" | "sequence" | "global_batch":
+                uses_last_counts = False
+            case unknown:
+                unknown_kind("moe.aux_kind", unknown)
         empty = torch.zeros(cfg.model.num_router_choices, dtype=torch.int64)
         self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
+
+    @property
+    def aux_coefficient(self) -> float:
+        """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
+        coefficient = self._cfg.moe.aux_loss
+        match self._cfg.moe.choice:
+            case "topk":
+                return coefficient
+            case "quantile" | "sinkhorn" | "round_robin" | "skewed":
+                return 0.0
+            case unknown:
+                unknown_kind("moe.choice", unknown)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent state, by name."""
@@ -89,9 +109,9 @@ class OracleRouter:
         if moe.input_jitter and context.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
-        raw = _raw_scores(model.router_score, logits)
+        raw = _raw_scores(model, logits)
         thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
-        if moe.choice == "quantile" and context.is_training and context.is_token.any():
+        if self._is_quantile and context.is_training and context.is_token.any():
             thresholds = torch.quantile(
                 raw.detach()[context.is_token], 1 - model.top_k / model.num_router_choices, dim=0
             )
@@ -105,13 +125,7 @@ class OracleRouter:
             )
         if moe.replay and context.is_training:
             experts = self._replayed_choices(layer, context, len(x))
-        chosen = raw.gather(-1, experts)
-        if mixed is not None:
-            chosen = mixed.weights
-        elif model.router_score == "softmax" and model.router_softmax == "post":
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        elif model.router_score != "softmax" and model.router_normalize:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        chosen = self._normalized(raw.gather(-1, experts)) if mixed is None else mixed.weights
         weights = chosen * model.router_scaling_factor
         drops = list(self._dropped_choices(experts, weights, context))
         kept = context.is_token[..., None].expand_as(weights).to(weights.dtype).clone()
@@ -120,13 +134,48 @@ class OracleRouter:
         scores = raw / raw.sum(-1, keepdim=True)
         return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops), context.is_token)
 
+    @property
+    def _is_quantile(self) -> bool:
+        match self._cfg.moe.choice:
+            case "quantile":
+                return True
+            case "topk" | "sinkhorn" | "round_robin" | "skewed":
+                return False
+            case unknown:
+                unknown_kind("moe.choice", unknown)
+
+    def _normalized(self, chosen: Tensor) -> Tensor:
+        """Return the scores of the chosen experts [B, S, K], divided by their sum if the recipe says so."""
+        model = self._cfg.model
+        match model.router_score:
+            case "sigmoid" | "sqrtsoftplus":
+                return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if model.router_normalize else chosen
+            case "softmax":
+                pass
+            case unknown:
+                unknown_kind("model.router_score", unknown)
+        match model.router_softmax:
+            case "post":
+                return chosen / chosen.sum(-1, keepdim=True)
+            case "pre":
+                return chosen
+            case "sparsemixer":
+                raise AssertionError("its weights are no scores")
+            case unknown_softmax:
+                unknown_kind("model.router_softmax", unknown_softmax)
+
     def _sparse_mixer(self, layer: int, logits: Tensor, context: RoutingContext) -> MixedChoices | None:
         """Return the choices and weights of a SparseMixer; None: the router is another one."""
         model = self._cfg.model
-        if model.router_softmax != "sparsemixer":
-            return None
+        match model.router_softmax:
+            case "pre" | "post":
+                return None
+            case "sparsemixer":
+                pass
+            case unknown:
+                unknown_kind("model.router_softmax", unknown)
         noise = None
-        if context.is_training and self._cfg.moe.sparsemixer_sampling:
+        if self._cfg.moe.sparsemixer_sampling and context.is_training:
             shape = torch.Size((*logits.shape[:2], model.top_k * (logits.shape[-1] + 1)))
             noise = self._noise(layer, shape, context, stream=SAMPLING_STREAM)
         return sparse_mixer(logits, model.top_k, model.sparsemixer_jitter, noise)
@@ -140,35 +189,47 @@ class OracleRouter:
 
     def aux_loss(self, layer: int, batches: Sequence[RoutedBatch]) -> Tensor:
         """Return the load-balancing loss of one layer, averaged over the micro-batches of a global batch."""
-        kind = self._cfg.moe.aux_kind
-        num_micro_batches = self._cfg.num_micro_batches
-        total = torch.zeros((), dtype=torch.float64)
-        if kind == "last_global_batch" and self.last_counts:
-            counts = self.last_counts[last_counts_name(layer)].double()
-            uniform = torch.full_like(counts, 1 / len(counts))
-            share = counts / counts.sum() if counts.any() else uniform
-            scores = torch.cat([batch.scores[batch.is_token] for batch in batches])
-            return len(counts) * (share * scores.mean(0)).sum()
+        if not self.aux_coefficient:
+            return torch.zeros((), dtype=torch.float64)
+        match self._cfg.moe.aux_kind:
+            case "last_global_batch":
+                counts = self.last_counts[last_counts_name(layer)].double()
+                uniform = torch.full_like(counts, 1 / len(counts))
+                share = counts / counts.sum() if counts.any() else uniform
+                scores = torch.cat([batch.scores[batch.is_token] for batch in batches])
+                return len(counts) * (share * scores.mean(0)).sum()
+            case "sequence":
+                parts = [
+                    (counts, batch.scores[sample, batch.is_token[sample]].sum(0))
+                    for batch in batches
+                    for sample, counts in enumerate(batch.tokens_per_expert())
+                ]
+            case "micro_batch":
+                parts = [(batch.tokens_per_expert().sum(0), batch.scores[batch.is_token].sum(0)) for batch in batches]
+            case "global_batch":
+                parts = self._parts_of_global_batch(batches)
+            case unknown:
+                unknown_kind("moe.aux_kind", unknown)
         # Each token of the global batch weighs the same; padding weighs nothing.
         num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
-        for number, batch in enumerate(batches):
-            num_experts = batch.scores.shape[-1]
-            if kind == "sequence":
-                for sample, counts in enumerate(batch.tokens_per_expert()):
-                    scores = batch.scores[sample, batch.is_token[sample]].sum(0)
-                    total = total + num_experts * (counts / counts.sum().clamp(min=1) * scores).sum() / num_tokens
-                continue
-            counted = [batch]
-            if kind == "global_batch":
-                # dp rank d runs micro-batches d * num_micro_batches and on, in lockstep with the other ranks: count
-                # all ranks' micro-batches up to this one.
-                counted = [
-                    other for i, other in enumerate(batches) if i % num_micro_batches <= number % num_micro_batches
-                ]
-            counts = torch.stack([other.tokens_per_expert().sum(0) for other in counted]).sum(0)
-            scores = batch.scores[batch.is_token].sum(0)
-            total = total + num_experts * (counts / counts.sum().clamp(min=1) * scores).sum() / num_tokens
-        return total
+        shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in parts]
+        return self._cfg.model.num_router_choices * torch.stack(shares).sum() / num_tokens
+
+    def _parts_of_global_batch(self, batches: Sequence[RoutedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Return the counts so far and the scores of each micro-batch.
+
+        dp rank d runs micro-batches d * num_micro_batches and on, in lockstep with the other ranks: all ranks'
+        micro-batches up to this one count.
+        """
+        size = self._cfg.num_micro_batches
+        numbered = [(number % size, batch) for number, batch in enumerate(batches)]
+        return [
+            (
+                torch.stack([other.tokens_per_expert().sum(0) for i, other in numbered if i <= number]).sum(0),
+                batch.scores[batch.is_token].sum(0),
+            )
+            for number, batch in numbered
+        ]
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """Return the step's metrics of one layer."""
@@ -201,7 +262,8 @@ class OracleRouter:
         name = bias_name(layer)
         if name not in self.biases:
             return
-        if self._cfg.moe.choice == "quantile":
+        rate = self._cfg.moe.bias_update_rate
+        if self._is_quantile:
             num_tokens = [int(batch.is_token.sum()) for batch in batches]
             thresholds = [count * batch.thresholds for count, batch in zip(num_tokens, batches, strict=True)]
             self.biases[name] = -(torch.stack(thresholds).sum(0) / sum(num_tokens)).float()
@@ -213,20 +275,26 @@ class OracleRouter:
         for expert, count in enumerate(counts[: model.num_experts]):
             if count != target:
                 up = bool(count < target)
-                rate = torch.tensor(self._cfg.moe.bias_update_rate, dtype=torch.float32)
-                self.biases[name][expert] += rate if up else -rate
+                step = torch.tensor(rate, dtype=torch.float32)
+                self.biases[name][expert] += step if up else -step
 
     def _selection_scores(self, layer: int, logits: Tensor, raw: Tensor, context: RoutingContext) -> Tensor:
         """Return the scores by which experts are selected, [B, S, E]."""
-        choice = self._cfg.moe.choice
         bias = self.biases.get(bias_name(layer))
-        if choice == "sinkhorn" and context.is_training:
-            values = torch.zeros_like(logits)
-            values[context.is_token] = _sinkhorn(logits[context.is_token], self._cfg.moe.sinkhorn_iterations)
-            return values
-        if bias is None or (choice == "quantile" and context.is_training):
-            return raw
-        return raw + bias.double()
+        biased = raw if bias is None else raw + bias.double()
+        if not context.is_training:
+            return biased
+        match self._cfg.moe.choice:
+            case "topk" | "round_robin" | "skewed":
+                return biased
+            case "quantile":
+                return raw
+            case "sinkhorn":
+                values = torch.zeros_like(logits)
+                values[context.is_token] = _sinkhorn(logits[context.is_token], self._cfg.moe.sinkhorn_iterations)
+                return values
+            case unknown:
+                unknown_kind("moe.choice", unknown)
 
     def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
         """Return the chosen experts of one token, best first."""
@@ -235,22 +303,38 @@ class OracleRouter:
         token = s * values.shape[0] + b
         top_k = model.top_k
         num_experts = model.num_router_choices
-        if moe.choice == "round_robin":
-            return [(token * top_k + k) % num_experts for k in range(top_k)]
-        if moe.choice == "skewed":
-            others = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
-            is_skewed = math.floor((token + 1) * moe.skew) > math.floor(token * moe.skew)
-            return [0, *others[1:]] if is_skewed else others
-        value = values[b, s].tolist()
-        experts = list(range(num_experts))
-        if model.num_groups > 1:
-            size = num_experts // model.num_groups
-            groups = [experts[i : i + size] for i in range(0, num_experts, size)]
-            num_summed = 1 if model.router_score == "softmax" else 2
-            group_scores = [sum(sorted((value[e] for e in group), reverse=True)[:num_summed]) for group in groups]
-            best = sorted(range(len(groups)), key=lambda g: (-group_scores[g], g))[: model.top_groups]
-            experts = [e for g in best for e in groups[g]]
-        return sorted(experts, key=lambda e: (-value[e], e))[:top_k]
+        match moe.choice:
+            case "round_robin":
+                return [(token * top_k + k) % num_experts for k in range(top_k)]
+            case "skewed":
+                others = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
+                is_skewed = math.floor((token + 1) * moe.skew) > math.floor(token * moe.skew)
+                return [0, *others[1:]] if is_skewed else others
+            case "topk" | "quantile" | "sinkhorn":
+                value = values[b, s].tolist()
+                return sorted(self._allowed_experts(value), key=lambda e: (-value[e], e))[:top_k]
+            case unknown:
+                unknown_kind("moe.choice", unknown)
+
+    def _allowed_experts(self, value: list[float]) -> list[int]:
+        """Return the experts of the best groups, by the scores of one token."""
+        model = self._cfg.model
+        experts = list(range(len(value)))
+        num_chosen = model.top_groups
+        if model.num_groups == 1:
+            return experts
+        match model.router_score:
+            case "softmax":
+                num_summed = 1
+            case "sigmoid" | "sqrtsoftplus":
+                num_summed = 2
+            case unknown:
+                unknown_kind("model.router_score", unknown)
+        size = len(value) // model.num_groups
+        groups = [experts[i : i + size] for i in range(0, len(value), size)]
+        group_scores = [sum(sorted((value[e] for e in group), reverse=True)[:num_summed]) for group in groups]
+        best = sorted(range(len(groups)), key=lambda g: (-group_scores[g], g))[:num_chosen]
+        return [e for g in best for e in groups[g]]
 
     def _dropped_choices(
         self, experts: Tensor, weights: Tensor, context: RoutingContext
@@ -261,10 +345,11 @@ class OracleRouter:
         factor = moe.capacity_factor
         if not context.is_training and moe.eval_capacity_factor >= 0:
             factor = moe.eval_capacity_factor
+        batch, length, top_k = experts.shape
+        scopes = self._drop_scopes(length)
+        keeps_probable = self._keeps_probable
         if factor == 0:
             return
-        batch, length, top_k = experts.shape
-        scopes = [range(length)] if moe.drop_scope == "full_sequence" else self._chunks
         for positions in scopes:
             tokens = int(context.is_token[:, list(positions)].sum())
             capacity = max(1, math.ceil(tokens * top_k / model.num_router_choices * factor))
@@ -274,13 +359,33 @@ class OracleRouter:
                     if not context.is_token[b, s]:
                         continue
                     for k in range(top_k):
-                        first = -float(weights[b, s, k].detach()) if moe.drop_policy == "probs" else 0.0
+                        first = -float(weights[b, s, k].detach()) if keeps_probable else 0.0
                         queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
             for expert, queue in queues.items():
                 if expert >= model.num_experts:
                     continue
                 for *_, b, s, k in _by_priority(queue)[capacity:]:
                     yield b, s, k
+
+    def _drop_scopes(self, length: int) -> Sequence[Sequence[int]]:
+        """Return the positions over which each capacity is counted."""
+        match self._cfg.moe.drop_scope:
+            case "full_sequence":
+                return [range(length)]
+            case "sub_sequence":
+                return self._chunks
+            case unknown:
+                unknown_kind("moe.drop_scope", unknown)
+
+    @property
+    def _keeps_probable(self) -> bool:
+        match self._cfg.moe.drop_policy:
+            case "probs":
+                return True
+            case "position":
+                return False
+            case unknown:
+                unknown_kind("moe.drop_policy", unknown)
 
     def _noise(self, layer: int, shape: torch.Size, context: RoutingContext, stream: int = 0) -> Tensor:
         """Return uniform noise in [0, 1) for each feature of each token, by SplitMix64."""
@@ -309,12 +414,16 @@ def last_counts_name(layer: int) -> str:
     return f"layers.{layer}.ffn.last_counts_E"
 
 
-def _raw_scores(kind: str, logits: Tensor) -> Tensor:
-    if kind == "softmax":
-        return logits.softmax(-1)
-    if kind == "sigmoid":
-        return 1 / (1 + torch.exp(-logits))
-    return torch.log1p(torch.exp(logits)).sqrt()
+def _raw_scores(model: ModelConfig, logits: Tensor) -> Tensor:
+    match model.router_score:
+        case "softmax":
+            return logits.softmax(-1)
+        case "sigmoid":
+            return 1 / (1 + torch.exp(-logits))
+        case "sqrtsoftplus":
+            return torch.log1p(torch.exp(logits)).sqrt()
+        case unknown:
+            unknown_kind("model.router_score", unknown)
 
 
 def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:

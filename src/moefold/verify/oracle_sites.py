@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.launch.site_round import pair_members
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
+from moefold.verify.no_formula import unknown_kind
 from moefold.verify.oracle import Oracle, Weights
+from moefold.verify.read_record import ReadRecord
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class OracleSites:
     """
 
     def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
+        reads = ReadRecord()
+        self.cfg = reads.watch(cfg)
+        self._in_pairs = _is_in_pairs(self.cfg.sites)
+        self._owns_experts = _owns_experts(self.cfg.sites)
         model = build_model(cfg)
         init_weights(model, cfg.model, cfg.run.seed)
         initial = {name: p.detach().double() for name, p in model.named_parameters()}
@@ -50,24 +56,33 @@ class OracleSites:
                 {name: p.clone() for name, p in initial.items()},
                 token_chunks(cfg),
                 is_frozen_expert=self._is_frozen_on(number),
+                reads=reads,
             )
             for number in range(cfg.sites.count)
         ]
         self.outer = [{name: p.clone() for name, p in initial.items()} for _ in self.sites]
         self.momentum = [{name: torch.zeros_like(p) for name, p in initial.items()} for _ in self.sites]
-        layers = cfg.sites.fragment_layers
+        layers = self.cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
         self._num_rounds = 0
-        self._last_round = [[0] * self._num_fragments for _ in self.sites]
-        """Step up to which a site's steps were counted in a round, by fragment."""
+        self._tokens = [0] * len(self.sites)
+        """Input tokens without padding that each site has trained on."""
+        self._weighed = [[0] * self._num_fragments for _ in self.sites]
+        """Of them, those that were counted in a round, by fragment."""
         self._pending: tuple[int, list[Weights | None]] | None = None
         self._whole_round: tuple[Weights, list[Weights]] | None = None
         self._last_update = 0.0
         self._data = open_samples(cfg)
 
     def run(self, num_steps: int) -> list[SitesState]:
-        """Train all sites, and return the state after each step."""
-        return [self._step(step) for step in range(1, num_steps + 1)]
+        """Train all sites, and return the state after each step.
+
+        Raises:
+            NoFormulaError: a key of the recipe that is set has no formula.
+        """
+        states = [self._step(step) for step in range(1, num_steps + 1)]
+        self.sites[0].check_keys(has_rounds=True)
+        return states
 
     def _step(self, step: int) -> SitesState:
         sites = self.cfg.sites
@@ -77,6 +92,7 @@ class OracleSites:
             mine = range((step - 1) * size, step * size)
             batch = oracle_batch(self._data.train, self.cfg, [number + sites.count * index for index in mine])
             losses.append(site.step(batch).loss)
+            self._tokens[number] += int(batch.is_token.sum())
         if sites.overlap == sites.every:
             if step == self.cfg.run.steps or (step > sites.first and step % sites.every == 0):
                 self._end_whole_round(is_last=step == self.cfg.run.steps)
@@ -85,12 +101,12 @@ class OracleSites:
             self._pending = None
         if sites.overlap == sites.every:
             pass
-        elif step == self.cfg.run.steps and sites.topology == "pairs":
-            self._merge(step)
+        elif step == self.cfg.run.steps and self._in_pairs:
+            self._merge()
         elif step == self.cfg.run.steps:
-            self._apply(self._send(list(range(self._num_fragments)), step), 0.0)
+            self._apply(self._send(list(range(self._num_fragments))), 0.0)
         elif fragments := self._fragments(step):
-            means = self._send(fragments, step)
+            means = self._send(fragments)
             if sites.overlap:
                 self._pending = (step + sites.overlap, means)
             else:
@@ -116,7 +132,7 @@ class OracleSites:
 
     def _is_frozen_on(self, number: int) -> Callable[[int], bool] | None:
         sites = self.cfg.sites
-        return (lambda expert: expert % sites.count != number) if sites.experts == "own" else None
+        return (lambda expert: expert % sites.count != number) if self._owns_experts else None
 
     @torch.no_grad()
     def _merge_experts(self, share: float) -> None:
@@ -136,13 +152,17 @@ class OracleSites:
                         outer[name][expert] = weights[expert] + share * change
                         site.weights[name][expert] = outer[name][expert]
 
-    def _shares(self, members: Sequence[int], fragments: Sequence[int], step: int) -> dict[int, float]:
-        """Return the share of each member: its steps since its last round."""
-        steps = {site: step - min(self._last_round[site][fragment] for fragment in fragments) for site in members}
+    def _shares(self, members: Sequence[int], fragments: Sequence[int]) -> dict[int, float]:
+        """Return the share of each member: the tokens since its last round, or the same for each."""
+        weights = {
+            site: self._tokens[site] - min(self._weighed[site][fragment] for fragment in fragments) for site in members
+        }
+        if self.cfg.sites.weigh == "even":
+            weights = dict.fromkeys(members, 1)
         for site in members:
             for fragment in fragments:
-                self._last_round[site][fragment] = step
-        return {site: steps[site] / sum(steps.values()) for site in members}
+                self._weighed[site][fragment] = self._tokens[site]
+        return {site: weights[site] / sum(weights.values()) for site in members}
 
     def _buffer(self, site: int, name: str) -> Tensor:
         return self.sites[site].router.biases[name]
@@ -152,22 +172,21 @@ class OracleSites:
         g = torch.zeros_like(self.outer[site][name])
         for j, share in shares.items():
             g = g + share * (self.outer[j][name] - self.sites[j].weights[name])
-            if self.cfg.sites.topology == "pairs":
+            if self._in_pairs:
                 g = g + share * (self.outer[site][name] - self.outer[j][name])
         return g
 
-    def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
+    def _send(self, fragments: list[int]) -> list[Weights | None]:
         """Return for each site the mean difference of each weight, and the mean of each buffer; None: it rests.
 
         In pairs, the distance of the outer weights to their mean is added.
         """
         self._num_rounds += 1
         everyone = tuple(range(len(self.sites)))
-        in_pairs = self.cfg.sites.topology == "pairs"
-        groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if in_pairs else [everyone]
+        groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if self._in_pairs else [everyone]
         means: list[Weights | None] = [None] * len(self.sites)
         for group in groups:
-            shares = self._shares(group, fragments, step)
+            shares = self._shares(group, fragments)
             buffers = {
                 name: torch.stack([share * self._buffer(j, name).double() for j, share in shares.items()]).sum(0)
                 for name in self.sites[0].router.biases
@@ -177,7 +196,7 @@ class OracleSites:
                 mean = dict(buffers)
                 for name in (name for name in self.outer[site] if self._fragment(name) in fragments):
                     g = self._mean_difference(site, name, shares)
-                    for expert in range(len(g) if ".experts." in name and self.cfg.sites.experts == "own" else 0):
+                    for expert in range(len(g) if ".experts." in name and self._owns_experts else 0):
                         owner = expert % len(self.sites)
                         g[expert] = self.outer[site][name][expert] - self.sites[owner].weights[name][expert]
                     mean[name] = g
@@ -190,8 +209,12 @@ class OracleSites:
 
         A bias, which has no outer value, goes on from its own, corrected by what its mean was off a round ago.
         """
-        differences = {
-            name: sum(phi - site.weights[name] for site in self.sites) for name, phi in self.outer[0].items()
+        shares = list(self._shares(range(len(self.sites)), list(range(self._num_fragments))).values())
+        mean_differences: Weights = {
+            name: torch.stack([r * (phi - site.weights[name]) for r, site in zip(shares, self.sites, strict=True)]).sum(
+                0
+            )
+            for name, phi in self.outer[0].items()
         }
         before = self._whole_round
         last_update = self._last_update
@@ -201,11 +224,11 @@ class OracleSites:
             for site, corrections in zip(self.sites, before[1], strict=True):
                 for name, correction in corrections.items():
                     site.router.biases[name] += correction
-        means = {name: torch.stack([s.router.biases[name] for s in self.sites]).mean(0) for name in self._biases()}
-        off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
-        mean_differences = {
-            name: total / len(self.sites) + 0 * self.outer[0][name] for name, total in differences.items()
+        means = {
+            name: torch.stack([r * s.router.biases[name] for r, s in zip(shares, self.sites, strict=True)]).sum(0)
+            for name in self._biases()
         }
+        off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
         self._whole_round = None if is_last else (mean_differences, off)
         if is_last:
             self._outer_step(mean_differences, self._last_update)
@@ -255,9 +278,9 @@ class OracleSites:
                 tensor.copy_(mixed)
 
     @torch.no_grad()
-    def _merge(self, step: int) -> None:
+    def _merge(self) -> None:
         """Set all sites to the mean of their weights and buffers."""
-        shares = self._shares(range(len(self.sites)), list(range(self._num_fragments)), step)
+        shares = self._shares(range(len(self.sites)), list(range(self._num_fragments)))
         for name in [*self.outer[0], *self.sites[0].router.biases]:
             is_weight = name in self.outer[0]
             tensors = [site.weights[name] if is_weight else site.router.biases[name] for site in self.sites]
@@ -266,6 +289,26 @@ class OracleSites:
                 tensor.copy_(mean)
                 if is_weight:
                     self.outer[number][name] = mean.clone()
+
+
+def _is_in_pairs(sites: SitesConfig) -> bool:
+    match sites.topology:
+        case "pairs":
+            return True
+        case "all":
+            return False
+        case unknown:
+            unknown_kind("sites.topology", unknown)
+
+
+def _owns_experts(sites: SitesConfig) -> bool:
+    match sites.experts:
+        case "own":
+            return True
+        case "average":
+            return False
+        case unknown:
+            unknown_kind("sites.experts", unknown)
 
 
 def _copies(tensors: Weights) -> dict[str, Tensor]:

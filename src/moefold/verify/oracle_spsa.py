@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.model.init import seed_for
-from moefold.optim.lr_schedule import learning_rate
+from moefold.verify.oracle_schedule import oracle_rate
 
 
 def philox_block(counter: tuple[int, int, int, int], key: int) -> list[int]:
@@ -74,7 +74,7 @@ def round_gradient(cfg: Config, step: int, gradient: float) -> float:
 @torch.no_grad()
 def update(cfg: Config, step: int, weights: Mapping[str, Tensor], z: Mapping[str, Tensor], gradient: float) -> None:
     """Decay the matrices, and move all trained weights against the gradient along z."""
-    rate = learning_rate(cfg.train, cfg.run.steps, step)
+    rate = oracle_rate(cfg.train, cfg.run.steps, step)
     for name, direction in z.items():
         is_matrix = direction.dim() > 1 and ".experts.b_" not in name
         weights[name].mul_(1 - rate * cfg.train.weight_decay * is_matrix).sub_(rate * gradient * direction)

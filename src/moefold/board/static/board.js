@@ -2,97 +2,52 @@
 "use strict";
 
 (() => {
-  const { element } = Board;
+  const { address, element } = Board;
   const VIEWS = ["curves", "experts", "memory", "ranks", "faults", "rollouts", "recipes"];
-  const MAX_CHOSEN = 8;
   const DEFAULT_CHOSEN = 4;
   const POLL_MS = 2000;
+  const READING_MS = 3000;
   const BUSY_FACTOR = 5;
+  const NONE = "none";
 
-  const state = { runs: [], chosen: null, slots: new Map(), view: "curves", filter: "", turn: 0, cache: new Map() };
   const place = Object.fromEntries(["status", "theme", "runs", "tabs", "panel"].map((id) => [id, document.getElementById(id)]));
-
-  // --- address: the view and the chosen runs, so that a link shows the same ---
-  const readAddress = () => {
-    const parts = new URLSearchParams(window.location.hash.slice(1));
-    if (VIEWS.includes(parts.get("view"))) state.view = parts.get("view");
-    if (parts.has("runs")) state.chosen = parts.get("runs").split(",").filter(Boolean).slice(0, MAX_CHOSEN);
+  // Until somebody chooses, the newest runs are drawn, and those that start join them.
+  const state = {
+    runs: [], max: 1, chosen: address.list("runs").filter((key) => key !== NONE), isDefault: address.get("runs") === null,
+    view: VIEWS.find((view) => view === address.get("view")) || VIEWS[0], turn: 0, cache: new Map(),
   };
 
-  const writeAddress = () => {
-    const parts = new URLSearchParams({ view: state.view, runs: state.chosen.join(",") });
-    window.history.replaceState(null, "", `#${parts}`);
-  };
+  // By their names, so that curves and legends do not depend on the order of the clicks.
+  const chosenRuns = () => Board.byName(state.runs.filter((run) => state.chosen.includes(run.key))).slice(0, state.max);
 
-  // --- chosen runs keep their colours ---
-  const chooseSlots = () => {
-    for (const key of [...state.slots.keys()]) if (!state.chosen.includes(key)) state.slots.delete(key);
-    for (const key of state.chosen) {
-      if (state.slots.has(key)) continue;
-      const taken = new Set(state.slots.values());
-      state.slots.set(key, [...Array(MAX_CHOSEN).keys()].find((slot) => !taken.has(slot)));
-    }
-  };
-
-  const chosenRuns = () =>
-    state.runs.filter((run) => state.chosen.includes(run.key)).map((run) => ({ ...run, slot: state.slots.get(run.key) }));
-
-  const setChosen = (key, isChosen) => {
-    state.chosen = isChosen ? [...state.chosen, key] : state.chosen.filter((one) => one !== key);
-    chooseSlots();
-    writeAddress();
+  const setAll = (keys) => {
+    state.isDefault = false;
+    state.chosen = keys;
+    address.set({ runs: keys.join(",") || NONE });
+    drawRuns();
     poll();
   };
 
-  // --- list of runs ---
-  const progress = (run) => {
-    if (run.has_more && state.chosen.includes(run.key)) return `reading, ${Math.floor(100 * run.read)} %`;
-    return run.steps ? `${run.step} of ${run.steps}` : String(run.step);
-  };
+  const drawRuns = () => Board.drawRuns(place.runs, state.runs, {
+    keys: chosenRuns().map((run) => run.key),
+    max: state.max,
+    set: (key, isChosen) => setAll(isChosen ? [...state.chosen, key] : state.chosen.filter((one) => one !== key)),
+    setAll,
+  });
 
-  const runRow = (run) => {
-    const isChosen = state.chosen.includes(run.key);
-    const box = element("input", { type: "checkbox", id: `run-${run.key}`, checked: isChosen,
-      disabled: !isChosen && state.chosen.length >= MAX_CHOSEN, onchange: () => setChosen(run.key, box.checked) });
-    const swatch = isChosen ? `swatch run-${state.slots.get(run.key)}` : "swatch";
-    return element("tr", {},
-      element("td", {}, element("label", { class: "run-label", title: run.path, for: box.id }, box, element("span", { class: swatch }), run.name),
-        run.problems.length && isChosen ? element("ul", { class: "problems" }, run.problems.map((text) => element("li", {}, text))) : null),
-      element("td", {}, element("span", { class: `state ${run.state}` }, run.state)),
-      element("td", { class: "right" }, progress(run)),
-      element("td", { class: "right" }, Board.number(run.reward ?? run.loss), run.reward === null ? "" : " reward"),
-      element("td", { class: "right narrow-off" }, Board.number(run.eval_loss)),
-      element("td", { class: "right narrow-off" }, Board.number(run.tokens_per_s)),
-      element("td", { class: "narrow-off" }, run.mapping),
-      element("td", { class: "right narrow-off" }, run.num_faults ? String(run.num_faults) : ""),
-      element("td", { class: "right narrow-off" }, Board.source.isLive ? Board.duration(run.age_s) : ""));
-  };
-
-  const HEADINGS = [["run", ""], ["state", ""], ["step", "right"], ["loss", "right"], ["held-out", "right narrow-off"],
-    ["tokens/s", "right narrow-off"], ["mapping", "narrow-off"], ["faults", "right narrow-off"], ["last step", "right narrow-off"]];
-
-  const drawRuns = () => {
-    const focused = document.activeElement?.id;
-    const runs = state.runs.filter((run) => run.name.toLowerCase().includes(state.filter.toLowerCase()));
-    const table = element("div", { class: "scroll" }, element("table", { class: "run-table" },
-      element("thead", {}, element("tr", {}, HEADINGS.map(([text, name]) => element("th", { scope: "col", class: name }, text)))),
-      element("tbody", {}, runs.map(runRow))));
-    const old = place.runs.querySelector(".scroll");
-    if (old) {
-      const top = old.scrollTop;
-      old.replaceWith(table);
-      table.scrollTop = top;
-    } else {
-      if (state.runs.length > 6) {
-        const input = element("input", { type: "search", oninput: () => {
-          state.filter = input.value;
-          drawRuns();
-        } });
-        place.runs.append(element("label", { class: "field" }, element("span", {}, "Name has"), input));
-      }
-      place.runs.append(table);
-    }
-    if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+  // The page of a board without runs: it waits for the first.
+  const setEmpty = (isEmpty, folders) => {
+    if (place.tabs.hidden === isEmpty) return;
+    place.runs.hidden = place.tabs.hidden = isEmpty;
+    if (isEmpty) {
+      place.panel.replaceChildren(element("div", { class: "empty" },
+        element("h2", {}, "No runs yet"),
+        element("p", {}, "This page waits. A run appears as soon as a job has written to a folder in:"),
+        element("ul", {}, folders.map((folder) => element("li", {}, element("code", {}, folder)))),
+        element("p", {}, "Start one in another terminal, for example:"),
+        element("pre", {}, `moefold train RECIPE run.dir=${folders[0] || "runs"}/first`)));
+      place.panel.dataset.ready = "empty";
+    } else place.panel.replaceChildren();
   };
 
   // --- tabs ---
@@ -104,9 +59,10 @@
       tab.tabIndex = isShown ? 0 : -1;
     }
     place.panel.setAttribute("aria-labelledby", `tab-${view}`);
-    writeAddress();
+    address.set({ view });
     place.panel.replaceChildren();
-    refresh();
+    // Before the first answer there is nothing to draw.
+    if (state.runs.length) refresh();
   };
 
   const drawTabs = () => {
@@ -153,6 +109,7 @@
   // --- the loop ---
   let timer = null;
   let lastSeen = "";
+  let drawnMs = -Infinity;
   let isPolling = false;
   let isWanted = false;
 
@@ -167,26 +124,31 @@
     const startMs = performance.now();
     let waitMs = POLL_MS;
     try {
-      let { runs } = await Board.source.runs(state.chosen || []);
-      if (state.chosen === null) {
-        const newest = [...runs].sort((a, b) => (a.age_s ?? Infinity) - (b.age_s ?? Infinity));
-        state.chosen = newest.slice(0, DEFAULT_CHOSEN).map((run) => run.key);
-        ({ runs } = await Board.source.runs(state.chosen));
+      let answer = await Board.source.runs(state.chosen);
+      if (state.isDefault) {
+        const others = Board.newestFirst(answer.runs).filter((run) => !state.chosen.includes(run.key));
+        const joining = others.slice(0, DEFAULT_CHOSEN - state.chosen.length).map((run) => run.key);
+        state.chosen = [...state.chosen, ...joining];
+        if (joining.length) answer = await Board.source.runs(state.chosen);
       }
+      const { runs } = answer;
       state.runs = runs;
-      state.chosen = state.chosen.filter((key) => runs.some((run) => run.key === key));
-      chooseSlots();
-      drawRuns();
+      state.max = answer.max_chosen;
+      Board.smoothingWeights = answer.smoothing;
+      setEmpty(!runs.length, answer.folders);
+      if (runs.length) drawRuns();
       const chosen = chosenRuns();
-      const seen = JSON.stringify(chosen.map((run) => [run.key, run.version, run.slot]));
-      if (seen !== lastSeen) {
-        lastSeen = seen;
-        await refresh();
-      }
+      const seen = JSON.stringify([runs.length > 0, chosen.map((run) => [run.key, run.version, run.name])]);
       const hasMore = chosen.some((run) => run.has_more);
+      // Long runs come in parts, and each takes as long to draw as all of them.
+      if (seen !== lastSeen && !(hasMore && performance.now() - drawnMs < READING_MS)) {
+        lastSeen = seen;
+        if (runs.length) await refresh();
+        drawnMs = performance.now();
+      }
       waitMs = hasMore ? 0 : Math.max(POLL_MS, BUSY_FACTOR * (performance.now() - startMs));
       const running = runs.filter((run) => run.state === "running").length;
-      if (Board.source.isLive) say(`${running} of ${runs.length} running`);
+      if (Board.source.isLive) say(runs.length ? `${running} of ${runs.length} running` : "waiting for a run");
       else say(`as of ${new Date(Board.source.exportedMs).toLocaleString()}`);
     } catch (error) {
       // The server ended, or the connection is lost: the page stays as it is and tries again.
@@ -205,11 +167,15 @@
   let resizeTimer = null;
   window.addEventListener("resize", () => {
     window.clearTimeout(resizeTimer);
-    resizeTimer = window.setTimeout(refresh, 150);
+    resizeTimer = window.setTimeout(() => state.runs.length && refresh(), 150);
   });
 
-  Board.setUpTheme(place.theme, refresh);
-  readAddress();
+  // The fragment of the address is taken: see address.js.
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    place.panel.focus();
+  });
+  Board.setUpTheme(place.theme, () => state.runs.length && refresh());
   drawTabs();
   const tab = document.getElementById(`tab-${state.view}`);
   tab.setAttribute("aria-selected", "true");

@@ -16,15 +16,21 @@
   };
 
   // Four significant digits; large numbers with a unit of the metric system.
-  Board.number = (value) => {
+  Board.number = (value, digits = 4) => {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     const size = Math.abs(value);
-    if (size >= 1e15 || (size > 0 && size < 1e-3)) return value.toExponential(2);
+    if (size >= 1e15 || (size > 0 && size < 1e-3)) return Number(value.toPrecision(3)).toExponential();
     for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
-      if (size >= unit) return `${Number((value / (letter === "k" ? 1e3 : unit)).toPrecision(4))}${letter}`;
+      if (size >= unit) return `${Number((value / (letter === "k" ? 1e3 : unit)).toPrecision(digits))}${letter}`;
     }
-    return String(Number(value.toPrecision(4)));
+    return Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 20 });
   };
+
+  // All digits of a step or another count, in groups of three.
+  Board.integer = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 0 });
+
+  Board.stepText = ([first, last]) =>
+    first === last ? `step ${Board.integer(first)}` : `steps ${Board.integer(first)} to ${Board.integer(last)}`;
 
   Board.bytes = (value) => {
     for (const [unit, name] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
@@ -41,13 +47,26 @@
     return `${Math.round(seconds)} s`;
   };
 
-  Board.color = (index) => getComputedStyle(document.documentElement).getPropertyValue(`--run-${index % 8}`).trim();
-
   Board.variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // A colour swatch and the name of a run.
-  Board.runLabel = (run) =>
-    Board.element("span", { class: "run-label" }, Board.element("span", { class: `swatch run-${run.slot}` }), run.name);
+  // Styles of runs, as run_styles.py numbers them: dash * NUM_COLORS + colour.
+  const NUM_COLORS = 16;
+  const DASHES = [[], [7, 3], [2, 3]];
+  Board.color = (style) => Board.variable(`--run-${style % NUM_COLORS}`);
+  Board.dash = (style) => DASHES[Math.floor(style / NUM_COLORS) % DASHES.length];
+
+  // A swatch with the colour and dashes of a run; grey for a run that is not drawn.
+  Board.swatch = (style) => {
+    const swatch = Board.element("span", { class: "swatch" });
+    if (style === null) return swatch;
+    const color = `var(--run-${style % NUM_COLORS})`;
+    const [on, off] = Board.dash(style);
+    swatch.style.background = on ? `repeating-linear-gradient(90deg, ${color} 0 ${on / 2}px, transparent ${on / 2}px ${(on + off) / 2}px)` : color;
+    return swatch;
+  };
+
+  // The swatch and the name of a run.
+  Board.runLabel = (run) => Board.element("span", { class: "run-label" }, Board.swatch(run.style), run.name);
 
   // A select with a label; `options` are [value, text] pairs.
   Board.select = (label, options, value, onChange) => {

@@ -9,8 +9,6 @@
 
   const share = (level, maxLog2) => (level === 0 ? 0 : 2 ** (((level - 1) / 127 - 1) * maxLog2));
 
-  const stepText = ([first, last]) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
-
   const shareText = (level, maxLog2) =>
     level === 0 ? "no token" : `${share(level, maxLog2).toFixed(2)} times the mean`;
 
@@ -20,10 +18,10 @@
     columns: steps.length,
     color: (row, column) => Board.loadColor(load[column][row]),
     describe: (row, column) =>
-      `layer ${numbers[row]}, ${stepText(steps[column])}: load ${Board.number(load[column][row])}, dropped ` +
+      `layer ${numbers[row]}, ${Board.stepText(steps[column])}: load ${Board.number(load[column][row])}, dropped ` +
       `${Board.number(dropped[column][row])}, entropy ${Board.number(entropy[column][row])}`,
-    rowTexts: [`layer ${numbers[0]}`, numbers.length > 1 ? `layer ${numbers.at(-1)}` : ""],
-    columnTexts: [`step ${steps[0][0]}`, `step ${steps.at(-1)[1]}`],
+    rowText: (row) => `layer ${numbers[row]}`,
+    columnText: (column) => `step ${Board.integer(steps[column][0])}`,
     selectedRow: state.layer,
     onPick: (row) => {
       state.layer = row;
@@ -39,13 +37,13 @@
     const range = state.range === null ? steps.length - 1 : Math.min(state.range, steps.length - 1);
 
     const overLayers = () => Board.heatmap({
-      title: `Tokens of each layer and expert over the mean, ${stepText(steps[range])}`,
+      title: `Tokens of each layer and expert over the mean, ${Board.stepText(steps[range])}`,
       rows: numbers.length,
       columns: count,
       color: (row, column) => Board.shareColor(level(range, row, column)),
       describe: (row, column) => `layer ${numbers[row]}, expert ${column}: ${shareText(level(range, row, column), maxLog2)}`,
-      rowTexts: [`layer ${numbers[0]}`, numbers.length > 1 ? `layer ${numbers.at(-1)}` : ""],
-      columnTexts: ["expert 0", `expert ${count - 1}`],
+      rowText: (row) => `layer ${numbers[row]}`,
+      columnText: (column) => `expert ${column}`,
       selectedRow: layer,
       onPick: (row) => {
         state.layer = row;
@@ -58,9 +56,9 @@
       columns: steps.length,
       color: (row, column) => Board.shareColor(level(column, layer, row)),
       describe: (row, column) =>
-        `layer ${numbers[layer]}, expert ${row}, ${stepText(steps[column])}: ${shareText(level(column, layer, row), maxLog2)}`,
-      rowTexts: ["expert 0", `expert ${count - 1}`],
-      columnTexts: [`step ${steps[0][0]}`, `step ${steps.at(-1)[1]}`],
+        `layer ${numbers[layer]}, expert ${row}, ${Board.stepText(steps[column])}: ${shareText(level(column, layer, row), maxLog2)}`,
+      rowText: (row) => `expert ${row}`,
+      columnText: (column) => `step ${Board.integer(steps[column][0])}`,
     });
     const slider = element("input", { type: "range", min: "0", max: String(steps.length - 1), value: String(range),
       oninput: () => {
@@ -70,7 +68,7 @@
     slider.id = "range-slider";
     return [
       element("div", { class: "toolbar" },
-        element("label", { class: "field grow" }, element("span", {}, `At ${stepText(steps[range])}`), slider),
+        element("label", { class: "field grow" }, element("span", {}, `At ${Board.stepText(steps[range])}`), slider),
         Board.select("Layer", numbers.map((n, i) => [String(i), String(n)]), String(layer), (value) => {
           state.layer = Number(value);
           redraw();

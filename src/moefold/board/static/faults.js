@@ -14,7 +14,7 @@
       "aria-label": `${run.name}: ${faults.length} faults in ${lastStep} steps` });
     for (const fault of faults) {
       if (!Number.isFinite(fault.step)) continue;
-      const mark = element("span", { class: `fault kind-${kindIndex(fault.kind)}`, title: `step ${fault.step}: ${fault.kind}` });
+      const mark = element("span", { class: `fault kind-${kindIndex(fault.kind)}`, title: `step ${Board.integer(fault.step)}: ${fault.kind}` });
       mark.style.left = `${(100 * fault.step) / Math.max(1, lastStep)}%`;
       strip.append(mark);
     }
@@ -40,7 +40,7 @@
     details.open = opened.has(key);
     return element("tr", {},
       element("td", {}, Board.runLabel(run)),
-      element("td", { class: "right" }, String(fault.step ?? "–")),
+      element("td", { class: "right" }, Number.isFinite(fault.step) ? Board.integer(fault.step) : "–"),
       element("td", {}, element("span", { class: `chip kind-${kindIndex(fault.kind)}` }, String(fault.kind ?? "fault"))),
       element("td", {}, String(fault.action ?? "")),
       element("td", {}, details),
@@ -72,7 +72,7 @@
           })));
         shared.runs.forEach((run) => parts.push(
           timeline(run, shown.filter((one) => one.run === run).map((one) => one.fault), lastStep)));
-        parts.push(element("div", { class: "timeline-ends muted" }, element("span", {}, "step 0"), element("span", {}, `step ${lastStep}`)));
+        parts.push(element("div", { class: "timeline-ends muted" }, element("span", {}, "step 0"), element("span", {}, `step ${Board.integer(lastStep)}`)));
         parts.push(element("div", { class: "scroll" }, element("table", { class: "faults" },
           element("thead", {}, element("tr", {}, ["run", "step", "kind", "action", "what", "time"].map((text) => element("th", { scope: "col" }, text)))),
           element("tbody", {}, shown.slice(0, 500).map(({ run, fault, index }) => row(run, fault, index))))));

@@ -31,6 +31,9 @@
   // Colours of the load of a layer: 1 is even, 3 and more the end of the scale.
   Board.loadColor = (load) => (load === null ? UNKNOWN[theme()] : between(SEQUENTIAL[theme()], (load - 1) / 2));
 
+  // Colours of a share of steps, 0 to 1.
+  Board.partColor = (share) => between(SEQUENTIAL[theme()], share);
+
   const css = (rgb) => `rgb(${rgb.map(Math.round).join(" ")})`;
 
   // A bar of colours with its ends, and the colour of nothing.
@@ -50,8 +53,29 @@
     return element("p", { class: "color-bar" }, parts);
   };
 
-  // `rows` and `columns` are counts; `color(row, column)` gives a colour, `describe(row, column)` a text.
-  Board.heatmap = ({ title, rows, columns, color, describe, rowTexts, columnTexts, selectedRow = -1, onPick = null }) => {
+  // At most about `most` of `count` indices, at distances of 1, 2, 5, 10, 20, ...
+  const tickIndices = (count, most) => {
+    const wanted = count / most;
+    const scale = 10 ** Math.floor(Math.log10(Math.max(1, wanted)));
+    const distance = [1, 2, 5, 10].map((factor) => factor * scale).find((one) => one >= wanted) || 10 * scale;
+    return Array.from({ length: Math.ceil(count / distance) }, (_, i) => i * distance);
+  };
+
+  // Texts at the middles of their rows or columns.
+  const ticks = (name, side, count, most, text) => element("div", { class: name }, tickIndices(count, most).map((index) => {
+    const tick = element("span", {}, text(index));
+    tick.style[side] = `${(100 * (index + 0.5)) / count}%`;
+    // In the middle of a narrow first column, a text would begin before the map.
+    if (side === "left" && count > 2 * most && index === 0) tick.className = "first";
+    return tick;
+  }));
+
+  const ROW_TICK_PX = 18;
+  const MAX_COLUMN_TICKS = window.matchMedia("(max-width: 640px)").matches ? 3 : 8;
+
+  // `rows` and `columns` are counts; `color(row, column)` gives a colour, `describe(row, column)` a text,
+  // `rowText(row)` and `columnText(column)` those of the ticks.
+  Board.heatmap = ({ title, rows, columns, color, describe, rowText, columnText, selectedRow = -1, onPick = null }) => {
     const canvas = element("canvas", {
       tabindex: "0", role: "img", "aria-label": `${title}; arrow keys move over the cells${onPick ? ", Enter picks the row" : ""}`,
     });
@@ -114,15 +138,16 @@
       const [down, right] = moves[event.key];
       show(...(cell ? [cell[0] + down, cell[1] + right] : [0, 0]));
     });
-    canvas.style.height = `${Math.max(72, Math.min(420, rows * (rows <= 16 ? 18 : 8)))}px`;
+    const height = Math.max(72, Math.min(420, rows * (rows <= 16 ? 18 : 8)));
+    canvas.style.height = `${height}px`;
     new ResizeObserver(draw).observe(canvas);
 
     return element("figure", { class: "heatmap" },
       element("figcaption", {}, title),
       element("div", { class: "map" },
-        element("div", { class: "row-texts" }, element("span", {}, rowTexts[0]), element("span", {}, rowTexts[1])),
+        ticks("row-texts", "top", rows, height / ROW_TICK_PX, rowText),
         canvas),
-      element("div", { class: "column-texts" }, element("span", {}, columnTexts[0]), element("span", {}, columnTexts[1])),
+      ticks("column-texts", "left", columns, MAX_COLUMN_TICKS, columnText),
       reading);
   };
 })();

@@ -32,7 +32,7 @@
       const bar = element("div", { class: "memory-bar" });
       names.forEach((part) => {
         const size = parts[part][rank] || 0;
-        const segment = element("span", { class: partClass(part), title: `${part}: ${Board.bytes(size)}` });
+        const segment = element("span", { class: partClass(part), title: `rank ${rank}, ${part}: ${Board.bytes(size)}` });
         segment.style.width = `${(100 * size) / most}%`;
         bar.append(segment);
       });
@@ -45,10 +45,12 @@
     });
     const left = order.length - rows.length;
     return element("section", {},
-      element("h2", {}, Board.runLabel(run), ` step ${memory.step}`),
-      element("ul", { class: "legend", "aria-label": "Parts, mean over the ranks" }, legend),
+      element("h2", {}, Board.runLabel(run), ` step ${Board.integer(memory.step)}`),
+      element("p", { class: "note" }, `Fullest: rank ${totals.indexOf(most)} with ${Board.bytes(most)}. ` +
+        `Mean of ${totals.length === 1 ? "the one rank" : `the ${Board.integer(totals.length)} ranks`}, by part:`),
+      element("ul", { class: "legend" }, legend),
       element("div", { class: "scroll" }, element("table", { class: "memory" },
-        element("thead", {}, element("tr", {}, ["rank", "", "sum"].map((text) => element("th", { scope: "col" }, text)))),
+        element("thead", {}, element("tr", {}, [["rank", ""], ["", ""], ["sum of the rank", "right"]].map(([text, name]) => element("th", { scope: "col", class: name }, text)))),
         element("tbody", {}, rows))),
       left > 0 ? Board.note(`The ${MAX_RANKS} ranks with the most bytes; ${left} others are left out.`) : null);
   };

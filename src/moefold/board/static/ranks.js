@@ -29,23 +29,40 @@
         element("td", { class: "bar-column" }, bar));
     })));
 
+  // Which ranks were the slowest, over the steps: a rank that is slow for good is a band, chance is noise.
+  const slowestMap = ({ ranks, steps, shares, left_out: leftOut }) => [
+    Board.colorBar(Board.partColor, 0, 1, ["never", "in every step"]),
+    Board.heatmap({
+      title: "Slowest rank, over steps",
+      rows: ranks.length,
+      columns: steps.length,
+      color: (row, column) => Board.partColor(shares[column][row]),
+      describe: (row, column) =>
+        `rank ${ranks[row]}: the slowest in ${Math.round(100 * shares[column][row])} % of ${Board.stepText(steps[column])}`,
+      rowText: (row) => `rank ${ranks[row]}`,
+      columnText: (column) => `step ${Board.integer(steps[column][0])}`,
+    }),
+    leftOut ? Board.note(`The ${ranks.length} ranks that were the slowest most often; ${leftOut} others are left out.`) : null,
+  ];
+
   const stragglerTable = (stragglers) => element("table", {},
     element("thead", {}, element("tr", {}, ["step", "rank", "host", "own work", "median of its stage", "for data"].map((text) => element("th", { scope: "col" }, text)))),
     element("tbody", {}, stragglers.map((one) => element("tr", {},
       [one.step, one.rank, one.host, `${number(one.own_s)} s`, `${number(one.median_s)} s`, `${number(one.data_s)} s`].map(
         (value) => element("td", {}, String(value ?? "–")))))));
 
-  const section = (run, { times, steps, slowest, stragglers }) => {
+  const section = (run, { times, steps, slowest, slowest_over_steps: overSteps, stragglers }) => {
     const parts = [element("h2", {}, Board.runLabel(run))];
     if (!times) parts.push(Board.note("No times of ranks: the run has one rank, or faults.straggler_factor = 0."));
     else {
       parts.push(element("div", { class: "columns" },
-        element("div", {}, element("h3", {}, `Times in step ${times.step}`), timesTable(times)),
+        element("div", {}, element("h3", {}, `Times in step ${Board.integer(times.step)}`), timesTable(times)),
         element("div", {}, element("h3", {}, `Slowest rank of the last ${steps} steps`), slowestTable(slowest, steps))));
+      if (overSteps) parts.push(...slowestMap(overSteps));
       parts.push(element("h3", {}, "Reported stragglers"));
       parts.push(stragglers.length ? element("div", { class: "scroll" }, stragglerTable(stragglers)) : Board.note("None."));
     }
-    return element("section", {}, parts);
+    return element("section", {}, parts.filter(Boolean));
   };
 
   Board.ranks = {

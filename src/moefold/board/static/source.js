@@ -30,7 +30,8 @@
     }
 
     async runs() {
-      return { runs: this._data.runs };
+      const { runs, max_chosen, smoothing } = this._data;
+      return { runs, max_chosen, smoothing, folders: [] };
     }
 
     async answer(key, name, query = {}) {

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import platform
@@ -18,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from moefold.cache_dir import cache_folders
+from moefold.file_lock import FileLock
 
 COMPILERS = ("gcc", "cc", "clang")
 """In order of preference; on Linux gcc uses the same thread library (libgomp) as torch."""
@@ -157,7 +157,7 @@ def _build_lock() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             descriptor = stack.enter_context(_open_private_folder(cache_folders(None)[0]))
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            stack.enter_context(FileLock(os.dup(descriptor))).acquire()
         yield
 
 

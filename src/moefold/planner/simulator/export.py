@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError
-from moefold.host.output_file import check_writable
+from moefold.host.output_file import PICTURE_SUFFIXES, check_writable
 from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,
@@ -33,7 +33,6 @@ from moefold.topology.pipeline_action import Action
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PICTURES = (".png", ".svg", ".pdf")
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Tracks of a rank in a trace: its passes, and its streams."""
 IDLE_COLOUR = "#f1f3f6"
@@ -74,7 +73,7 @@ def check_timeline_file(path: Path) -> None:
     Raises:
         ConfigError: one of them is not.
     """
-    if path.suffix.lower() not in (".json", *PICTURES):
+    if path.suffix.lower() not in (".json", *PICTURE_SUFFIXES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
     check_writable("--timeline", path)
 

@@ -15,6 +15,7 @@ from moefold.checkpoint.checkpoint_dir import sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.config.align import REFERENCE_METHODS
+from moefold.data.moved_files import LOCATION_KEYS
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
 from moefold.model.head import ModelOutput
@@ -57,8 +58,18 @@ class ReferencePass(Callback):
 
 def _file_name(run: TrainingContext) -> str:
     """Return a file name that changes with anything that changes the pairs or their numbers."""
-    identity = json.dumps([sample_order(run.cfg), run.data.fingerprints], sort_keys=True)
-    return f"reference-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.npy"
+    order = {key: value for key, value in sample_order(run.cfg).items() if key not in LOCATION_KEYS}
+    return _hashed_name([order, list(run.data.fingerprints.values())])
+
+
+def _former_file_name(run: TrainingContext) -> str:
+    """Return the file name of earlier versions, which changed with the paths of the data."""
+    fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in run.data.fingerprints.items()}
+    return _hashed_name([sample_order(run.cfg), fingerprints])
+
+
+def _hashed_name(identity: object) -> str:
+    return f"reference-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.npy"
 
 
 def _read_on_rank0(run: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
@@ -71,7 +82,8 @@ def _read_on_rank0(run: TrainingContext, name: str, shape: tuple[int, ...]) -> N
     if run.cfg.checkpoint.resume not in ("auto", "never"):
         folders.append(Path(run.cfg.checkpoint.resume).resolve().parent.parent)
     if run.is_first_rank:
-        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        names = (name, _former_file_name(run))
+        path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
         if path is not None:
             try:
                 found = np.load(path, allow_pickle=False)
@@ -114,7 +126,7 @@ def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.floa
     if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
         for pair_ids, sums in recorder.found:
             is_pair = pair_ids.flatten() >= 0
-            rows = torch.cat((sums.double().view(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
+            rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
             totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
     totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
     found: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()

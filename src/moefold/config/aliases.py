@@ -1,0 +1,245 @@
+"""Names of other software for recipe keys, values, matrices and options: an unknown name is answered with moefold's.
+
+Covers the configuration of Hugging Face models and TrainingArguments, TRL and PEFT, Megatron's flags, torchtitan and
+vLLM. Torch-free.
+"""
+
+from types import MappingProxyType
+
+_KEYS = """
+train.lr: learning_rate lr optimizer.lr optim.lr
+train.min_lr: min_learning_rate lr_end
+train.lr_schedule: lr_scheduler_type lr_decay_style lr_scheduler decay_type
+train.decay_steps: lr_wsd_decay_iters num_decay_steps
+train.warmup_steps: num_warmup_steps lr_warmup_iters warmup_iters lr_scheduler.warmup_steps
+train.optimizer: optim optimizer_name optimizer.name
+train.weight_decay: wd
+train.beta1: adam_beta1
+train.beta2: adam_beta2
+train.eps: adam_epsilon adam_eps optimizer.eps
+train.clip_grad: max_grad_norm max_norm grad_clip gradient_clipping gradient_clip_val clip_grad_norm
+train.clip_grad: training.max_norm
+train.micro_batch_size: per_device_train_batch_size local_batch_size micro_batch training.local_batch_size
+train.global_batch_size: train_batch_size batch_size training.global_batch_size
+train.seq_len: seq_length sequence_length max_seq_length max_seq_len block_size max_model_len training.seq_len
+train.eval_every: eval_steps eval_interval
+train.eval_samples: max_eval_samples
+train.recompute: recompute_modules
+train.moment_dtype: optimizer_state_dtype exp_avg_dtype
+train.precision: fp8_format
+train.offload_optimizer: optimizer_cpu_offload
+train.mtp_loss: mtp_loss_scaling_factor
+run.steps: max_steps train_iters num_train_steps training_steps total_steps max_iters training.steps
+run.dtype: torch_dtype precision mixed_precision params_dtype mixed_precision_param
+run.dir: output_dir save_dir dump_folder job.dump_folder
+run.seed: random_seed data_seed
+run.compile: torch_compile
+run.cuda_graphs: enable_cuda_graph cuda_graph_impl
+run.deterministic: full_determinism
+checkpoint.every: save_steps save_interval checkpoint_interval checkpoint.interval
+checkpoint.keep: save_total_limit keep_latest_k checkpoint.keep_latest_k
+checkpoint.dir: checkpoint_dir checkpoint.folder
+checkpoint.resume: resume_from_checkpoint resume
+checkpoint.init_from: model_name_or_path pretrained_model_name_or_path finetune pretrained_checkpoint
+checkpoint.init_from: initial_load_path
+metrics.wandb: enable_wandb
+metrics.tensorboard: enable_tensorboard tensorboard_dir
+data.path: dataset dataset_path data_path train_file dataset_name train_data_path
+data.tokenizer: tokenizer_name tokenizer_path tokenizer_model hf_assets_path
+data.validation_fraction: test_size
+data.packing: packing pack_sequences
+data.chat_template: chat_template_path
+model.hidden_size: hidden_dim d_model n_embd dim embed_dim
+model.num_layers: num_hidden_layers n_layers n_layer decoder_layers
+model.num_attention_heads: n_heads n_head num_heads
+model.num_query_groups: num_key_value_heads n_kv_heads num_kv_heads
+model.head_dim: kv_channels
+model.ffn_hidden_size: intermediate_size d_ff
+model.moe_ffn_hidden_size: moe_intermediate_size moe_ffn_size expert_ffn_hidden_size moe_inter_dim
+model.shared_expert_ffn_hidden_size: shared_expert_intermediate_size moe_shared_expert_intermediate_size
+model.num_experts: num_local_experts n_routed_experts num_moe_experts
+model.top_k: num_experts_per_tok num_experts_per_token moe_router_topk moe_topk n_activated_experts
+model.num_groups: n_group moe_router_num_groups
+model.top_groups: topk_group moe_router_group_topk
+model.router_score: scoring_func moe_router_score_function score_func
+model.router_normalize: norm_topk_prob route_norm
+model.router_scaling_factor: routed_scaling_factor moe_router_topk_scaling_factor route_scale
+model.expert_bias: moe_router_enable_expert_bias
+model.tie_embeddings: tie_word_embeddings share_embeddings
+model.norm: normalization
+model.norm_eps: rms_norm_eps layer_norm_eps layernorm_epsilon norm_epsilon
+model.qk_norm: qk_layernorm use_qk_norm
+model.qkv_bias: attention_bias add_qkv_bias
+model.rope_theta: rotary_base rope_base
+model.rope_fraction: partial_rotary_factor rotary_percent
+model.rope_scaling: rope_type
+model.rope_original_seq_len: original_max_position_embeddings
+model.sliding_window: window_size
+model.mtp_layers: num_nextn_predict_layers mtp_num_layers
+model.init_std: initializer_range init_method_std
+model.q_lora_rank: q_rank
+moe.aux_loss: router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha
+moe.z_loss: moe_z_loss_coeff router_z_loss_coef
+moe.aux_kind: moe_router_load_balancing_type
+moe.bias_update_rate: moe_router_bias_update_rate load_balance_coeff
+moe.capacity_factor: moe_expert_capacity_factor expert_capacity_factor
+moe.drop_policy: moe_token_drop_policy
+moe.pad_to_capacity: moe_pad_expert_input_to_capacity
+moe.input_jitter: moe_input_jitter_eps router_jitter_noise
+parallel.world_size: nproc_per_node num_gpus n_gpus ngpus
+parallel.tp: tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size tensor_parallel
+parallel.pp: pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree pp_size pipeline_parallel
+parallel.cp: context_parallel_size context_parallel_degree cp_size
+parallel.ep: expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size
+parallel.etp: expert_tensor_parallel_size expert_tensor_parallel_degree
+parallel.zero: zero_stage
+parallel.virtual_stages: virtual_pipeline_model_parallel_size
+parallel.schedule: pipeline_parallel_schedule
+parallel.dispatcher: moe_token_dispatcher_type expert_parallel_comm_backend
+parallel.context: cp_comm_type context_parallel_rotate_method
+lora.rank: lora_r lora_rank lora_dim
+lora.alpha: lora_alpha
+lora.targets: target_modules lora_target_modules
+align.beta: dpo_beta kl_beta
+align.method: loss_type
+rl.group_size: num_generations group_size n_samples_per_prompt rollout_n
+rl.kl: kl_coef kl_loss_coef init_kl_coef
+rl.clip_low: epsilon clip_ratio_low cliprange
+rl.clip_high: epsilon_high clip_ratio_high
+rl.advantage: adv_estimator
+rl.updates: num_iterations ppo_epochs
+rollout.max_tokens: max_new_tokens max_completion_length max_response_length
+reward.use: reward_funcs reward_fn
+"""
+_RELATED = """
+train.min_lr: min_lr_factor
+train.decay_steps: lr_decay_iters lr_decay_steps
+train.warmup_steps: lr_warmup_samples warmup_ratio
+train.global_batch_size: gradient_accumulation_steps
+train.seq_len: max_length
+train.eval_every: evaluation_strategy eval_strategy
+train.eval_samples: eval_iters
+train.recompute: gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity
+train.recompute: recompute_activations
+train.precision: fp8 fp8_recipe quantization
+train.offload_optimizer: cpu_offload offload_optimizer_device
+run.steps: num_train_epochs
+run.steps: epochs num_epochs
+run.dtype: bf16 fp16
+run.dir: run_name
+run.cuda_graphs: enforce_eager
+run.deterministic: deterministic_mode
+checkpoint.dir: save
+checkpoint.resume: load
+metrics.wandb: report_to
+data.validation_fraction: validation_split_percentage
+data.document_end: eod_token eos_token_id reset_position_ids reset_attention_mask
+model.shared_expert_ffn_hidden_size: n_shared_experts
+model.router_softmax: moe_router_pre_softmax
+model.layer_pattern: first_k_dense_replace moe_layer_freq decoder_sparse_step mlp_only_layers
+model.tie_embeddings: untie_embeddings_and_output_weights
+model.attention: multi_latent_attention
+parallel.world_size: num_processes
+parallel.cp: sequence_parallel_size
+parallel.ep: enable_expert_parallel
+parallel.zero: fsdp fsdp_sharding sharding_strategy use_distributed_optimizer zero_optimization
+parallel.virtual_stages: num_layers_per_virtual_pipeline_stage
+parallel.world_size: data_parallel_size data_parallel_replicate_degree data_parallel_shard_degree dp_size
+rl.advantage: scale_rewards
+"""
+_VALUES = """
+run.dtype=bfloat16: bf16 bf16-mixed float16 fp16 half torch.bfloat16
+run.dtype=float32: fp32 float single tf32 torch.float32
+run.dtype=float64: fp64 double torch.float64
+run.device=cuda: gpu cuda:0
+train.optimizer=adamw: adam adamw_torch adamw_torch_fused fused_adam
+train.lr_schedule=cosine: cosine_with_min_lr cosine_decay
+train.lr_schedule=constant: constant_with_warmup
+train.lr_schedule=wsd: warmup_stable_decay
+train.precision=fp8-blockwise: fp8 blockwise float8
+parallel.schedule=1f1b: OneFOneB
+parallel.schedule=interleaved: Interleaved1F1B interleaved_1f1b
+parallel.schedule=zbv: ZBVZeroBubble
+parallel.schedule=zero-bubble: InterleavedZeroBubble zb zb-h1
+parallel.context=ring: p2p
+parallel.context=allgather: all_gather
+parallel.context=ulysses: a2a all2all
+parallel.dispatcher=alltoall: all_to_all a2a standard
+parallel.dispatcher=deepep: flex deep_ep
+model.attention=gqa: mha mqa MultiHeadAttention
+model.router_score=sqrtsoftplus: sqrt_softplus
+model.norm=rmsnorm: rms_norm
+model.norm=layernorm: layer_norm
+model.rope_scaling=none: default
+moe.aux_kind=micro_batch: aux_loss
+moe.aux_kind=sequence: seq_aux_loss
+moe.aux_kind=global_batch: global_aux_loss
+moe.choice=sinkhorn: s_base
+data.kind=huggingface: hf hub
+data.kind=sft: chat conversations messages
+data.kind=preference: dpo pairs
+rl.objective=clip: grpo ppo dapo
+rl.objective=sequence: gspo
+rl.objective=policy: reinforce
+rl.advantage=leave_one_out: rloo
+"""
+_MATRICES = """
+wq: q_proj query linear_q_proj
+wk: k_proj
+wv: v_proj linear_v_proj
+"wq", "wk", "wv": linear_qkv qkv_proj
+wo: o_proj linear_proj out_proj
+wq_down: q_a_proj
+wq_up: q_b_proj
+wkv_down: kv_a_proj_with_mqa
+wkv_up: kv_b_proj
+w_gate: gate_proj w1
+w_up: up_proj w3
+"w_gate", "w_up": linear_fc1 gate_up_proj
+w_down: down_proj w2 linear_fc2
+all: all-linear all_linear
+dense_mlp: mlp
+"""
+_OPTIONS = """
+--max-tokens: max_new_tokens max_length n_predict
+--json: output_json
+--tokenizer: tokenizer_path tokenizer_name
+--dtype: torch_dtype
+"""
+
+
+def _table(text: str) -> MappingProxyType[str, str]:
+    """Return ours by theirs, without case."""
+    rows = (line.partition(": ") for line in text.strip().splitlines())
+    return MappingProxyType({theirs.lower(): ours for ours, _, names in rows for theirs in names.split()})
+
+
+def _values(text: str) -> MappingProxyType[tuple[str, str], str]:
+    """Return our value by the key and their value, without case."""
+    rows = (line.partition(": ") for line in text.strip().splitlines())
+    pairs = ((*ours.split("="), names) for ours, _, names in rows)
+    return MappingProxyType({(key, theirs.lower()): value for key, value, names in pairs for theirs in names.split()})
+
+
+KEY_OF = _table(_KEYS)
+RELATED_KEY_OF = _table(_RELATED)
+"""Keys in another unit or of another form, which set the same thing."""
+VALUE_OF = _values(_VALUES)
+MATRIX_OF = _table(_MATRICES)
+OPTION_OF = _table(_OPTIONS)
+
+
+def key_hint(name: str) -> str:
+    """Return how moefold calls a name of other software, with or without its section, dashes or case; "" if unknown."""
+    plain = name.strip().lstrip("-").replace("-", "_").lower()
+    for spelling in (plain, plain.rpartition(".")[2]):
+        if ours := KEY_OF.get(spelling, ""):
+            return f"moefold calls this {ours}"
+        if ours := RELATED_KEY_OF.get(spelling, ""):
+            return f"moefold sets this by {ours}"
+    return ""
+
+
+def our_value(key: str, value: str) -> str:
+    """Return the value of a recipe key for a value of other software; "" if none is known."""
+    return VALUE_OF.get((key, value.lower()), "")

@@ -1,0 +1,38 @@
+"""Refusals of the oracle: a kind or a part that it has no formula for cannot be judged.
+
+The oracle has no default branch over kinds. `unknown_kind` ends each `match` over a `Literal`: mypy reports a value of
+the schema that has no `case`, and a run with it ends in `NoFormulaError`.
+"""
+
+from typing import Never, NoReturn
+
+from moefold.errors import NoFormulaError
+
+
+def unknown_kind(key: str, value: Never) -> NoReturn:
+    """Refuse a value of a kind that no case of the oracle names.
+
+    Args:
+        key: the recipe key, or the argument of a loss.
+        value: its value.
+
+    Raises:
+        NoFormulaError: always.
+    """
+    no_formula(f"{key}={value!r}")
+
+
+def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:
+    """Refuse what the oracle cannot judge.
+
+    Args:
+        what: the key and value, parameter or buffer.
+        where: the files whose formulas lack it.
+
+    Raises:
+        NoFormulaError: always.
+    """
+    raise NoFormulaError(
+        f"the oracle has no formula for {what}, so this recipe cannot be judged; leave it out, or write its formula in "
+        f"moefold/{where} (docs/extending.md)"
+    )

@@ -1,0 +1,64 @@
+"""Record of the fields that the oracle reads: of a recipe, of the settings of a loss, and of a sample."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class ReadRecord:
+    """Names of the dataclass fields that were read through `watch`, as "section.key"."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def watch(self, value: T, prefix: str = "") -> T:
+        """Return a stand-in for a dataclass instance that records which of its fields are read.
+
+        Sections are watched too. A property reads through the stand-in, so the fields that it is computed from count.
+        A method reads the instance itself, and what it reads does not count.
+        """
+        return cast(T, _Watched(value, prefix, self.names))
+
+    def unread(self, value: Any, prefix: str = "") -> Iterator[str]:
+        """Yield the names of the fields of a dataclass instance that are not at their default and were not read."""
+        for field in fields(value):
+            name = prefix + field.name
+            found = getattr(value, field.name)
+            if is_dataclass(found):
+                yield from self.unread(found, f"{name}.")
+            elif name not in self.names and not _is_default(field, found):
+                yield name
+
+
+def _is_default(field: Field, value: Any) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    if isinstance(default, bool | int | float | str | tuple):
+        return bool(value == default)
+    # Arrays and mappings of samples: absent or empty.
+    return value is default or (default == {} and not value)
+
+
+class _Watched:
+    """Stand-in for a dataclass instance; a field is recorded when it is first read, and then an attribute."""
+
+    def __init__(self, value: Any, prefix: str, names: set[str]) -> None:
+        self._value = value
+        self._prefix = prefix
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        declared = inspect.getattr_static(type(self._value), name, None)
+        if isinstance(declared, property) and declared.fget is not None:
+            found = declared.fget(self)
+        else:
+            found = getattr(self._value, name)
+            if name in {field.name for field in fields(self._value)}:
+                if is_dataclass(found):
+                    found = _Watched(found, f"{self._prefix}{name}.", self._names)
+                else:
+                    self._names.add(self._prefix + name)
+        self.__dict__[name] = found
+        return found

@@ -1,0 +1,401 @@
+"""The oracle refuses by name what it has no formula for: kinds, parameters, keys, losses, buffers, parts of samples."""
+
+import ast
+from dataclasses import field, fields, make_dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+import moefold.verify.oracle
+from moefold.cli.main import main
+from moefold.cli.verify import verify
+from moefold.config import model as model_kinds
+from moefold.config.align import AlignConfig
+from moefold.config.schema import Config, TrainConfig
+from moefold.cost.layer_spec import FEED_FORWARDS
+from moefold.data import ProgramData
+from moefold.data.sample import Sample
+from moefold.errors import ConfigError, NoFormulaError
+from moefold.model.init import init_weights
+from moefold.model.transformer import build_model
+from moefold.objectives.policy import PolicyGradientLoss
+from moefold.objectives.preference import PreferenceLoss
+from moefold.optim.lr_schedule import learning_rate
+from moefold.verify import oracle_spsa
+from moefold.verify.compare import compare_records, oracle_batch, run_oracle
+from moefold.verify.distributed_run import open_samples
+from moefold.verify.oracle import Oracle
+from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective, recipe_objective
+from moefold.verify.oracle_patterns import LETTERS
+from moefold.verify.oracle_schedule import oracle_rate
+from moefold.verify.oracle_sites import OracleSites
+from moefold.verify.recipe_keys import FORMULA_KEYS, OTHER_KEYS, SITES_FORMULA_KEYS
+from tests.verify.recipes import LATENT, tiny
+from tests.verify.test_compare import perfect
+
+QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
+SOURCES = [ast.parse(path.read_text()) for path in Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py")]
+KEYS = {f"{section.name}.{key.name}" for section in fields(Config) for key in fields(getattr(Config(), section.name))}
+CLASSES = [FORMULA_KEYS, SITES_FORMULA_KEYS, *OTHER_KEYS.values()]
+
+
+def _kinds(section: Any, prefix: str) -> dict[str, tuple[Any, ...]]:
+    """Return the names that a key may have, by key."""
+    hints = get_type_hints(section)
+    return {f"{prefix}{key}": get_args(hint) for key, hint in hints.items() if get_origin(hint) is Literal}
+
+
+KINDS = {
+    name: kinds
+    for section in fields(Config)
+    for name, kinds in _kinds(type(getattr(Config(), section.name)), f"{section.name}.").items()
+    if name in {*FORMULA_KEYS.split(), "sites.topology", "sites.experts"}
+} | {f"loss.{key}": kinds for loss in (PolicyGradientLoss, PreferenceLoss) for key, kinds in _kinds(loss, "").items()}
+"""Names that the oracle must have a formula or a refusal for, by key."""
+READ_BY_THE_LOSS = "align.method"
+"""A preference method is a `loss.method`; the methods with rewards are weights of samples."""
+
+
+def test_each_key_is_in_one_class():
+    listed = [key for keys in CLASSES for key in keys.split()]
+    assert sorted(listed) == sorted(KEYS)
+
+
+def test_each_key_of_a_formula_is_read_somewhere():
+    """The sources of the oracle, or a property of the recipe, must name it; runs of the tables show that it counts."""
+    config = [ast.parse(path.read_text()) for path in Path(model_kinds.__file__).parent.glob("*.py")]
+    named = {node.attr for tree in [*SOURCES, *config] for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    # The patterns are read by their keys in LETTERS.
+    keys = {name.split(".")[1] for name in f"{FORMULA_KEYS} {SITES_FORMULA_KEYS}".split()} - set(LETTERS)
+    unread = {"precision", "density", "values", "residual", "moments", "weigh"}
+    assert keys - named - unread == set()
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_each_registered_name_has_a_case(key):
+    """A name without a case ends in the refusal, which is no formula: mypy reports it, and so does this test."""
+    if key == READ_BY_THE_LOSS:
+        for method in KINDS[key]:
+            recipe_objective(replace(tiny(), align=AlignConfig(method=method)))
+        return
+    attribute = key.split(".")[1]
+    named = set()
+    for node in (node for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Match)):
+        if ast.unparse(node.subject).split(".")[-1] == attribute:
+            named |= {v.value.value for v in ast.walk(node) if isinstance(v, ast.MatchValue)}
+            assert isinstance(node.cases[-1].pattern, ast.MatchAs), f"line {node.lineno}: no refusal of another name"
+            assert node.cases[-1].pattern.pattern is None
+            assert ast.unparse(node.cases[-1].body[-1]).startswith(("unknown_kind(", "no_formula("))
+    assert named == set(KINDS[key])
+
+
+def _is_kind(part: ast.expr, aliases: set[str]) -> bool:
+    """Return whether an expression is the name of a kind: a key of a section, or a variable with its value."""
+    if isinstance(part, ast.Name):
+        return part.id in aliases
+    names = {key.split(".")[1] for key in KINDS}
+    owner, _, attribute = ast.unparse(part).rpartition(".")
+    return attribute in names and owner.split(".")[-1] in ("model", "moe", "train", "sites", "loss")
+
+
+def _comparisons(tree: ast.Module) -> list[str]:
+    """Return the comparisons and look-ups with a default of a kind in each function."""
+    found = []
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        aliases: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and _is_kind(node.value, set()):
+                aliases |= {ast.unparse(target) for target in node.targets}
+        for node in ast.walk(function):
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                compared = node.args
+            if any(_is_kind(part, aliases) for part in compared):
+                found.append(f"{function.name}: {ast.unparse(node)}")
+    return found
+
+
+def test_no_branch_of_the_oracle_has_a_default_over_names():
+    """A comparison with one name treats all others alike."""
+    planted = ast.parse("""def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(cfg.model.norm, 1)""")
+    assert len(_comparisons(planted)) == 2
+    assert [found for tree in SOURCES for found in _comparisons(tree)] == []
+
+
+def test_letters_are_those_of_the_schema():
+    assert {key: set(letters) for key, letters in LETTERS.items()} == {
+        "layer_pattern": set(model_kinds.LAYER_KINDS) | set(FEED_FORWARDS),
+        "attention_pattern": set(model_kinds.ATTENTION_KINDS),
+        "rope_pattern": set(model_kinds.ROPE_KINDS),
+        "index_pattern": set(model_kinds.INDEX_KINDS),
+    }
+
+
+def _oracle(cfg: Config, legal: Config | None = None, **more: torch.Tensor) -> Oracle:
+    """Return the oracle of a recipe with the parameters of a legal one, and others."""
+    model = build_model(legal or cfg)
+    init_weights(model, cfg.model, cfg.run.seed)
+    return Oracle(cfg, dict(model.named_parameters()) | more)
+
+
+def _train(cfg: Config, legal: Config | None = None, **more: torch.Tensor) -> None:
+    """Run a step and an evaluation of the oracle."""
+    oracle = _oracle(cfg, legal, **more)
+    data = open_samples(legal or cfg)
+    oracle.step(oracle_batch(data.train, cfg, range(cfg.train.global_batch_size)))
+    oracle.evaluate(oracle_batch(data.train, cfg, range(1)))
+    oracle.check_keys()
+
+
+def _small(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    sections["train"] = {"seq_len": 8, "global_batch_size": 1} | sections.get("train", {})
+    return tiny(model={"num_layers": 1} | (model or {}), **sections)
+
+
+def _with(cfg: Config, key: str, value: Any) -> Config:
+    section, name = key.split(".")
+    return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+
+
+SPARSE = {"index_topk": 3, "index_heads": 2, "index_head_dim": 4}
+ACTIVE: dict[str, dict[str, Any]] = {
+    "model.qk_norm_width": {"model": {"qk_norm": True}},
+    "model.attention_gate_width": {"model": {"attention_gate": True}},
+    "model.linear_attention": {"model": {"attention_pattern": "L"}},
+    "train.indexer_stage": {"model": SPARSE},
+}
+"""Settings under which a kind counts."""
+
+
+@pytest.mark.parametrize("key", [key for key in KINDS if key.split(".")[0] in ("model", "moe", "train")])
+def test_an_unknown_name_is_refused(key):
+    """Planted behind the schema, as a new name whose formula the oracle lacks."""
+    legal = _small(**ACTIVE.get(key, {}))
+    value = "unheard-of" if isinstance(KINDS[key][0], str) else 7
+    with pytest.raises(NoFormulaError, match=f"no formula for {key}={value!r}"):
+        _train(_with(legal, key, value), legal)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("layer_pattern", "MX"), ("attention_pattern", "X2F"), ("rope_pattern", "X")]
+)
+def test_an_unknown_letter_is_refused(key, value):
+    legal = _small()
+    with pytest.raises(NoFormulaError, match=f"'X' in model.{key}='{value}'"):
+        _oracle(_with(legal, f"model.{key}", value), legal)
+
+
+def test_an_unknown_group_of_muon_is_refused():
+    cfg = _small(train={"optimizer": "muon"})
+    with pytest.raises(NoFormulaError, match=r"'embedding' in train\.muon_groups"):
+        _oracle(_with(cfg, "train.muon_groups", ("experts", "embedding")))
+
+
+@pytest.mark.parametrize("settings", [{}, {"train": {"optimizer": "spsa"}}, {"lora": {"rank": 2}}], ids=str)
+def test_a_parameter_without_a_formula_is_refused(settings):
+    cfg = _small(**settings)
+    _train(cfg)
+    with pytest.raises(NoFormulaError, match=r"the parameter layers\.0\.attention\.w_gate,"):
+        _train(cfg, **{"layers.0.attention.w_gate": torch.ones(3, 2)})
+
+
+def test_a_parameter_that_is_read_and_leads_nowhere_is_refused(monkeypatch):
+    """Its gradient would be zero in silence."""
+    monkeypatch.setattr(Oracle, "_shared_expert", lambda self, name, x: 0 * x)
+    read = Oracle._check_parameters
+    monkeypatch.setattr(
+        Oracle, "_check_parameters", lambda self: self._weights.reads.update(self.weights) or read(self)
+    )
+    with pytest.raises(NoFormulaError, match=r"the gradient of layers\.0\.ffn\.shared\."):
+        _train(_small(model={"shared_expert_ffn_hidden_size": 8}))
+
+
+def _extended(value: Any, name: str, default: Any, found: Any) -> Any:
+    """Return a dataclass instance whose class has one more field, which has a value."""
+    base = type(value)
+    kind = make_dataclass(
+        base.__name__, [(name, type(default), field(default=default))], bases=(base,), frozen=True, kw_only=True
+    )
+    return kind(**{part.name: getattr(value, part.name) for part in fields(value)}, **{name: found})
+
+
+@pytest.mark.parametrize(("section", "name", "default", "value"), [
+    ("model", "logit_cap", 0.0, 30.0),
+    ("moe", "router_temperature", 1.0, 2.0),
+    ("train", "momentum_kind", "plain", "nesterov"),
+    ("parallel", "changes_the_sum", False, True),
+])  # fmt: skip
+def test_a_key_that_no_formula_reads_is_refused(section, name, default, value):
+    """A key of no class counts as one of the maths, in every section."""
+    cfg = _small()
+    _train(replace(cfg, **{section: _extended(getattr(cfg, section), name, default, default)}))
+    with pytest.raises(NoFormulaError, match=f"no formula for {section}.{name}={value!r}"):
+        _train(replace(cfg, **{section: _extended(getattr(cfg, section), name, default, value)}))
+
+
+def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
+    """The list does not vouch for the formula."""
+    monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
+    with pytest.raises(NoFormulaError, match=r"no formula for model\.attention_scale=0\.5"):
+        _train(_small(model={"attention_scale": 0.5}))
+
+
+def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
+    """A preset may describe a part that the recipe switches off."""
+    _train(_small(model=LATENT | {"attention": "gqa", "swiglu_limit": 3.0, "nope_temperature_tokens": 5}))
+
+
+def test_a_schedule_that_the_steps_do_not_reach_is_read():
+    _train(_small(train={"warmup_steps": 2, "lr_schedule": "wsd", "decay_steps": 1, "min_lr": 1e-3}))
+    _train(_small(train={"gradient_delay": 1, "beta1": 0.8, "eps": 1e-6, "weight_decay": 0.0, "delay_correction": 1.0}))
+
+
+def test_a_loss_without_a_formula_is_refused():
+    class Own(PreferenceLoss):
+        pass
+
+    for loss, message in (
+        (Own(method="dpo"), "the loss Own"),
+        (_extended(PreferenceLoss(method="dpo"), "label_smoothing", 0.0, 0.1), "the loss PreferenceLoss"),
+    ):
+        with pytest.raises(NoFormulaError, match=message):
+            objective_of(loss)
+
+
+LAW = torch.full((1, 4), -2.0, dtype=torch.float64)
+ROLLOUT = {
+    "weights": torch.full((1, 4), 0.25, dtype=torch.float64),
+    "sequence_ids": torch.zeros(1, 4, dtype=torch.int64),
+    **dict.fromkeys(("advantages", "old_log_probs", "trainer_log_probs", "reference_log_probs"), LAW + 0.1),
+}
+
+
+@pytest.mark.parametrize(("loss", "message"), [
+    (PolicyGradientLoss(objective="unheard-of"), "rl.objective='unheard-of'"),
+    (PolicyGradientLoss(correction="unheard-of"), "rl.correction='unheard-of'"),
+    (PolicyGradientLoss(kl=0.1, kl_kind="unheard-of"), "rl.kl_kind='unheard-of'"),
+    (_extended(PolicyGradientLoss(), "entropy", 0.0, 0.1), "entropy=0.1 of PolicyGradientLoss"),
+])  # fmt: skip
+def test_a_policy_loss_without_a_formula_is_refused(loss, message):
+    policy_objective(PolicyGradientLoss(objective="clip", kl=0.1, correction="mask"))(lambda _: LAW, ROLLOUT)
+    with pytest.raises(NoFormulaError, match=f"no formula for {message}"):
+        policy_objective(loss)(lambda _: LAW, ROLLOUT)
+
+
+@pytest.mark.parametrize(("loss", "message"), [
+    (PreferenceLoss(method="unheard-of"), "align.method='unheard-of'"),
+    (_extended(PreferenceLoss(method="dpo"), "smoothing", 0.0, 0.1), "smoothing=0.1 of PreferenceLoss"),
+])  # fmt: skip
+def test_a_preference_loss_without_a_formula_is_refused(loss, message):
+    with pytest.raises(NoFormulaError, match=f"no formula for {message}"):
+        preference_objective(loss)
+
+
+class Tokens:
+    """Samples with a part that the oracle does not know."""
+
+    seq_len = 8
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def annotated_sample(self, index: int) -> Sample:
+        base = Sample(np.arange(9) % 7)
+        kind = make_dataclass("Sample", [("images", object, field(default=None))], bases=(Sample,), frozen=True)
+        return kind(**{part.name: getattr(base, part.name) for part in fields(base)}, images=self.value)
+
+
+def test_a_part_of_a_sample_without_a_formula_is_refused():
+    oracle_batch(Tokens(None), _small(), range(1))
+    with pytest.raises(NoFormulaError, match="images of a sample"):
+        oracle_batch(Tokens(np.ones(3)), _small(), range(1))
+
+
+def test_a_buffer_without_a_formula_is_refused(monkeypatch):
+    def build(cfg: Config) -> torch.nn.Module:
+        model = build_model(cfg)
+        model.register_buffer("running_mean", torch.zeros(1))
+        return model
+
+    run_oracle(_small(), 1)
+    monkeypatch.setattr("moefold.verify.compare.build_model", build)
+    with pytest.raises(NoFormulaError, match="the buffer running_mean"):
+        run_oracle(_small(), 1)
+
+
+def test_a_key_of_rounds_without_a_formula_is_refused():
+    cfg = _small(model={"num_experts": 2})
+    sites = replace(cfg.sites, count=2, every=1)
+    OracleSites(replace(cfg, sites=sites)).run(1)
+    for key, value in (("precision", "int8"), ("moments", "average"), ("weigh", "even")):
+        with pytest.raises(NoFormulaError, match=f"no formula for sites.{key}='{value}'"):
+            OracleSites(replace(cfg, sites=replace(sites, **{key: value}))).run(1)
+    for key in ("topology", "experts"):
+        with pytest.raises(NoFormulaError, match=f"no formula for sites.{key}='unheard-of'"):
+            OracleSites(replace(cfg, sites=replace(sites, **{key: "unheard-of"})))
+
+
+def test_a_loss_of_a_program_needs_an_objective():
+    oracle = run_oracle(_small(), 1)
+    with pytest.raises(NoFormulaError, match="the loss Reinforce of the program"):
+        compare_records(oracle, [replace(perfect(oracle), program_loss="Reinforce")])
+
+
+def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
+    def ranks(*args: object) -> list[Any]:
+        raise AssertionError("the ranks start")
+
+    cfg = _small()
+    with pytest.raises(NoFormulaError):
+        verify(_with(cfg, "train.optimizer", "unheard-of"), 1, ranks)
+    capsys.readouterr()
+
+    monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
+    monkeypatch.setattr("moefold.cli.verify._run_on_ranks", ranks)
+    assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", "model.attention_scale=0.5"]) == 3
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith(
+        "moefold: cannot judge: the oracle has no formula for model.attention_scale=0.5"
+    )
+    assert err.splitlines()[-1].endswith("(docs/extending.md)")
+
+
+@pytest.mark.parametrize(("words", "note"), [
+    (["rl.group_size=2", "data.kind=task"], "the rollouts and the loss of [rl]"),
+    (["align.method=dpo", "data.kind=preference", "data.path=pairs.jsonl"], "[align], as --shrink replaces the data"),
+])  # fmt: skip
+def test_verify_says_what_it_does_not_compare(monkeypatch, capsys, words, note):
+    def stop(*args: object) -> None:
+        raise ConfigError("the header is printed")
+
+    monkeypatch.setattr("moefold.verify.compare.run_oracle", stop)
+    assert main(["verify", QUICKSTART, "--shrink", *words]) == 2
+    assert f"note         NOT covered: {note}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", get_args(get_type_hints(TrainConfig)["lr_schedule"]))
+def test_the_learning_rate_is_that_of_training(kind):
+    for warmup, decay, steps in product((0, 1, 3, 12), (0, 2, 9), (1, 2, 10, 11)):
+        train = TrainConfig(lr_schedule=kind, lr=0.3, min_lr=0.1, warmup_steps=warmup, decay_steps=decay)
+        for step in range(1, steps + 3):
+            assert oracle_rate(train, steps, step) == pytest.approx(learning_rate(train, steps, step), rel=1e-14)
+
+
+def test_spsa_takes_the_rate_of_the_oracle(monkeypatch):
+    assert oracle_spsa.oracle_rate is oracle_rate
+    assert not hasattr(oracle_spsa, "learning_rate")
+
+
+def test_data_of_a_program_is_judged_as_well():
+    """Columns that the loss does not read are no reason to refuse."""
+    cfg = replace(_small(), data=replace(_small().data, kind="program"))
+
+    class Columns(Tokens):
+        def annotated_sample(self, index: int) -> Sample:
+            return Sample(np.arange(9) % 7, token_columns={"advantages": np.ones(8)})
+
+    assert run_oracle(cfg, 1, data=ProgramData(Columns(None), Columns(None))).steps[0].loss > 0
