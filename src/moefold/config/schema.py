@@ -405,6 +405,9 @@ class DataConfig:
     """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
     overlong: Literal["cut", "refuse"] = "cut"
     """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
+    skip_bad_rows: bool = False
+    """Skip rows that are no conversation or that the template refuses, and log their number; false: the first one ends
+    the run (sft, preference)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource, open_prompts
-from moefold.data.tokenizer import load_tokenizer
+from moefold.data.tokenizer import load_tokenizer, report_notes
 from moefold.errors import ConfigError
 from moefold.rl.reward import check_reward
 
@@ -17,6 +17,7 @@ def check_rollout_data(cfg: Config) -> None:
         ConfigError: they do not; the message has the line of the prompt.
     """
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
+    report_notes(tokenizer)
     prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed)
     num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
     if len(prompts.train) < num_prompts:

@@ -390,6 +390,10 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
+    if setup.resume is not None:
+        from moefold.convert.run_tokenizer import check_run_tokenizer
+
+        check_run_tokenizer(cfg, setup.resume)
 
 
 def check_saved_rollouts(setup: RunSetup) -> None:

@@ -402,6 +402,12 @@ UNUSED_KEY_RULES = (
         "choose one of these",
     ),
     UnusedKeyRule(
+        "data.skip_bad_rows",
+        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference"),
+        "only data.kind='sft' and 'preference' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
         "align.reward",
         lambda cfg: cfg.align.method not in REWARD_METHODS,
         "only align.method='filter', 'weight' and 'condition' read it",
