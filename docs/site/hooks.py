@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<!\\)(!?\[[^\]]*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^\s*(```|~~~)")
+KEY_HEADING = re.compile(r'^### <a id="([\w.]+)"></a>(.+)$', re.MULTILINE)
+LOG_HEADING = re.compile(r"^## (\d{4})(-\d\d-\d\d: .+)$", re.MULTILINE)
 LIST_ITEM = re.compile(r"^(\s*)([*-]|\d+\.) +\S")
 PAGES_OF_FILES = {
     "README.md": "index.md",
@@ -27,6 +29,10 @@ PAGES_OF_FILES = {
 }
 """Files of the repository that have a page of another name."""
 PYTHON_PAGE = "python-reference.md"
+VERSION_RULE = """.md-header__topic:first-child .md-ellipsis::after {{
+  content: "{}";
+}}
+"""
 LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "sh", ".csv": "text", ".json": "json", ".jsonl": "json"}
 TABS = {
     "Start here": "Start",
@@ -51,14 +57,13 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
         listed.update(pages)
         if pages:
             tabs.setdefault(TABS[section], []).append({section: pages})
-    design = sorted((ROOT / "docs/design").glob("[0-9]*.md"))
     nav = [
         {"Guides": [{"All pages and features": "pages.md"}, *tabs["Guides"]]},
         {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE]},
         {
             "Internals": [
                 *tabs["Internals"],
-                {"Design notes": ["design/README.md", *(f"design/{path.name}" for path in design)]},
+                {"Design notes": "design/README.md"},
                 {"Project": ["contributing.md", "changelog.md"]},
             ]
         },
@@ -66,6 +71,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     start, *others = config.nav
     start["Start"] += [path for section in tabs.get("Start", []) for pages in section.values() for path in pages]
     config.nav = [start, *others, *nav]
+    config.copyright = f"moefold {_version()}, Apache-2.0"
     return config
 
 
@@ -80,12 +86,21 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     for path in sorted(others | renamed):
         files.append(File.generated(config, _page_of(path), content=_content_of(path)))
     files.append(File.generated(config, PYTHON_PAGE, content=_python_page()))
+    for year, text in _log_by_year().items():
+        files.append(File.generated(config, f"log/{year}.md", content=f"---\nhide: [toc]\n---\n# Log of {year}\n\n{text}"))
+    files.append(File.generated(config, "site/version.css", content=VERSION_RULE.format(_version())))
     return files
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Adapt a page to the site: links to files outside docs/, and the blank lines that lists and tables need."""
     uri = page.file.src_uri
+    if uri == "log.md":
+        return _log_index(markdown)
+    if uri.startswith("log/"):
+        return adapt(markdown, "docs/log.md", uri)
+    # The anchor of a recipe key is the heading's own, so that the search finds each key by itself.
+    markdown = KEY_HEADING.sub(r"### \2 { #\1 }", markdown)
     names = {site: path for path, site in PAGES_OF_FILES.items() if path != "README.md"}
     if uri in names:
         return adapt(markdown, names[uri], uri)
@@ -164,6 +179,42 @@ def _content_of(path: str) -> str:
     if path.endswith(".md"):
         return source.read_text()
     return f"# {path}\n\n````{LANGUAGES.get(source.suffix, 'text')}\n{source.read_text()}````\n"
+
+
+def _version() -> str:
+    import moefold
+
+    return moefold.__version__
+
+
+def _log_by_year() -> dict[str, str]:
+    """Return the parts of the log by year, newest first."""
+    text = (ROOT / "docs/log.md").read_text()
+    starts = list(LOG_HEADING.finditer(text))
+    ends = [start.start() for start in starts[1:]] + [len(text)]
+    found: dict[str, str] = {}
+    for start, end in zip(starts, ends, strict=True):
+        found[start[1]] = found.get(start[1], "") + text[start.start() : end]
+    return found
+
+
+def _log_index(markdown: str) -> str:
+    """Return the head of the log, and a list of its entries by year, which have pages of their own."""
+    from pymdownx.slugs import slugify
+
+    slug = slugify(case="lower")
+    lines = [markdown[: next(LOG_HEADING.finditer(markdown)).start()]]
+    seen: dict[str, int] = {}
+    for year, text in _log_by_year().items():
+        lines += [f"## {year}", ""]
+        for heading in LOG_HEADING.finditer(text):
+            name = slug((heading[1] + heading[2]).replace("`", ""), "-")
+            seen[name] = seen.get(name, -1) + 1
+            anchor = f"{name}_{seen[name]}" if seen[name] else name
+            date, _, title = heading[2].partition(": ")
+            lines.append(f"* {date[1:]} [{title}](log/{year}.md#{anchor})")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _python_page() -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -127,9 +128,48 @@ def test_no_page_is_broken_on_a_narrow_screen(site, browser, tmp_path):
     assert [page for page, one in found.items() if not one["heading"] or not one["has_search"]] == []
 
 
+QUERIES = {
+    "oom": "how-to/run-out-of-memory.html",
+    "out of memory": "how-to/run-out-of-memory.html",
+    "lr": "recipe.html#train.lr",
+    "learning rate": "recipe.html#train.lr",
+    "train.lr": "recipe.html#train.lr",
+    "learning_rate": "recipe.html#train.lr",
+    "batch size": "recipe.html#train.global_batch_size",
+    "recompute": "recipe.html#train.recompute",
+    "megatron": "comparison.html",
+    "torchtitan": "comparison.html",
+    "dpo": "alignment.html",
+    "qwen3": "tutorials/hugging-face-model.html",
+    "grpo": "tutorials/grpo.html",
+    "lora": "lora.html",
+    "slurm": "cluster.html",
+    "install": "install.html",
+    "resume another cluster": "how-to/resume-on-another-cluster.html",
+    "slow rank": "how-to/find-a-slow-rank.html",
+    "hang": "tutorials/debug-a-hang.html",
+    "long context": "how-to/long-documents.html",
+    "reinforcement learning": "rl.html",
+    "tensorboard": "board.html",
+    "nan": "silent-faults.html",
+    "moefold plan": "planner.html",
+}
+"""What readers type, and where they want to be."""
+NUM_SEEN = 2
+"""The first page, and the first of its sections."""
+
+
 @pytest.mark.slow
-def test_the_search_finds_pages(site, browser, tmp_path):
-    assert any("resume-on-another-cluster.html" in link for link in search(site, "resume another cluster", tmp_path))
+def test_the_search_finds_what_readers_type(site, browser, tmp_path):
+    found = {query: [_place(link) for link in links] for query, links in search(site, QUERIES, tmp_path).items()}
+    assert {query: found[query][:NUM_SEEN] for query, page in QUERIES.items() if page not in found[query][:NUM_SEEN]} == {}
+    assert [link for links in found.values() for link in links if link.startswith(("log", "source/"))] == []
+
+
+def _place(link: str) -> str:
+    """Return the page and the anchor of a search result."""
+    parts = urlsplit(link)
+    return parts.path.lstrip("/") + (f"#{parts.fragment}" if parts.fragment else "")
 
 
 @pytest.mark.slow
