@@ -87,7 +87,9 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
         files.append(File.generated(config, _page_of(path), content=_content_of(path)))
     files.append(File.generated(config, PYTHON_PAGE, content=_python_page()))
     for year, text in _log_by_year().items():
-        files.append(File.generated(config, f"log/{year}.md", content=f"---\nhide: [toc]\n---\n# Log of {year}\n\n{text}"))
+        files.append(
+            File.generated(config, f"log/{year}.md", content=f"---\nhide: [toc]\n---\n# Log of {year}\n\n{text}")
+        )
     files.append(File.generated(config, "site/version.css", content=VERSION_RULE.format(_version())))
     return files
 

@@ -26,6 +26,9 @@ def test_every_design_note_is_listed():
 
 def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A `b` / c: d\n\n[x](#a-b--c-d) [y](#no) `[z](none.md)` ![p](p.png) [w](https://x.org/)\n")
-    assert list(links(page)) == ["#a-b--c-d", "#no", "p.png"]
-    assert anchors(page) == {"a-b--c-d"}
+    page.write_text(
+        "# A `b` / c: d\n\n[x](#a-b--c-d) [y](#no) `[z](none.md)` ![p](p.png) [w](https://x.org/)\n"
+        '### <a id="e.f"></a>e.f\n\n[![a](https://x.org/b)](L)\n<a href="c.md"><img alt="x" src="d.png"></a>\n'
+    )
+    assert list(links(page)) == ["#a-b--c-d", "#no", "p.png", "L", "c.md", "d.png"]
+    assert anchors(page) == {"a-b--c-d", "e.f"}

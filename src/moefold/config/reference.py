@@ -103,8 +103,8 @@ def recipe_page() -> str:
         "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
         "preset fills are no settings of the recipe: `model.index_topk=0` may leave those of its indexer unread.",
         "Names of Hugging Face, Megatron, torchtitan and vLLM are answered with those of this page: `learning_rate` is",
-        "`train.lr`. `moefold train --keys lr` lists the keys with a word in their names. Each key has an anchor of its",
-        "name: `recipe.md#train.lr`.",
+        "`train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The anchor of a key is",
+        "its name: `recipe.md#train.lr`.",
         "",
     ]
     names_elsewhere: dict[str, list[str]] = {}
