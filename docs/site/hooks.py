@@ -29,6 +29,8 @@ PAGES_OF_FILES = {
 }
 """Files of the repository that have a page of another name."""
 PYTHON_PAGE = "python-reference.md"
+FILES_PAGE = "files.md"
+"""The page of all other files that pages link to: recipes, job files."""
 VERSION_RULE = """.md-header__topic:first-child .md-ellipsis::after {{
   content: "{}";
 }}
@@ -59,7 +61,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
             tabs.setdefault(TABS[section], []).append({section: pages})
     nav = [
         {"Guides": [{"All pages and features": "pages.md"}, *tabs["Guides"]]},
-        {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE]},
+        {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE, FILES_PAGE]},
         {
             "Internals": [
                 *tabs["Internals"],
@@ -83,8 +85,10 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     pages = {f"docs/{file.src_uri}" for file in files.documentation_pages()} | renamed
     linked = {found for path in pages for found in _linked_files(path, (ROOT / path).read_text())}
     others = {path for path in linked if not path.startswith("docs/") and path != "README.md"}
-    for path in sorted(others | renamed):
-        files.append(File.generated(config, _page_of(path), content=_content_of(path)))
+    shown = {path for path in others if _page_of(path) == FILES_PAGE}
+    for path in sorted((others | renamed) - shown):
+        files.append(File.generated(config, _page_of(path), content=(ROOT / path).read_text()))
+    files.append(File.generated(config, FILES_PAGE, content=_files_page(sorted(shown))))
     files.append(File.generated(config, PYTHON_PAGE, content=_python_page()))
     for year, text in _log_by_year().items():
         files.append(
@@ -150,6 +154,8 @@ def _target(link: str, path: str, uri: str) -> str:
         return link
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
     page = _page_of(found)
+    if page == FILES_PAGE:
+        hash_sign, anchor = "#", _anchor_of(found)
     return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
 
 
@@ -160,7 +166,11 @@ def _page_of(path: str) -> str:
     if path.startswith("docs/"):
         name = path.removeprefix("docs/")
         return f"{name}/README.md" if (ROOT / path).is_dir() else name
-    return path if path.endswith(".md") else f"source/{path}.md"
+    return path if path.endswith(".md") else FILES_PAGE
+
+
+def _anchor_of(path: str) -> str:
+    return re.sub(r"[/.]", "-", path)
 
 
 def _linked_files(path: str, markdown: str) -> Iterator[str]:
@@ -172,15 +182,19 @@ def _linked_files(path: str, markdown: str) -> Iterator[str]:
                 yield found
 
 
-def _content_of(path: str) -> str:
-    """Return the page of a file outside docs/: Markdown as it is, other files as a block of code."""
-    source = ROOT / path
-    if source.is_dir():
-        names = sorted(child.name for child in source.iterdir() if not child.name.startswith(("_", ".")))
-        return f"# {path}\n\n" + "\n".join(f"* `{name}`" for name in names) + "\n"
-    if path.endswith(".md"):
-        return source.read_text()
-    return f"# {path}\n\n````{LANGUAGES.get(source.suffix, 'text')}\n{source.read_text()}````\n"
+def _files_page(paths: list[str]) -> str:
+    """Return the page of files outside docs/: the names in a folder, and other files as blocks of code."""
+    lines = ["# Recipes and other files", "", "Files of the repository that the pages link to.", ""]
+    for path in paths:
+        source = ROOT / path
+        lines += [f"## {path} {{ #{_anchor_of(path)} }}", ""]
+        if source.is_dir():
+            names = sorted(child.name for child in source.iterdir() if not child.name.startswith(("_", ".")))
+            lines += [f"* `{name}`" for name in names]
+        else:
+            lines += [f"````{LANGUAGES.get(source.suffix, 'text')}", source.read_text().rstrip("\n"), "````"]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _version() -> str:

@@ -23,11 +23,10 @@ BOOSTS = (
     ("contributing.html", 0.1),
 )
 """Factor of the rank of the pages whose address begins so; 1 for others."""
-LEFT_OUT = ("log.html", "log/", "source/", "tests/", "benchmarks/", "pages.html")
+LEFT_OUT = ("log.html", "log/", "files.html", "tests/", "benchmarks/", "pages.html")
 WORDS = {
     "how-to/run-out-of-memory.html": ("oom", "out of memory", "cuda memory", "killed", "sigkill"),
-    "how-to/change-the-mapping.html": ("tensor parallel", "degrees", "mapping"),
-    "how-to/resume-on-another-cluster.html": ("resume", "reshard", "restart", "move a run"),
+    "how-to/change-the-mapping.html": ("tensor parallel", "degrees", "mapping", "resume", "reshard", "another cluster"),
     "how-to/find-a-slow-rank.html": ("slow", "straggler", "throughput"),
     "how-to/export-and-serve.html": ("export", "serve", "vllm", "sglang"),
     "how-to/continue-pretraining.html": ("continued pretraining", "cpt"),

@@ -1,7 +1,7 @@
 """Draw the pictures of README.md and of the pages that show commands: `python -m tests.docs.draw_pictures [FOLDER]`.
 
-Trains the quickstart in FOLDER (default build/pictures) if it is not there: some minutes on a few cores. The report of the
-planner needs Chromium.
+Trains the quickstart in FOLDER (default build/pictures) if it is not there: some minutes on a few cores. Reports and
+views of the board need Chromium.
 """
 
 import shutil
@@ -13,6 +13,8 @@ from pathlib import Path
 from PIL import Image
 
 from tests.board.chromium import Page, open_page
+from tests.board.draw_pictures import open_view, page_keys
+from tests.board.test_browser import served as board_served
 from tests.docs.browser import served
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
@@ -38,13 +40,21 @@ def draw_run(folder: Path) -> None:
 
 def draw_report(page: Page, address: str, folder: Path) -> None:
     """Write plan-report.png and plan-memory.png from the report of a plan."""
-    moefold("plan", *PLAN, "--report", folder / "plan.html")
-    page.open(f"{address}/plan.html", 1180, 860)
+    moefold("plan", *PLAN, "--force", "--report", folder / "plan.html")
+    page.open(f"{address}/plan.html", 1180, 700)
     page.screenshot(IMAGES / "plan-report.png")
+    page.open(f"{address}/plan.html", 1180, 540)
     page.evaluate(
         "[...document.querySelectorAll('h2')].find((one) => one.innerText.startsWith('Memory of')).scrollIntoView()"
     )
     page.screenshot(IMAGES / "plan-memory.png")
+
+
+def draw_ranks(page: Page, folder: Path) -> None:
+    """Write board-ranks.png: the times of ranks on the board."""
+    with board_served(folder) as address:
+        open_view(page, address, f"view=ranks&runs={page_keys(page, address)['quickstart']}", 1180)
+        page.screenshot(IMAGES / "board-ranks.png")
 
 
 def reduce_colors(path: Path) -> None:
@@ -61,7 +71,8 @@ def main(argv: list[str]) -> None:
     draw_run(folder)
     with tempfile.TemporaryDirectory() as profile, open_page(Path(profile)) as page, served(folder) as server:
         draw_report(page, server.address, folder)
-    for name in ("folding", "layout", "expert-load", "plan-report", "plan-memory"):
+        draw_ranks(page, folder)
+    for name in ("folding", "layout", "expert-load", "plan-report", "plan-memory", "board-ranks"):
         reduce_colors(IMAGES / f"{name}.png")
 
 
