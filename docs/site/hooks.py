@@ -65,7 +65,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
         {
             "Internals": [
                 *tabs["Internals"],
-                {"Design notes": "design/README.md"},
+                {"Design notes": ["design/README.md"]},
                 {"Project": ["contributing.md", "changelog.md"]},
             ]
         },
