@@ -285,7 +285,7 @@ def evaluate(
     )
     rank_env = read_rank_env()
     with _errors_without_options():
-        job = prepare_evaluation(request, rank_env, _report_skipped(rank_env), lambda notice: None)
+        job = prepare_evaluation(request, rank_env, _report_notices(rank_env), lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
         from moefold.launch.rank0 import collect_from_ranks
@@ -333,7 +333,7 @@ def generate(
     )
     rank_env = read_rank_env()
     with _errors_without_options():
-        job = prepare_generation(request, rank_env, _report_skipped(rank_env))
+        job = prepare_generation(request, rank_env, _report_notices(rank_env))
 
         from moefold.inference.worker import generate_on_rank
         from moefold.launch.rank0 import collect_from_ranks
@@ -365,13 +365,13 @@ def _loaded(recipe: str | Path | LoadedRecipe | Config, overrides: Sequence[str]
     return LoadedRecipe(recipe, frozenset(), ())
 
 
-def _report_skipped(rank_env: RankEnv | None) -> Callable[[Sequence[str]], None]:
-    """Return a function that reports skipped checkpoints on stderr, on rank 0 only."""
+def _report_notices(rank_env: RankEnv | None) -> Callable[[Sequence[str]], None]:
+    """Return a function that reports notes on a model on stderr, on rank 0 only."""
 
-    def report(skipped: Sequence[str]) -> None:
+    def report(notices: Sequence[str]) -> None:
         if rank_env is None or rank_env.rank == 0:
-            for description in skipped:
-                print_escaped(f"moefold: skipped a damaged checkpoint, {printable(description)}", file=sys.stderr)
+            for notice in notices:
+                print_escaped(f"moefold: {printable(notice)}", file=sys.stderr)
 
     return report
 

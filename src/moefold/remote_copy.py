@@ -4,7 +4,6 @@ A copy has the size and the time of its original, and is fetched again if either
 `CACHE/remote/SCHEME/BUCKET/KEY`, so a folder and the files below it share their copies.
 """
 
-import fcntl
 import fnmatch
 import os
 import uuid
@@ -15,6 +14,8 @@ from pathlib import Path
 
 from moefold.cache_dir import cache_folders
 from moefold.errors import ConfigError
+from moefold.file_lock import hold_lock
+from moefold.folder_files import list_files
 from moefold.remote_path import RemoteEntry, RemotePath
 
 CACHE_SUBFOLDER = "remote"
@@ -64,11 +65,12 @@ def upload_folder(source: Path, target: RemotePath, *, last: Sequence[str]) -> N
     """Send the files of a folder, those named in `last` after all others.
 
     Raises:
+        ConfigError: a file is a link that leads out of the folder; nothing is sent.
         RemoteError: a file cannot be sent; those that were sent stay, without the last ones.
     """
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    for path in sorted(files, key=lambda path: path.name in last and path.parent == source):
-        (target / str(path.relative_to(source))).upload(path)
+    files = list_files(source)
+    for name in sorted(files, key=lambda name: name in last):
+        (target / name).upload(files[name])
 
 
 def _file_entry(remote: RemotePath) -> RemoteEntry:
@@ -96,8 +98,7 @@ def _copy_path(remote: RemotePath) -> Path:
 def _lock(target: Path) -> Iterator[None]:
     """Hold the lock of a copy; it stands in the folder of its scheme, since the copy of a parent covers this one."""
     root = next(parent for parent in target.parents if parent.name == CACHE_SUBFOLDER)
-    with (root / ".lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with hold_lock(root / ".lock"):
         yield
 
 

@@ -72,8 +72,8 @@ def test_a_running_job_is_followed(tmp_path):
     reader.read()
     assert reader.summary()["version"] == before
     # The lock of a run folder belongs to a process: another one holds it.
-    code = "import sys; from moefold.train.run_folder import RunLock; from pathlib import Path\n"
-    code += f"with RunLock(Path({str(run_dir)!r}), 'run.dir', 0):\n  print('locked', flush=True); sys.stdin.read()"
+    code = "import sys; from moefold.host.folder_lock import FolderLock; from pathlib import Path\n"
+    code += f"with FolderLock(Path({str(run_dir)!r}), 'run.dir', 0):\n  print('locked', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"locked\n"

@@ -412,7 +412,7 @@ def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_p
         assert re.search(
             r"file __1_\d+\.distcp could not be written to its end.*( MiB are free there|disk is full); ", error
         )
-        assert error.endswith("; free disk space, then run the same command to resume")
+        assert error.endswith("; free disk space, then run the same command to resume from step-000001")
         assert "enforce fail" not in error
         assert "unexpected pos" not in error
         assert "\n" not in error

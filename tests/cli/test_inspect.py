@@ -11,6 +11,7 @@ from rich.console import Console
 from moefold.cli.inspect import print_balance
 from moefold.cli.inspect_picture import save_picture
 from moefold.cli.main import main
+from moefold.metrics.definitions import MISREAD, definitions_text, undefined
 from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
 
 
@@ -96,6 +97,7 @@ def test_a_run_of_one_step(tmp_path):
 def test_json(tmp_path, capsys):
     assert main(["inspect", str(_run(tmp_path)), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
+    assert undefined(record, "inspect") == []
     assert (record["first_step"], record["last_step"], record["recorded_steps"]) == (1, 30, 30)
     assert (record["num_experts"], record["source"]) == (4, "expert_counts.bin")
     assert [layer["dead_experts"] for layer in record["layers"]] == [[3], [3]]
@@ -125,7 +127,7 @@ def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
         (["absent"], "run 'absent' does not exist"),
         (["RUN", "--layer", "7"], "--layer 7 is no MoE layer of"),
         (["RUN", "--picture", "balance.jpg"], "--picture balance.jpg must end in .png, .svg or .pdf"),
-        (["RUN", "--picture", "/nonexistent/balance.png"], "--picture /nonexistent/balance.png cannot be written"),
+        (["RUN", "--picture", f"{__file__}/balance.png"], f"--picture {__file__}/balance.png cannot be written"),
     ],
 )
 def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):
@@ -196,3 +198,14 @@ def test_steps_without_any_copy_have_even_shares_of_nothing(tmp_path, capsys, re
     (layer,) = json.loads(capsys.readouterr().out)["layers"]
     assert (layer["load_cv"], layer["share"]) == (0.0, [0.0, 0.0])
     assert not recwarn.list
+
+
+def test_the_definitions_need_no_run_and_the_help_names_them(capsys):
+    assert main(["inspect", "--definitions"]) == 0
+    assert capsys.readouterr().out == definitions_text()
+    assert main(["inspect"]) == 2
+    assert "the following arguments are required: RUN" in capsys.readouterr().err
+    assert main(["inspect", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "defined in docs/metrics.md" in text
+    assert all(" ".join(line.split()) in text for line in MISREAD)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moefold.cli.main import main
+from moefold.metrics.definitions import undefined
 from moefold.metrics.metric_curves import read_attention_curves
 from tests.cli.test_inspect import _run
 
@@ -33,6 +34,7 @@ def test_the_attention_of_a_run_is_shown(run_dir, capsys):
     assert table["moved rows"] == ["5", "185", "0", "190"]
     assert main(["inspect", str(run_dir), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
+    assert undefined(record, "inspect") == []
     assert record["attention"]["attention_bytes"] == {"start": 4096, "end": 4096, "min": 4096, "max": 4096}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from moefold.cli.inspect import print_curves
 from moefold.cli.main import main
+from moefold.metrics.definitions import undefined
 from moefold.metrics.metric_curves import RL_CURVES, read_reward_curves
 from tests.cli.test_inspect import _run
 
@@ -61,7 +62,9 @@ def test_the_table_and_the_rows(run_dir, capsys):
 
 def test_json_has_the_ends_of_each_curve(run_dir, capsys):
     assert main(["inspect", str(run_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["rl"]
+    record = json.loads(capsys.readouterr().out)
+    assert undefined(record, "inspect") == []
+    found = record["rl"]
     assert found["eval_reward"] == {"start": 0.225, "end": 0.975, "min": 0.225, "max": 0.975}
 
 

@@ -3,6 +3,7 @@
 import json
 
 from moefold.cli.main import main
+from moefold.metrics.definitions import undefined
 from moefold.metrics.metric_curves import read_site_curves
 from tests.cli.test_inspect import _run
 
@@ -22,6 +23,7 @@ def test_the_rounds_of_a_site_are_shown(tmp_path, capsys):
     picture = tmp_path / "site.svg"
     assert main(["inspect", str(tmp_path), "--json", "--picture", str(picture)]) == 0
     record = json.loads(capsys.readouterr().out)
+    assert undefined(record, "inspect") == []
     assert record["sites"]["routing_overlap"] == {"start": 0.55, "end": 0.7, "min": 0.55, "max": 0.7}
     assert main(["inspect", str(tmp_path)]) == 0
     table = {line[:15].strip(): line[15:].split() for line in capsys.readouterr().out.splitlines()}

@@ -111,7 +111,8 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{path} has all 10 steps of run.steps; nothing to do",
         f"next: moefold checkpoint show {tmp_path}/run",
-        "or train on: the same command with run.steps=20",
+        "or train on: the same command with run.steps=20 train.lr=0.00015 (its learning rate has ended at 0: this one "
+        "rises again, half as high, and ends at 0 too)",
         "or start a new run: the same command with run.dir=ANOTHER_FOLDER",
     ]
 

@@ -92,7 +92,7 @@ _SPECIAL |= {
 }
 _SPECIAL["deepseek_v2"] |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 _SPECIAL["llama4_text"] = {"no_rope_layers": [1, 0, 1, 1, 0], "attention_chunk_size": 8192}
-_SPECIAL["longcat_flash"] |= {"num_layers": 3}
+_SPECIAL["longcat_flash"] |= {"num_layers": 3, "head_dim": 16}
 _SPECIAL["kimi_linear"] = {"num_key_value_heads": 128}
 _SPECIAL["deepseek_v3"] |= {"n_group": 2, "topk_group": 1}
 _SPECIAL["deepseek_v32"] |= {"n_group": 2, "topk_group": 1}

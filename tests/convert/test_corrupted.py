@@ -190,17 +190,16 @@ BASE: dict[str, object] = {
     "vocab_size": 64,
     "intermediate_size": 48,
     "num_experts_per_tok": 2,
-    "num_experts": 4,
-    "moe_intermediate_size": 8,
 }
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8}
 LATENT = {"n_routed_experts": 16, "n_shared_experts": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
 LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1}
 FULL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "sliding_window": 8}
 CONFIGS: dict[str, dict[str, object]] = {
-    "mixtral": BASE,
-    "qwen3_moe": BASE,
-    "gpt_oss": BASE | FULL,
-    "deepseek_v3": BASE | LATENT,
+    "mixtral": BASE | {"num_local_experts": 4},
+    "qwen3_moe": BASE | EXPERTS,
+    "gpt_oss": BASE | FULL | {"num_local_experts": 4},
+    "deepseek_v3": BASE | LATENT | {"moe_intermediate_size": 8},
 }
 """Smallest config.json of some families."""
 
@@ -397,7 +396,7 @@ def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
     (tmp_path / "secret.json").write_text("mine")
     (folder / "extra.json").symlink_to(tmp_path / "secret.json")
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
-    assert "extra.json is a link that leads out of it" in capsys.readouterr().err
+    assert "extra.json is a link that leads out of the folder" in capsys.readouterr().err
     assert not (tmp_path / "ckpt").exists()
 
 
@@ -453,3 +452,35 @@ def test_bytes_that_change_while_reading_leave_nothing(sound, tmp_path, capsys):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf"), "--no-verify"]) == 2
     assert "cannot be read: " in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))
+
+
+@pytest.mark.parametrize(("spelled", "where"), [("./part.safetensors", ""), ("weights/part.safetensors", "weights")])
+def test_an_index_may_name_its_files_by_paths_inside_the_folder(sound, tmp_path, spelled, where):
+    folder = _copy(sound, tmp_path)
+    _shard(folder, {"part.safetensors": [EXPERT]}, {})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][EXPERT] = spelled
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / where).mkdir(exist_ok=True)
+    (folder / "part.safetensors").rename(folder / where / "part.safetensors")
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+    if where:
+        (folder / where).rename(tmp_path / "elsewhere")
+        (folder / where).symlink_to(tmp_path / "elsewhere")
+        assert main(["import", str(folder), str(tmp_path / "again")]) == 2
+
+
+def test_a_key_that_nothing_reads_is_refused_and_passes_by_name(sound, tmp_path, capsys):
+    folder = _copy(sound, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    odd = {"final_logit_softcapping": 30.0, "unsloth_version": "1"}
+    (folder / "config.json").write_text(json.dumps(config | odd))
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
+    assert "final_logit_softcapping=30.0, which other families compute with; if" in capsys.readouterr().err
+    words = ["import", str(folder), str(tmp_path / "ckpt"), "--ignore-key", "final_logit_softcapping", "--report"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "config.json, ignored: final_logit_softcapping=30.0, unsloth_version='1'" in text
+    assert "config.json, read: " in text
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf"), "--check"]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == config | odd

@@ -10,6 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
+from moefold.config.load import config_from_dict
+from moefold.config.lora import LoraConfig
+from moefold.convert.peft_targets import peft_note, split_targets
+from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model
 
 RECORDED = Path(__file__).parent / "peft_qwen3"
@@ -82,6 +86,39 @@ def test_adapters_of_stacked_experts_are_read(folder, tmp_path, monkeypatch):
             assert torch.allclose(merged[name], base[name] + delta, rtol=1e-5, atol=1e-6), name
 
 
+def test_plain_initial_weights_and_metadata_are_no_obstacle(folder, tmp_path, capsys):
+    _spoil(folder, tmp_path / "peft", init_lora_weights="gaussian", unsloth_version="1", output_gain=2)
+    words = ["import", str(tmp_path / "peft"), str(tmp_path / "out"), "--base", str(folder / "hf")]
+    assert main([*words, "--ignore-key", "output_gain"]) == 0
+    assert "adapter_config.json has keys that are ignored: " in (text := capsys.readouterr().out)
+    assert "output_gain=2" in text
+    assert "unsloth_version='1'" in text
+
+
+def test_pickled_adapters_are_refused(folder, tmp_path, capsys):
+    shutil.copytree(RECORDED, tmp_path / "peft")
+    (tmp_path / "peft" / "adapter_model.safetensors").rename(tmp_path / "peft" / "adapter_model.bin")
+    assert main(["import", str(tmp_path / "peft"), str(tmp_path / "out"), "--base", str(folder / "hf")]) == 2
+    assert "holds pickled weights (adapter_model.bin), which can run code" in capsys.readouterr().err
+
+
+def test_modules_named_like_experts_are_targeted_by_their_weights():
+    dense = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"]
+    experts = [f"model.layers.1.mlp.experts.{e}.gate_proj" for e in range(2)]
+    weights = ["model.layers.0.mlp.gate_proj.weight"]
+    assert split_targets(dense, experts, "qwen3_moe") == (["gate_proj", "q_proj"], weights)
+    assert split_targets(dense, [], "qwen3_moe") == (["q_proj"], weights)
+    assert split_targets(dense, [], "qwen3") == (["gate_proj", "q_proj"], [])
+
+
+def test_a_folder_that_peft_does_not_load_rightly_is_noted():
+    model = config_from_dict({"model": {"preset": "mixtral-8x7b"}}).model
+    assert peft_note(model, LoraConfig(rank=4), "mixtral") == ""
+    assert "no place for adapters of single experts of qwen2_moe" in peft_note(model, LoraConfig(rank=4), "qwen2_moe")
+    assert peft_note(model, LoraConfig(rank=4, targets=("attention",)), "qwen2_moe") == ""
+    assert "refuses adapters of w_gate" in peft_note(model, LoraConfig(rank=4, targets=("w_gate",)), "mixtral")
+
+
 def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
     """Every expert is a module of PEFT; what is read again has the same bits, and training goes on from it."""
     monkeypatch.chdir(tmp_path)
@@ -91,6 +128,8 @@ def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 16.0)
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj", "w1", "w2", "w3"]
+    assert config["base_model_name_or_path"] == str(folder / "moe")
+    assert "Low-rank adapters of a mixtral model" in (tmp_path / "peft" / "README.md").read_text()
     expert = "base_model.model.model.layers.1.block_sparse_moe.experts.5.w2.lora_A.weight"
     assert load_file(tmp_path / "peft" / "adapter_model.safetensors")[expert].shape == (4, 20)
     first, second = (CheckpointSource(path) for path in (next(Path(run).glob("checkpoints/step-*")), Path("again")))
@@ -98,6 +137,9 @@ def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
     for name, shape in first.shapes.items():
         region = tuple(slice(0, size) for size in shape)
         assert torch.equal(first.read(name, region), second.read(name, region)), name
+    # The model was made for longer sequences than those of the run.
+    longest = json.loads((folder / "moe" / "config.json").read_text())["max_position_embeddings"]
+    assert find_source(run).context == longest > 16
     capsys.readouterr()
     assert main(["train", "again/recipe.toml", *TRAIN, "run.dir=on"]) == 0
     text = capsys.readouterr().out
@@ -120,6 +162,22 @@ def _spoil(folder: Path, target: Path, **keys: object) -> None:
         ({"peft_type": "IA3"}, "has peft_type='IA3'; moefold reads low-rank adapters, LORA"),
         ({"r": 0}, "has r=0 and lora_alpha=3, which are no sizes of adapters"),
         ({"r": 3}, "has adapters of another model: base_model.model.model.layers.0"),
+        *(
+            (
+                {"init_lora_weights": kind},
+                f"has init_lora_weights={kind!r}, with which PEFT changes the base",
+            )
+            for kind in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga", "another")
+        ),
+        (
+            {"layer_replication": [[0, 1]]},
+            "layer_replication=[[0, 1]], which PEFT's LoRA has",
+        ),
+        (
+            {"alora_invocation_tokens": [5]},
+            "alora_invocation_tokens=[5], which PEFT's LoRA has",
+        ),
+        ({"output_gain": 2}, "has output_gain=2, which moefold does not know; if the model computes the same without"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(folder, tmp_path, capsys, keys, message):
@@ -177,7 +235,7 @@ def test_what_has_no_effect_or_fits_nothing_is_refused(folder, monkeypatch, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "olmoe", "qwen3-moe"])
 def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
     """Train adapters, and compare the logits of PEFT's model with those of the merged export, and the way back."""
     peft = pytest.importorskip("peft", reason="pip install peft")
@@ -186,8 +244,7 @@ def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     save_model(make_model(name), tmp_path / "hf", dtype=torch.float32)
     assert main(["import", "hf", "base", "--no-tokenizer"]) == 0
-    targets = "['all']" if name != "deepseek-v2" else "['attention']"
-    assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", f"lora.targets={targets}", "run.dir=run"]) == 0
+    assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "run.dir=run"]) == 0
     assert main(["export", "run", "peft"]) == 0
     assert main(["export", "run", "merged", "--merge"]) == 0
     ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -20,6 +20,7 @@ from moefold.convert.init_from import UpcycledSource, load_initial_weights
 from moefold.convert.preflight import export_message, preserves_outputs, upcycle_unsupported_reason
 from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource, load_shards
+from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
@@ -280,7 +281,8 @@ def test_the_tokenizer_of_a_run_is_that_of_the_recipe(dense, tmp_path, monkeypat
     for name in ("text", "letters"):
         assert main(["upcycle", f"{name}-ckpt", f"{name}-moe", "model.num_experts=4"]) == 0
     assert f'tokenizer = "{tmp_path}/words/tokenizer.json"' in Path("text-moe/recipe.toml").read_text()
-    assert "tokenizer =" not in Path("letters-moe/recipe.toml").read_text()
+    assert 'tokenizer = "bytes"' in Path("letters-moe/recipe.toml").read_text()
+    assert find_source("letters-moe").data.tokenizer == "bytes"
     assert "note" not in capsys.readouterr().out
 
 

@@ -4,6 +4,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from moefold.config.model import ModelConfig
+from moefold.config.presets import load_preset
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token
@@ -16,8 +17,10 @@ from moefold.cost.stage_partition import (
     fastest_stages,
     layer_cost,
     loss_cost,
+    stage_cost,
 )
 from moefold.cost.stages import plan_stages
+from moefold.cost.state_memory import rank_state_bytes
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
 
 
@@ -40,10 +43,31 @@ def test_the_parts_cost_what_the_model_costs(model):
     cfg = _config(model=model)
     loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
     assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward
-    if not cfg.model.mtp_layers:
-        # The norm behind the last layer is counted with each of the layers that are counted alone.
-        norms = 5 * cfg.model.hidden_size
-        assert sum(load.num_parameters for load in loads) == count_parameters(cfg.model).total + norms
+    # For MTP the last stage has a copy of the embedding.
+    copy = count_parameters(cfg.model).embedding if cfg.model.mtp_layers else 0
+    assert sum(load.num_parameters for load in loads) == count_parameters(cfg.model).total + copy
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"layer_pattern": "M"},
+        {"preset": "deepseek-v2-lite"},
+        {"tie_embeddings": True, "num_layers": 4},
+        {"mtp_layers": 1, "num_layers": 4},
+    ],
+)
+def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
+    """Of every tp rank, what tensor parallelism shards and what it replicates: bytes by the exact formula of states."""
+    sizes = load_preset(model["preset"]) if "preset" in model else model
+    parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
+    cfg = Config(model=ModelConfig(**sizes), parallel=parallel)
+    stages = plan_stages(cfg).stages
+    held = [rank_state_bytes(cfg, rank).weights // 4 for rank in range(2)]
+    assert [stage_cost(cfg, stage.parts).num_parameters for stage in stages] == held
+    one = replace(cfg, parallel=ParallelConfig())
+    (whole,) = plan_stages(one).stages
+    assert stage_cost(one, whole.parts).num_parameters == count_parameters(cfg.model).total
 
 
 TIGHT = {"vocab_size": 5000, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}

@@ -10,7 +10,7 @@ import pytest
 
 from moefold.config.schema import DataConfig
 from moefold.data import Dataset, open_dataset
-from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError
+from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, open_ends_file
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.token_file import TokenFile, TokenFileSet, TokenFileStream, build_token_file_set
 from moefold.errors import ConfigError, RunError
@@ -147,7 +147,7 @@ def test_an_index_of_documents_is_read_from_the_disk(tmp_path):
     ends = np.sort(draw.integers(0, 40_000, 5000))
     ends[-1] = 40_000
     ends.astype("<i8").tofile(tmp_path / "x.ends")
-    index = DocumentEnds(tmp_path / "x.ends", 40_000, shard="x.npy")
+    index = DocumentEnds(open_ends_file(tmp_path / "x.ends", shard="x.npy"), 40_000)
     assert len(index) == 5000
     for start in [0, 1, 39_999, *draw.integers(0, 39_000, 50).tolist()]:
         for length in (1, 7, 900, 30_000):

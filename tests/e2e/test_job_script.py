@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.train.run_folder import LOCK_FILE
+from moefold.host.folder_lock import LOCK_FILE
 from tests.e2e.command import ROOT, environment
 
 SRUN = f"""#!{sys.executable}
@@ -86,6 +86,7 @@ def test_a_killed_rank_is_started_again_and_resumes(tmp_path: Path, capsys):
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
         "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_CPUS_ON_NODE": "2",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "KILLED": str(tmp_path / "killed"),

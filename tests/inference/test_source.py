@@ -31,8 +31,9 @@ def test_a_newer_checkpoint_that_lacks_its_description_is_passed_over_by_name(tm
     source = find_source(str(tmp_path / name))
     assert source.path.name == "step-000020"
     words = ("step-000030: ",) if not name.startswith("checkpoints/") else ()
-    assert [one[: len("step-000030: ")] for one in source.skipped] == [*words]
-    assert all("moefold.json" in one or "manifest.json" in one for one in source.skipped)
+    start = "skipped a damaged checkpoint, "
+    assert [one[: len(f"{start}step-000030: ")] for one in source.notices] == [start + word for word in words]
+    assert all("moefold.json" in one or "manifest.json" in one for one in source.notices)
     (tmp_path / "checkpoints" / "step-000020" / "moefold.json").unlink()
     with pytest.raises(ConfigError, match="no complete checkpoint and holds none .step-000009: .*step-000030: "):
         locate_checkpoint(tmp_path)

@@ -187,7 +187,9 @@ def test_odd_weights_and_nonfinite_sites_are_named():
     for site in (0, 1):
         point.vote(site, 1)
     point.round(0, 2, 1, finite=False)
-    assert point.round(1, 2, 1, finite=False) == {"skip": "no site has finite weights"}
+    assert point.round(1, 2, 1, finite=False) == {
+        "skip": "no site has trained since its last round and has finite weights"
+    }
 
 
 @pytest.mark.parametrize(

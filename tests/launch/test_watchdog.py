@@ -41,6 +41,19 @@ def _stop(place: RankEnv) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _stop_all(folder: Path, place: RankEnv) -> None:
+    """Let another process stop all ranks for longer than the limit, and continue them."""
+    ranks = [int((folder / f"rank-{rank}").read_text()) for rank in range(RANKS)]
+    if os.fork():
+        time.sleep(0.5)
+        return
+    for sent, pause_s in ((signal.SIGSTOP, LIMIT_S + 2.0), (signal.SIGCONT, 0.0)):
+        for rank in ranks:
+            os.kill(rank, sent)
+        time.sleep(pause_s)
+    os._exit(0)
+
+
 def _die(place: RankEnv) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -51,6 +64,7 @@ def _raise(place: RankEnv) -> None:
 
 def _rank(odd: object, file: Path, place: RankEnv, device_type: str, odd_rank: int = 1) -> int:
     """Steps with two collectives; one rank does its odd thing in one of them."""
+    (file.parent / f"rank-{place.rank}").write_text(str(os.getpid()))
     watchdog = Watchdog(place, LIMIT_S)
     failing = RankErrorHandler(place, lambda: False, watchdog)
     with failing, init_distributed(place, device_type, LIMIT_S, watchdog.start) as device, watchdog:
@@ -130,6 +144,13 @@ def test_rank_that_fails_itself_reports_the_error(tmp_path, capfd):
     )
     assert lines[-1] == "ZeroDivisionError: a bug"
     assert sum("moefold: " in line for line in lines) == 1
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path, capfd):
+    started_s = time.monotonic()
+    assert spawn_ranks(partial(_rank, partial(_stop_all, tmp_path), tmp_path / "when"), RANKS, "cpu") == 0
+    assert time.monotonic() - started_s > LIMIT_S + 2
+    assert capfd.readouterr().err == ""
 
 
 def test_ranks_that_finish_say_nothing(tmp_path, capfd):

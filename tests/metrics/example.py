@@ -29,6 +29,7 @@ STEP = StepMetrics(
     grad_norm=1.25,
     lr=3e-4,
     tokens=2048,
+    tokens_consumed=2560,
     step_time_s=0.5,
     tokens_per_s=4096.0,
     tflops_per_rank=0.0213,

@@ -265,3 +265,14 @@ def test_closed_pipe_is_reported_once_and_later_lines_are_discarded() -> None:
         progress.message("second")
         progress.update(STEP)
     assert told == ["closed"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
+def test_output_on_a_full_disk_is_said_once_and_left_out(caplog):
+    with open("/dev/full", "w", encoding="utf-8") as stream, Progress(20, 1, stream) as progress:
+        for _ in range(2):
+            progress.message("lost")
+            progress.update(STEP)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the output cannot be written any more (No space left on device): the run goes on without it"
+    ]

@@ -21,6 +21,7 @@ KEYS = [
     "projected_gradient",
     "lr",
     "tokens",
+    "tokens_consumed",
     "step_time_s",
     "tokens_per_s",
     "tflops_per_rank",

@@ -12,7 +12,8 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
-from moefold.model.rope import attention_factor, build_rope, rope_frequencies
+from moefold.errors import ConfigError
+from moefold.model.rope import attention_factor, build_rope, rope_frequencies, softmax_factor
 from moefold.verify.oracle_attention import apply_rope
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -127,3 +128,66 @@ def test_longrope_equals_that_of_transformers(seq_len, attention_factor_given):
     assert attention_factor(cfg, seq_len) == pytest.approx(factor, rel=1e-12)
     # The keys that a family writes read back.
     assert parse_model_config(FAMILIES["llama"].write(cfg), Path("folder")) == cfg
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"mscale": 0.7},
+        {"mscale_all_dim": 0.7},
+        {"mscale": 0.7, "mscale_all_dim": 1.3},
+        {"mscale": 0.7, "mscale_all_dim": 1.3, "attention_factor": 1.1},
+        {"attention_factor": 1.1, "mscale_all_dim": 1.3},
+        {"mscale": 0, "mscale_all_dim": 1.0},
+        {"factor": None},
+        {"beta_fast": None, "beta_slow": 0},
+        {"rope_type": "linear", "mscale": 0.7, "beta_fast": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
+    """Frequencies, the factor of rotated parts and, with latent attention, the factor of the scores."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    theirs = _YARN | keys
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 48, "max_position_embeddings": 384, "num_key_value_heads": 4, "hidden_act": "swish"}
+    sizes |= {} if family == "deepseek_v3" else {"head_dim": 8}
+    if family == "deepseek_v3":
+        sizes |= {"n_routed_experts": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        sizes |= {"qk_rope_head_dim": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 1}
+        sizes |= {"topk_group": 1, "first_k_dense_replace": 1}
+    config = transformers.AutoConfig.for_model(family, **sizes, rope_parameters=dict(theirs))
+    expected, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu")
+    folder_keys = {"model_type": family, **sizes, "rope_scaling": theirs, "rope_theta": 3.0}
+    cfg = parse_model_config(folder_keys, Path("folder"))
+    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
+    if family == "deepseek_v3" and keys.get("factor", 1):
+        scores = modeling_deepseek_v3.yarn_apply_mscale(config.rope_parameters, 1.0)
+        assert softmax_factor(cfg) == pytest.approx(scores, rel=1e-12)
+    # The keys that a family writes read back.
+    assert parse_model_config(FAMILIES[family].write(cfg), Path("folder")) == cfg
+
+
+def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(rope_parameters=dict(_YARN), original_max_position_embeddings=32)
+    keys = {**config.to_dict(), "rope_parameters": _YARN, "original_max_position_embeddings": 32}
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    cfg = parse_model_config(keys, Path("folder"))
+    assert cfg.rope_original_seq_len == 32
+    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+
+
+def test_scores_that_other_scalings_would_scale_are_refused():
+    keys = FAMILIES["deepseek_v3"].write(parse_model_config(transformers.DeepseekV3Config().to_dict(), Path("folder")))
+    keys["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ConfigError, match="mscale_all_dim=1.0 of rope_type='linear', with which moefold does not"):
+        parse_model_config(keys, Path("folder"))

@@ -7,8 +7,16 @@ import sys
 
 import pytest
 
-from moefold.config.schema import TrainConfig
-from moefold.optim.lr_schedule import learning_rate
+from moefold.config.load import config_to_dict
+from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.optim.lr_schedule import (
+    check_schedule_settings,
+    continuation,
+    describe_schedule_change,
+    learning_rate,
+    schedule_settings,
+)
+from moefold.recipe import load_recipe
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -117,3 +125,133 @@ def test_steps_count_from_one(step: int) -> None:
 def test_does_not_import_torch() -> None:
     code = "import sys, moefold.optim.lr_schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def config(steps: int, **changes: object) -> Config:
+    return Config(run=RunConfig(steps=steps), train=train_config(**changes))
+
+
+ENDED = [
+    ({"lr_schedule": "cosine"}, ["run.steps=40", "train.lr=0.2"], 0.2),
+    ({"lr_schedule": "linear"}, ["run.steps=40", "train.lr=0.2"], 0.2),
+    ({"lr_schedule": "wsd"}, ["run.steps=40", "train.lr=0.2"], 0.2),
+    ({"lr_schedule": "cosine", "min_lr": 0.0}, ["run.steps=40", "train.lr=0.5"], 0.0),
+    ({"lr_schedule": "wsd", "min_lr": 0.0, "decay_steps": 8}, ["run.steps=40", "train.lr=0.5"], 0.0),
+    ({"lr_schedule": "cosine", "min_lr": 1e-7 / 3, "lr": 3e-4}, ["run.steps=40", f"train.lr={1e-7 / 3!r}"], 1e-7 / 3),
+    ({"lr_schedule": "constant"}, ["run.steps=40"], 1.0),
+    ({"lr_schedule": "cosine", "min_lr": 1.0}, ["run.steps=40"], 1.0),
+    # The warm-up is not over: there is no decay yet.
+    ({"lr_schedule": "cosine", "warmup_steps": 20}, ["run.steps=40"], 1.0),
+]
+
+
+@pytest.mark.parametrize(("settings", "words", "last"), ENDED)
+def test_the_settings_to_train_on_with_are_legal_and_do_not_jump_to_the_middle_of_a_decay(
+    tmp_path, settings: dict[str, object], words: list[str], last: float
+) -> None:
+    cfg = config(20, **settings)
+    overrides, effect = continuation(cfg, 40)
+    assert list(overrides) == words
+    assert bool(effect) == (len(words) > 1)
+    recipe = tmp_path / "recipe.toml"
+    keys = ("min_lr", "decay_steps") if cfg.train.lr_schedule == "wsd" else ("min_lr",)
+    keys = () if cfg.train.lr_schedule == "constant" else keys
+    given = [f"{key} = {getattr(cfg.train, key)!r}" for key in ("lr", "warmup_steps", *keys)]
+    recipe.write_text("\n".join(["[train]", f'lr_schedule = "{cfg.train.lr_schedule}"', *given, "[run]\nsteps = 20"]))
+    # The rules for keys without effect apply to what a user writes.
+    longer = load_recipe(recipe, list(overrides)).cfg
+    rates = curve(longer.train, 40)[20:]
+    before = curve(cfg.train, 20)
+    assert before[-1] == last
+    assert max(rates) <= max(last, max(before) / 2)
+    if cfg.train.warmup_steps == 20:
+        assert rates[0] > 0.99
+    elif last:
+        assert rates == [last] * 20
+    else:
+        assert rates[0] > 0 == rates[-1]
+
+
+LINES = [
+    (
+        {},
+        (20, 40),
+        20,
+        "the schedule of 20 steps has ended; with run.steps=40 (it had 20) the learning rate rises from 0.2 to 0.635 "
+        "in step 21; the cosine ends at 0.2 in step 40",
+    ),
+    (
+        {"min_lr": 0.0},
+        (20, 40),
+        20,
+        "the schedule of 20 steps has ended; with run.steps=40 (it had 20) the learning rate rises from 0 to 0.544 in "
+        "step 21; the cosine ends at 0 in step 40",
+    ),
+    (
+        {},
+        (40, 20),
+        10,
+        "with run.steps=20 (it had 40) the learning rate falls from 0.946 to 0.678 in step 11; the cosine ends at 0.2 "
+        "in step 20",
+    ),
+    (
+        {"lr_schedule": "wsd"},
+        (40, 60),
+        30,
+        "with run.steps=60 (it had 40) the learning rate stays at 1 in step 31; the decay of wsd begins after step 54 "
+        "and ends at 0.2 in step 60",
+    ),
+    (
+        {"lr_schedule": "constant"},
+        (20, 40),
+        20,
+        "with run.steps=40 (it had 20) the learning rate stays at 1 in step 21; it is constant from there on",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "steps", "at", "line"), LINES)
+def test_a_resume_with_another_schedule_states_the_rates_and_what_they_mean(settings, steps, at, line) -> None:
+    before, after = (config(count, **settings) for count in steps)
+    assert describe_schedule_change(schedule_settings(before), after, at) == line
+    rates = [learning_rate(before.train, steps[0], at), learning_rate(after.train, steps[1], at + 1)]
+    # Independent of the words: the numbers of the line are those of the steps.
+    assert all(f"{rate:.3g}" in line for rate in rates)
+
+
+def test_a_resume_with_another_peak_names_each_setting() -> None:
+    before, after = config(20), config(40, lr=0.2)
+    assert describe_schedule_change(schedule_settings(before), after, 20) == (
+        "the schedule of 20 steps has ended; with run.steps=40 (it had 20), train.lr=0.2 (it had 1.0) the learning "
+        "rate stays at 0.2 in step 21; it is constant from there on"
+    )
+
+
+def test_the_same_schedule_a_finished_run_and_a_new_run_say_nothing() -> None:
+    cfg = config(20)
+    assert not describe_schedule_change(schedule_settings(cfg), cfg, 10)
+    assert not describe_schedule_change(schedule_settings(config(10)), cfg, 20)
+    assert not describe_schedule_change({}, cfg, 0)
+    # A checkpoint of an old version does not tell its schedule.
+    assert describe_schedule_change({}, cfg, 19) == (
+        "the learning rate of step 20 is 0.2; the cosine ends at 0.2 in step 20"
+    )
+
+
+def test_broken_schedules_of_checkpoints_are_refused() -> None:
+    settings = schedule_settings(Config())
+    check_schedule_settings(settings)
+    check_schedule_settings({})
+    assert set(settings) - {"run.steps"} <= {f"train.{key}" for key in config_to_dict(Config())["train"]}
+    for key, value in (
+        ("train.lr", "x"),
+        ("train.lr", math.nan),
+        ("run.steps", 1.5),
+        ("run.steps", True),
+        ("train.lr_schedule", "step"),
+        ("train.lr_schedule", ["cosine"]),
+    ):
+        with pytest.raises(TypeError):
+            check_schedule_settings(settings | {key: value})
+    with pytest.raises(TypeError):
+        check_schedule_settings({"run.steps": 3})

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from moefold.checkpoint.safe_metadata import SafeReader, read_metadata
 from moefold.config.schema import Config
+from moefold.metrics.definitions import undefined
 from moefold.verify.oracle_sites import SitesState
 
 TOLERANCE = 1e-9
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert not [key for record in found for key in undefined(record)]
+    return found
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

@@ -130,7 +130,8 @@ def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, st
     # python-docs: what is typed next is a prompt for its model.
     more = [
         f"next: moefold generate '{run_dir}' 'The for statement'",
-        "or train on: the same command with run.steps=40",
+        "or train on: the same command with run.steps=40 train.lr=0.00015 (its learning rate has ended at 0: this one "
+        "rises again, half as high, and ends at 0 too)",
     ]
     assert lines[1:] == (more if saved and not status else [])
 

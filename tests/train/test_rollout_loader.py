@@ -2,9 +2,12 @@
 
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,12 +28,19 @@ from moefold.config.schema import (
 )
 from moefold.cost.kv_cache import cache_bytes, kv_cache_bytes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
+from moefold.data.prompts import Prompt
+from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
+from moefold.inference import rollouts as rollouts_module
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.engine.requests import Completion, EngineSettings, Request
+from moefold.inference.rollouts import RolloutCollector, StopRule
 from moefold.inference.sampling import SamplingParams
+from moefold.metrics.definitions import undefined
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
+from moefold.rl.reward import Reward
+from moefold.rl.statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_model import RolloutModel
@@ -102,7 +112,9 @@ def _train(cfg: Config, interrupted_at: int = 0) -> int:
 
 
 def records(cfg: Config, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(cfg.run.dir) / name).read_text().splitlines()]
+    found = [json.loads(line) for line in (Path(cfg.run.dir) / name).read_text().splitlines()]
+    assert name != "metrics.jsonl" or not [key for record in found for key in undefined(record)]
+    return found
 
 
 def under(cfg: Config, folder: Path, **parallel: int) -> Config:
@@ -130,6 +142,9 @@ def test_rewards_rise(pool, tmp_path):
 )
 def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
     cfg = recipe(tmp_path, 2)
+    # No two rollouts fit into a row, and none fills it, so that each of their tokens is an input.
+    rows = ({"prompt": "p" * 17 + f"{i}:"} for i in range(20))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pool.run(1, _train, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
     pool.run(mapping["world_size"], _train, other)
@@ -138,8 +153,50 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
             assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
         for key in ("reward", "mixed_groups", "length_mean"):
             assert found["rl"][key] == expected["rl"][key]
+    for one in (cfg, other):
+        _assert_counts_are_those_of_the_rollouts(one)
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
+
+
+def _assert_counts_are_those_of_the_rollouts(cfg: Config) -> None:
+    """Tokens of prompts and completions, and the rate at which all ranks have sampled."""
+    rollouts = records(cfg, "rollouts.jsonl")
+    total = 0
+    for record in records(cfg):
+        of_step = [one for one in rollouts if one["step"] == record["step"]]
+        sampled = sum(one["tokens"] for one in of_step)
+        in_step = sampled + sum(len(one["prompt"].encode()) for one in of_step)
+        total += in_step
+        assert record["tokens"] == record["tokens_consumed"] == total
+        assert record["tokens_per_s"] * record["step_time_s"] == pytest.approx(in_step, rel=1e-12)
+        assert record["rl"]["rollout_tokens_per_s"] * record["rl"]["rollout_s"] == pytest.approx(sampled, rel=1e-12)
+
+
+class _Engine:
+    """Stands in for an engine: two tokens for each request."""
+
+    def generate(self, requests: Sequence[Request], *, is_complete: Any = None) -> list[Completion]:
+        return [Completion(tokens=[65, 66], log_probs=[0.0, 0.0], finish_reason="length") for _ in requests]
+
+
+def _seconds_of_a_round(cfg: Config) -> tuple[float, float, float]:
+    """Rank 0 samples for 1 s and rank 1 for 9 s; both have the rewards after 10 s."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    tokenizer = load_tokenizer(cfg.data, vocab_size=256)
+    reward = Reward(cfg)
+    collector = RolloutCollector(_Engine(), reward, tokenizer, groups, stop=StopRule(frozenset()), max_tokens=2)
+    clock = SimpleNamespace(perf_counter=iter((0.0, (1.0, 9.0)[groups.rank], 10.0)).__next__)
+    with patch.object(rollouts_module, "time", clock):
+        found = collector.collect(range(4), lambda index: Prompt("p", "p", (112,)), 2, SamplingParams())
+    reward.close()
+    statistics = RoundStatistics().add(found.groups, found.rollout_s, found.reward_s)
+    return found.rollout_s, found.reward_s, statistics.metrics(found.groups)["rollout_tokens_per_s"]
+
+
+def test_the_rate_of_sampling_is_of_all_ranks_over_the_slowest(pool, tmp_path):
+    cfg = replace(recipe(tmp_path), parallel=ParallelConfig(world_size=2))
+    assert pool.run(2, _seconds_of_a_round, cfg) == [(9.0, 1.0, 4 * 2 * 2 / 9)] * 2
 
 
 DROPPING_REWARD = """

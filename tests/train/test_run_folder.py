@@ -1,9 +1,10 @@
 """Which folder a start of a recipe writes into, for what the folder that it names holds."""
 
-import fcntl
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.data.fingerprint import fingerprint
+from moefold.host.folder_lock import FolderLock, is_in_use
 from moefold.recipe import load_config
-from moefold.train.run_folder import LOCK_FILE, RunLock, choose_run_folder, is_in_use
+from moefold.train.run_folder import choose_run_folder
 
 WORDS = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32", "run.steps=10")
 
@@ -58,12 +60,15 @@ def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None
     write_manifest(path, {META_FILE: digest_file(path / META_FILE)})
 
 
-def in_use_elsewhere(folder: Path) -> bool:
-    """What another process sees: a lock of fcntl is the process's own."""
-    code = (
-        f"from moefold.train.run_folder import is_in_use; print(is_in_use(__import__('pathlib').Path({str(folder)!r})))"
-    )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+@contextmanager
+def job_in(folder: Path) -> Iterator[None]:
+    """Another process that holds the lock of a folder."""
+    code = "import sys; from moefold.host.folder_lock import FolderLock; from pathlib import Path\n"
+    code += f"with FolderLock(Path({str(folder)!r}), 'run.dir', 0):\n  print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield
 
 
 def chosen(run_dir: Path, *words: str) -> tuple[str, str]:
@@ -100,7 +105,8 @@ CASES = {
     "done by others": ([], 10, 10, MOVED, "run-2", "parallel.tp=2 (it has 1)"),
     "another model": ([], 6, 5, ["model.num_layers=3"], "run-2", "num_layers 2 there, 3 here"),
     "other data": ([], 6, 5, ["run.seed=7"], "run-2", "seed 0 there, 7 here"),
-    "never saved": ([], 6, None, [], "run-2", "it has no checkpoint to go on from"),
+    "never saved": ([], 6, None, [], "run", "ended before its first checkpoint: it starts over"),
+    "another, never saved": ([], 6, None, ["train.lr=0.1"], "run-2", "it has no checkpoint to go on from"),
     "never": ([], 6, 5, ["checkpoint.resume=never"], "run-2", "checkpoint.resume='never'"),
     "another start": ([], 6, 5, ["checkpoint.resume=elsewhere/step-000009"], "run-2", "is of another run"),
 }
@@ -176,30 +182,56 @@ def test_damaged_settings_and_checkpoints_are_left_to_the_start(tmp_path):
 def test_a_run_that_has_saved_nothing_yet_is_waited_for(tmp_path):
     run_dir = tmp_path / "run"
     write_run(run_dir, steps=6, saved=None)
-    lock = run_dir / LOCK_FILE
-    lock.touch()
-    code = (
-        f"import fcntl, sys; file = open({str(lock)!r}, 'r+b'); fcntl.lockf(file, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    assert is_in_use(run_dir)
-    assert chosen(run_dir)[0] == "run"
-    assert chosen(run_dir, "train.lr=0.1")[0] == "run-2"
-    holder.communicate()
+    with job_in(run_dir):
+        assert is_in_use(run_dir)
+        assert chosen(run_dir) == ("run", "")
+        assert chosen(run_dir, "train.lr=0.1")[0] == "run-2"
     assert not is_in_use(run_dir)
-    assert chosen(run_dir)[0] == "run-2"
-    with lock.open("r+b") as held:
-        fcntl.lockf(held, fcntl.LOCK_EX)
-        assert Path(choose_run_folder(config(run_dir), locked_folder=run_dir).cfg.run.dir).name == "run-2"
-        assert in_use_elsewhere(run_dir)
+    assert "starts over" in chosen(run_dir)[1]
 
 
-def test_a_second_look_at_a_numbered_folder_keeps_its_lock(tmp_path):
+@pytest.mark.parametrize(("steps", "saved"), [(6, 5), (6, None), (0, None)])
+def test_another_run_does_not_wait_for_the_job_in_its_folder(tmp_path, steps, saved):
+    run_dir = tmp_path / "run"
+    write_run(run_dir, steps=steps, saved=saved)
+    with job_in(run_dir):
+        folder, note = chosen(run_dir, "train.lr=0.1")
+        assert (folder, "a job is training it" in note) == ("run-2", True)
+        # The same run does: a launcher may have started it again.
+        assert chosen(run_dir)[0] == "run"
+        # Its own lock is no other job.
+        with FolderLock(tmp_path / "run-2", "run.dir", 0.0):
+            again = choose_run_folder(config(run_dir, "train.lr=0.1"), locked_folder=tmp_path / "run-2")
+            assert again.cfg.run.dir == str(tmp_path / "run-2")
+            assert is_in_use(tmp_path / "run-2")
+
+
+ENDED_EARLY = {
+    # words of both runs, steps, unfinished save; whether the run starts over
+    "before the first save": (["checkpoint.every=10", "run.steps=20"], 9, False, True),
+    "in the first save": (["checkpoint.every=10", "run.steps=20"], 10, True, True),
+    "in the save of its end": ([], 10, True, True),
+    "checkpoints removed": (["checkpoint.every=10", "run.steps=20"], 14, False, False),
+    "done, checkpoint removed": ([], 10, False, False),
+    "saves nothing": (["checkpoint.every=0", "checkpoint.at_end=false"], 6, False, False),
+    "named checkpoint": (["checkpoint.resume=elsewhere/step-000001"], 6, False, False),
+}
+
+
+@pytest.mark.parametrize("name", ENDED_EARLY)
+def test_a_run_that_ended_before_its_first_checkpoint_starts_over_in_place(tmp_path, name):
+    words, steps, is_saving, starts_over = ENDED_EARLY[name]
+    run_dir = tmp_path / "run"
+    write_run(run_dir, *words, steps=steps, saved=None)
+    if is_saving:
+        (run_dir / f"checkpoints/.step-{steps:06d}.partial").mkdir(parents=True)
+    folder, note = chosen(run_dir, *words)
+    assert folder == ("run" if starts_over else "run-2")
+    assert ("ended before its first checkpoint: it starts over" in note) == starts_over
+    assert chosen(run_dir, *words, "run.seed=3")[0] == "run-2"
+
+
+def test_a_run_with_checkpoints_goes_on_before_one_starts_over(tmp_path):
     write_run(tmp_path / "run", steps=6, saved=None)
-    numbered = tmp_path / "run-2"
-    with RunLock(numbered, "run.dir", 0.0):
-        assert choose_run_folder(config(tmp_path / "run"), locked_folder=numbered).cfg.run.dir == str(numbered)
-        assert in_use_elsewhere(numbered)
+    write_run(tmp_path / "run-2", steps=6, saved=5)
+    assert chosen(tmp_path / "run")[0] == "run-2"

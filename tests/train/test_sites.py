@@ -15,7 +15,7 @@ from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
+from moefold.config.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format
@@ -193,6 +193,33 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sites", "mapping"), [(MEAN, {}), *slow([(STREAMING, {"world_size": 2, "ep": 2}), (CO2, {}), (NOLOCO, {})])]
+)
+def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, mapping):
+    """The texts differ in length, and so do the sums of the samples of each site."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"q{i:02d}", "response": "x" * (20 + 9 * (i % 5))} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = recipe(tmp_path, 4, sites, **mapping)
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, vocab_size=256),
+        train=replace(cfg.train, seq_len=120),
+        data=DataConfig(kind="sft", path=str(path), validation_fraction=0.0),
+    )
+    train_sites(pool, cfg)
+    expected = OracleSites(without_mapping(cfg)).run(4)
+    tokens = []
+    data = open_samples(cfg).train
+    for number in range(cfg.sites.count):
+        assert_equals_oracle(cfg, number, tmp_path / f"site-{number}", expected, (4,))
+        read = data.batch_at([number + cfg.sites.count * i for i in range(4 * 4)])
+        tokens.append(int(read.is_token().sum()))
+        assert records(tmp_path / f"site-{number}")[-1]["tokens"] == tokens[-1]
+    assert len(set(tokens)) > 1, "the sites would have the same weights"
+
+
 def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
     cfg = adapted(tmp_path)
     with Server().running() as server:

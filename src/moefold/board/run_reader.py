@@ -27,10 +27,11 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import format_list
+from moefold.host.folder_lock import is_in_use
 from moefold.metrics.expert_balance import Array, finite_number
 from moefold.metrics.step_metrics import MAX_STEP, METRICS_FILE
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
-from moefold.train.run_folder import SETTINGS_FILE, is_in_use
+from moefold.train.run_folder import SETTINGS_FILE
 
 MAX_LAYERS = 4096
 MAX_LAYER_RANGES = 256

@@ -31,6 +31,7 @@ from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
+from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 from moefold.rl.plateau import Plateau
 from moefold.rl.table import table_headers
@@ -77,7 +78,12 @@ class TrainState:
     samples: int
     """Training samples consumed."""
     tokens: int
-    """Tokens trained on."""
+    """Tokens trained on: input tokens without padding, of the updates that were applied. In checkpoints without
+    `tokens_consumed`, of old versions: with padding, and of skipped updates too."""
+    tokens_consumed: int | None = None
+    """Input tokens without padding of all steps, those of skipped updates included; None in old checkpoints."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """Settings of the learning-rate schedule (`schedule_settings`); empty in old checkpoints."""
     stream: Any = None
     """State of a streaming data set, so that it need not be read from its start; None for other data."""
     guard: Any = None
@@ -298,6 +304,13 @@ def named_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if step_of(path) >= 0 and path.is_dir()), key=step_of)
 
 
+def has_unfinished_checkpoint(folder: Path) -> bool:
+    """Return whether a save into a folder was begun and not ended."""
+    if isinstance(folder, RemotePath):
+        return len(remote_step_folders(folder)) > len(named_checkpoints(folder))
+    return any(folder.glob(".step-*.partial"))
+
+
 def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
     """Return all folders of a remote folder that are named like a checkpoint, finished or not, oldest first."""
     try:
@@ -416,7 +429,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
-    for name in ("checked_step", "moment_updates"):
+    for name in ("checked_step", "moment_updates", "tokens_consumed"):
         value = getattr(meta, name)
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
@@ -427,9 +440,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
     Plateau.from_json(meta.rl)
     table_headers(meta.rl)
     check_adapter_settings(meta.lora)
-    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
+    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost", "schedule"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
+    check_schedule_settings(meta.schedule)
     sizes = meta.model
     for name, default in model_sizes(ModelConfig()).items():
         kinds = (int, float) if isinstance(default, float) else type(default)

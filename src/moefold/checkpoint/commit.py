@@ -1,6 +1,7 @@
 """Commit and removal of checkpoints, so that after a kill at any moment each one is complete or absent. Torch-free."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import complete_checkpoints, named_checkpoints, remote_step_folders, step_of
@@ -20,31 +21,37 @@ def commit(tmp: Path, final: Path) -> None:
     tmp.rename(final)
 
 
-def remove_older(newest: Path, keep: int, keep_every: int = 0) -> None:
+def remove_older(
+    newest: Path, keep: int, keep_every: int = 0, may_remove: Callable[[Path], bool] = lambda path: True
+) -> None:
     """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
 
     Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
-    The same holds for checkpoints without a description.
+    The same holds for checkpoints without a description. Those of another job stay.
 
     Args:
         newest: the checkpoint that was just written; it stays.
         keep: number of newest complete checkpoints to keep; 0 keeps all.
         keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
+        may_remove: see `FolderWriter.may_replace`.
     """
     folder = newest.parent
     done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
     for path in done[:-keep] if keep else ():
-        if not keep_every or step_of(path) % keep_every:
+        if (not keep_every or step_of(path) % keep_every) and may_remove(path):
             remove_checkpoint(path)
     if isinstance(folder, RemotePath):
         kept = {path.name for path in named_checkpoints(folder)} | {newest.name}
         for unfinished in remote_step_folders(folder):
-            if unfinished.name not in kept:
+            if unfinished.name not in kept and may_remove(unfinished):
                 unfinished.delete_tree()
         return
-    for pattern in (".step-*.partial", ".step-*.old"):
-        for path in folder.glob(pattern):
+    for path in folder.glob(".step-*.partial"):
+        if may_remove(path):
             shutil.rmtree(path)
+    for path in folder.glob(".step-*.old"):
+        # Another job may be removing it.
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_checkpoint(path: Path) -> None:

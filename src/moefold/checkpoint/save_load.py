@@ -27,6 +27,7 @@ from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
+    complete_checkpoints,
     model_sizes,
     read_meta,
     resume_candidate,
@@ -37,6 +38,7 @@ from moefold.checkpoint.checkpoint_dir import (
     write_meta,
 )
 from moefold.checkpoint.commit import commit, remove_checkpoint, remove_older
+from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
 from moefold.checkpoint.remote_writer import RemoteWriter
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
@@ -127,6 +129,7 @@ def write_checkpoint(
     train_state: TrainState,
     group: dist.ProcessGroup | None = None,
     planner: dcp.DefaultSavePlanner | None = None,
+    writer: FolderWriter | None = None,
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
@@ -139,12 +142,14 @@ def write_checkpoint(
         train_state: progress of the run; the first rank's is stored.
         group: all ranks; None for the default group.
         planner: provides each tensor when it is written; None for the default planner.
+        writer: the job that saves, on the first rank; None: a job that starts with this save.
 
     Returns:
         The checkpoint folder.
 
     Raises:
-        ConfigError: on all ranks, the folder cannot be written, is full, or is not the same one on all ranks.
+        ConfigError: on all ranks, the folder cannot be written, is full, is not the same one on all ranks, or another
+            job saves into it.
     """
     folder = checkpoint_folder(cfg)
     draft = tmp_checkpoint_path(folder, train_state.step)
@@ -153,19 +158,21 @@ def write_checkpoint(
         f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}",
         disk=None if isinstance(draft, RemotePath) else draft,
     ):
-        _create_tmp_folder(draft, group)
-        writer = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
-        metadata = dcp.save(dict(state), storage_writer=writer, process_group=group, planner=planner)
-        records = _digest_files(draft, group, writer)
+        if dist.get_rank() == 0 and writer is None:
+            writer = FolderWriter(folder, checkpoint_folder_key(cfg))
+        _create_tmp_folder(draft, final, writer, group)
+        storage = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
+        metadata = dcp.save(dict(state), storage_writer=storage, process_group=group, planner=planner)
+        records = _digest_files(draft, group, storage)
         fault: list[Exception | None] = [None]
-        if dist.get_rank() == 0:
+        if writer is not None:
             try:
                 if missing := _missing_or_short_files(draft, metadata):
                     raise ConfigError(
                         f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
                         "set checkpoint.dir to a folder that all machines share"
                     )
-                _complete(cfg, draft, final, records, train_state)
+                _complete(cfg, draft, final, records, train_state, writer)
             except (ConfigError, OSError, ValueError) as error:
                 fault = [error]
         # The checkpoint has its name when any rank returns.
@@ -175,21 +182,31 @@ def write_checkpoint(
     return final
 
 
-def _complete(cfg: Config, draft: Path, final: Path, records: dict[str, FileDigest], train_state: TrainState) -> None:
+def _complete(
+    cfg: Config,
+    draft: Path,
+    final: Path,
+    records: dict[str, FileDigest],
+    train_state: TrainState,
+    writer: FolderWriter,
+) -> None:
     """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
+    writer.check_own(draft)
     write_meta(draft, checkpoint_meta(cfg, train_state))
     records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
     write_manifest(draft, records)
     if not isinstance(draft, RemotePath):
         _fsync_folder(draft)
+        writer.check(final)
     commit(draft, final)
+    writer.note_saved(final)
     if isinstance(final, RemotePath):
         # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
         text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
         (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
     else:
         _fsync_folder(final.parent)
-    remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+    remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every, writer.may_replace)
 
 
 def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
@@ -286,21 +303,29 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
-def _create_tmp_folder(tmp: Path, group: dist.ProcessGroup | None) -> None:
+def _create_tmp_folder(tmp: Path, final: Path, writer: FolderWriter | None, group: dist.ProcessGroup | None) -> None:
     """Create an empty folder, replacing one left by a killed run; collective, it exists for all ranks afterwards.
 
     Raises:
+        ConfigError: another job saves into the folder of checkpoints; raised on every rank.
         OSError: the first rank cannot create it; raised on every rank.
     """
-    fault: list[OSError | None] = [None]
-    if dist.get_rank() == 0:
+    fault: list[Exception | None] = [None]
+    if writer is not None:
         try:
+            writer.check(tmp, final)
             if isinstance(tmp, RemotePath):
                 remove_checkpoint(tmp)
+                tmp.mkdir(parents=True, exist_ok=True)
             else:
                 shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+                tmp.parent.mkdir(parents=True, exist_ok=True)
+                tmp.mkdir()
+            writer.mark(tmp)
+        except FileExistsError:
+            # Another job came here at the same time.
+            fault = [writer.taken_error(tmp)]
+        except (ConfigError, OSError) as error:
             fault = [error]
     # DCP creates the folder on every rank if it is missing; that must not race with the deletion of the old one.
     dist.broadcast_object_list(fault, src=0, group=group)
@@ -487,7 +512,9 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
         written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
     name = f"file {written}" if written else "a file"
     found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command to resume"
+    saved = complete_checkpoints(disk.parent)
+    way_on = f"to resume from {saved[-1].name}" if saved else "again, from the start: there is no checkpoint yet"
+    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command {way_on}"
 
 
 def _describe_free_space(folder: Path) -> str:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, checkpoint_folder, checkpoint_folder_key
+from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.save_load import write_checkpoint
 from moefold.config.schema import Config
 
@@ -33,6 +35,16 @@ class CheckpointSaver:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._last: Path | None = None
+        self._writer: FolderWriter | None = None
+
+    def open_folder(self) -> None:
+        """Note, on the first rank, the checkpoints that are there; call it before the run chooses one to resume from.
+
+        A folder that cannot be listed is reported by the first save.
+        """
+        if dist.get_rank() == 0 and self._cfg.checkpoint.saves:
+            with suppress(OSError):
+                self._writer = FolderWriter(checkpoint_folder(self._cfg), checkpoint_folder_key(self._cfg))
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
         """Write a checkpoint; collective. Returns the time that training waited for it, in seconds.
@@ -42,7 +54,7 @@ class CheckpointSaver:
         """
         started_s = time.perf_counter()
         self._warn_if_last_is_gone()
-        self._last = write_checkpoint(self._cfg, state, train_state)
+        self._last = write_checkpoint(self._cfg, state, train_state, writer=self._writer)
         return time.perf_counter() - started_s
 
     def _warn_if_last_is_gone(self) -> None:
@@ -107,7 +119,9 @@ class BackgroundSaver(CheckpointSaver):
         staged = self._stage(state)
         self._is_awaited.clear()
         planner = _ThrottledPlanner(self._is_awaited)
-        self._pending_save = self._thread.submit(write_checkpoint, self._cfg, staged, train_state, self._group, planner)
+        self._pending_save = self._thread.submit(
+            write_checkpoint, self._cfg, staged, train_state, self._group, planner, self._writer
+        )
         return time.perf_counter() - started_s
 
     def _stage(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

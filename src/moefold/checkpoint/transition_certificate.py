@@ -79,7 +79,8 @@ def certify(
     if found:
         raise RunError(
             f"the state that was restored from the snapshots of step {step} is not the state of that step: "
-            f"{format_list(list(dict.fromkeys(found)))}; the same command resumes from the last checkpoint"
+            f"{format_list(list(dict.fromkeys(found)))}; the same command resumes from the last checkpoint, "
+            "if there is one"
         )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_inference_options, report_skipped
+from moefold.cli.inference_options import add_inference_options, report_notices
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import print_escaped
 
@@ -49,7 +49,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     job = prepare_evaluation(
         request,
         rank_env,
-        partial(report_skipped, rank_env=rank_env),
+        partial(report_notices, rank_env=rank_env),
         lambda notice: print_escaped(notice, file=sys.stderr) if is_first_rank else None,
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
+from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -52,7 +52,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         overrides=tuple(word for word in arguments.words if _is_override(word)),
         options=GenerateOptions(**{field.name: getattr(arguments, field.name) for field in fields(GenerateOptions)}),
     )
-    job = prepare_generation(request, rank_env, partial(report_skipped, rank_env=rank_env))
+    job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.worker import generate_worker
     from moefold.launch.ranks import run_ranks

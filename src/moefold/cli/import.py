@@ -4,6 +4,9 @@ import argparse
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
+from moefold.cli.inference_options import add_ignore_key_option
+from moefold.convert.known_keys import KeyReport
+from moefold.convert.peft_config import check_adapters, is_peft_folder
 from moefold.convert.preflight import check_import, check_out, weights_path
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
@@ -18,14 +21,18 @@ def run(argv: list[str]) -> int:
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
         folder = weights_path(args.folder)
-        has_adapters = (folder / "adapter_config.json").is_file()
+        has_adapters = is_peft_folder(folder)
         if args.base is not None and not has_adapters:
             raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
         if has_adapters:
             _check_adapter_options(args)
             check_out(out, rank_env)
+            base = None if args.base is None else weights_path(args.base)
+            reports = check_adapters(folder, base, args.ignore_key)
         else:
-            check_import(folder, out, rank_env, needs_tokenizer=not args.no_tokenizer)
+            reports = check_import(
+                folder, out, rank_env, needs_tokenizer=not args.no_tokenizer, ignored_keys=args.ignore_key
+            )
     with conversion_job("import") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.import_folder import ImportOptions, import_folder
@@ -33,15 +40,22 @@ def run(argv: list[str]) -> int:
         if has_adapters:
             from moefold.convert.peft import import_adapters
 
-            base = None if args.base is None else weights_path(args.base)
-            conversion = import_adapters(folder, out, world, base, on_bytes=advance)
+            conversion = import_adapters(folder, out, world, base, ignored_keys=args.ignore_key, on_bytes=advance)
         else:
-            options = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp)
+            options = ImportOptions(args.check, not args.no_tokenizer, args.without_mtp, tuple(args.ignore_key))
             conversion = import_folder(folder, out, world, options, on_bytes=advance)
         if world.is_rank0:
             print_escaped(conversion_summary(conversion, out, args.check))
+            for report in reports:
+                print_escaped(_key_lines(report) if args.report else report.note())
             print_escaped(training_command(out))
     return 0
+
+
+def _key_lines(report: KeyReport) -> str:
+    """Return the keys of a file by their kinds."""
+    kinds = (("read", report.read), ("constant", report.constant), ("ignored", report.ignored))
+    return "\n".join(f"{report.file}, {kind}: {', '.join(keys) or 'none'}" for kind, keys in kinds)
 
 
 def _check_adapter_options(args: argparse.Namespace) -> None:
@@ -67,4 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--base", metavar="DIR", help="base weights of adapters (default: as in adapter_config.json)")
     parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without tokenizer.json")
     parser.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="list the keys of the folder's JSON files: read, constant (without effect), and ignored",
+    )
+    add_ignore_key_option(parser)
     return parser

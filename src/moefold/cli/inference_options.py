@@ -1,4 +1,4 @@
-"""Options of every command that runs a finished model, and the notice about skipped checkpoints."""
+"""Options of every command that runs a finished model, and its notices."""
 
 import argparse
 import sys
@@ -16,6 +16,18 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", help="float32, bfloat16, float64, or auto: the dtype of the stored weights (auto)"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
+    add_ignore_key_option(parser)
+
+
+def add_ignore_key_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that read a Hugging Face folder."""
+    parser.add_argument(
+        "--ignore-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key of the folder's JSON files that may have any value, though moefold does not know it; may be repeated",
+    )
 
 
 def add_experts_option(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +41,14 @@ def add_experts_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def report_skipped(skipped: Sequence[str], rank_env: RankEnv | None = None) -> None:
-    """Report skipped checkpoints on stderr, on rank 0 only."""
+def report_notices(notices: Sequence[str], rank_env: RankEnv | None = None) -> None:
+    """Report notes on a model on stderr, on rank 0 only."""
     if rank_env is None or rank_env.rank == 0:
-        for description in skipped:
-            print_escaped(f"moefold: skipped a damaged checkpoint, {printable(description)}", file=sys.stderr)
+        for notice in notices:
+            print_escaped(f"moefold: {printable(notice)}", file=sys.stderr)
 
 
 def report_skipped_for(requested: Path, found: Path) -> None:
     """Report the checkpoints skipped between the path that the user gave and the checkpoint found for it."""
-    report_skipped(skipped_checkpoints(requested, found))
+    skipped = skipped_checkpoints(requested, found)
+    report_notices([f"skipped a damaged checkpoint, {description}" for description in skipped])

@@ -16,6 +16,7 @@ from rich.text import Text
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
+from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
 from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, SITE_CURVES, MetricCurve
 from moefold.terminal import print_escaped, printable
@@ -25,6 +26,8 @@ loads in RUN/metrics.jsonl, which do not identify the experts; works while the r
 
 example:
   moefold inspect runs/quickstart --picture balance.png
+
+Every number of a run is defined in docs/metrics.md, which `moefold inspect --definitions` prints. Often misread:
 """
 
 
@@ -34,7 +37,13 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: the folder is not a run with experts, or the layer does not exist.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.definitions:
+        print(definitions_text(), end="")
+        return 0
+    if arguments.run is None:
+        parser.error("the following arguments are required: RUN")
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
         reject_existing("--picture", arguments.picture, force=arguments.force)
@@ -92,13 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time; of "
         "planned attention, the work of the busiest rank over the mean, and the rows and bytes sent; of a site, how "
         "much its weights and its routing differ from those of the other sites.",
-        epilog=EPILOG,
+        epilog=EPILOG + "".join(f"  {text}\n" for text in MISREAD),
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run.dir of a training run")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run.dir of a training run")
     parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show (default: the least even)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw all layers (.png, .svg or .pdf)")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.add_argument("--definitions", action="store_true", help="print what every reported number counts")
     return parser
 
 

@@ -4,7 +4,7 @@ import importlib.util
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import report_skipped
+from moefold.cli.inference_options import report_notices
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
@@ -65,7 +65,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         raise ConfigError("--config is read by lm_eval alone; give --model_args and --tasks on the command line")
     settings = LmSettings.from_arguments(model_arguments(argv))
     source, cfg = settings.resolve(None if rank_env is None else rank_env.world_size)
-    report_skipped(source.skipped, rank_env)
+    report_notices(source.notices, rank_env)
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size)
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
+from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
@@ -58,8 +58,9 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         cache_gib=arguments.cache_gib,
         force=arguments.force,
         want=arguments.want,
+        ignore_key=arguments.ignore_key,
     )
-    job = prepare_rollouts(request, rank_env, partial(report_skipped, rank_env=rank_env))
+    job = prepare_rollouts(request, rank_env, partial(report_notices, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.rollout_worker import rollout_worker
     from moefold.launch.ranks import run_ranks

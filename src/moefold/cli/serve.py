@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_skipped
+from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -40,7 +40,7 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
     options = ServeOptions(**{field.name: getattr(arguments, field.name) for field in fields(ServeOptions)})
     job = prepare_server(
-        arguments.model, arguments.overrides, options, rank_env, partial(report_skipped, rank_env=rank_env)
+        arguments.model, arguments.overrides, options, rank_env, partial(report_notices, rank_env=rank_env)
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.serve.worker import serve_worker

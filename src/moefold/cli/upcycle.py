@@ -1,12 +1,13 @@
 """`moefold upcycle`: turn a dense model into a model with experts, to continue training."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
-from moefold.cli.inference_options import report_skipped_for
+from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -35,7 +36,7 @@ def run(argv: list[str]) -> int:
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
         dense = weights_path(args.dense)
-        model = upcycled_model(dense, args.overrides, args.granularity)
+        model = upcycled_model(dense, args.overrides, args.granularity, args.ignore_key)
         check_out(out, rank_env)
     with conversion_job("upcycle") as (world, advance):
         if world.is_rank0:
@@ -56,8 +57,12 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -> ModelConfig:
+def upcycled_model(
+    dense: Path, overrides: list[str], granularity: int | None, ignored_keys: Sequence[str] = ()
+) -> ModelConfig:
     """Return the config of the upcycled model, from the dense model and the command's overrides.
+
+    `ignored_keys` are those of a Hugging Face folder that may have any value.
 
     Raises:
         ConfigError: an override is wrong, or the dense model cannot be upcycled to that model.
@@ -70,7 +75,7 @@ def upcycled_model(dense: Path, overrides: list[str], granularity: int | None) -
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes are those of DENSE; leave it out")
     if "upcycle_from" in given:
         raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
-    dense_model = read_model(dense)
+    dense_model = read_model(dense, ignored_keys)
     slices = 1 if granularity is None else granularity
     if reason := dense_unsupported_reason(dense_model):
         raise ConfigError(f"{str(dense)!r}: {reason}")
@@ -113,4 +118,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--granularity", type=int, help="slices of a copy (default 1); num_experts counts slices")
     parser.add_argument("--seed", type=int, default=0, help="seed of the router weights and of the noise (default 0)")
+    add_ignore_key_option(parser)
     return parser

@@ -6,7 +6,7 @@ stragglers in the same way).
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ class CommTimer:
     is_on: bool = False
     is_cuda: bool = False
     is_waiting: bool = False
+    host_clock: Callable[[], float] = time.perf_counter
     _spans: list[tuple[int, Timestamp, Timestamp]] = field(default_factory=list)
     _span_start: Timestamp | None = None
     _previous_span: tuple[list[tuple[int, Timestamp, Timestamp]], Timestamp, Timestamp] | None = None
@@ -85,7 +86,7 @@ class CommTimer:
 
     def _now(self) -> Timestamp:
         if not self.is_cuda:
-            return time.perf_counter()
+            return self.host_clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

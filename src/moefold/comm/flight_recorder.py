@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from moefold.host.running_clock import RunningClock
+
 FILE_BYTES = 1024
 _EVENT = struct.Struct("<q24s64s4qd")
 """Number of events, collective, group, first sizes of the shape (-1: none) and time of the last event."""
@@ -61,6 +63,8 @@ class FlightRecorder:
 
     def __init__(self, hang_timeout_s: float = 0.0, file: Path | None = None) -> None:
         self.hang_timeout_s = hang_timeout_s
+        self.clock = RunningClock()
+        """Clock of all times but those of snapshots: a process that is stopped makes no progress, and does not hang."""
         self.first_rank = 0
         """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
         self.members: Sequence[int] | None = None
@@ -71,7 +75,7 @@ class FlightRecorder:
         self._phase = "starting"
         self._phase_number = 0
         self._event: tuple[str, int, Sequence[int]] = ("", -1, ())
-        self._last_event_s = time.monotonic()
+        self._last_event_s = self.clock()
         self._credited_s = self._last_event_s
         self._groups: list[str] = []
         self._counts: list[int] = []
@@ -111,14 +115,14 @@ class FlightRecorder:
         """Start a phase; the previous one ends."""
         self._phase = phase
         self._phase_number += 1
-        self._last_event_s = time.monotonic()
+        self._last_event_s = self.clock()
         self._write_phase()
 
     def record_collective(self, collective: str, group: int, shape: Sequence[int]) -> None:
         """Record that a collective starts on a group."""
         self._counts[group] += 1
         self._event = collective, group, shape
-        self._last_event_s = now_s = time.monotonic()
+        self._last_event_s = now_s = self.clock()
         if self._mmap is not None:
             sizes = (*shape, -1, -1, -1, -1)[:4]
             name = collective.encode()
@@ -127,19 +131,19 @@ class FlightRecorder:
 
     def note_progress(self) -> None:
         """Record that this rank computes on, within a phase and without a collective."""
-        self._last_event_s = time.monotonic()
+        self._last_event_s = self.clock()
 
     def credit_wait(self) -> None:
         """Record that the rank that this one waits for makes progress, so that the wait is no hang."""
-        self._credited_s = time.monotonic()
+        self._credited_s = self.clock()
 
     def stalled_s(self) -> float:
         """Return the time since the last event of this rank, or of the rank that it waits for."""
-        return time.monotonic() - max(self._last_event_s, self._credited_s)
+        return self.clock() - max(self._last_event_s, self._credited_s)
 
     def idle_s(self) -> float:
         """Return the time since the last event."""
-        return time.monotonic() - self._last_event_s
+        return self.clock() - self._last_event_s
 
     def snapshot(self) -> FlightSnapshot:
         """Return the current state."""
@@ -158,9 +162,7 @@ class FlightRecorder:
     def _write_phase(self) -> None:
         if self._mmap is None:
             return
-        text = json.dumps(
-            [self.step, self._phase, self._phase_number, self._last_event_s, time.time() - time.monotonic()]
-        )
+        text = json.dumps([self.step, self._phase, self._phase_number, self._last_event_s, time.time() - self.clock()])
         self._mmap[_EVENT.size :] = text.encode().ljust(_PHASE_BYTES, b"\0")
 
 
@@ -192,8 +194,15 @@ def decode_snapshot(content: bytes) -> FlightSnapshot | None:
     )
 
 
+WATCHED_TIMEOUT = timedelta(days=30)
+"""torch's own timeout for collectives where the watchdog runs, which names the ranks that are late.
+
+torch's clocks go on while a job is stopped: with a shorter limit, its collectives would fail once it is continued.
+"""
+
+
 def group_timeout(hang_timeout_s: float) -> timedelta:
-    """Return torch's own timeout for collectives: much longer than ours, as its traceback names no rank."""
+    """Return the limit of connecting, and of collectives where no watchdog runs: much longer than that of a hang."""
     return timedelta(seconds=2 * hang_timeout_s + 60)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.comm.comm_timer import CommTimer
-from moefold.comm.flight_recorder import FlightRecorder, group_timeout
+from moefold.comm.flight_recorder import WATCHED_TIMEOUT, FlightRecorder
 from moefold.comm.resumable import BackwardOverlap
 from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options, release_mesh_groups
 from moefold.config.schema import Config
@@ -126,7 +126,7 @@ class ParallelGroups:
         recorder = recorder or FlightRecorder()
         recorder.set_phase("creating the process groups")
         separates = device.type == "cuda" if separates_purposes is None else separates_purposes
-        clock = CommTimer(is_cuda=device.type == "cuda")
+        clock = CommTimer(is_cuda=device.type == "cuda", host_clock=recorder.clock)
         backward_overlap = BackwardOverlap()
         of_group = communicators(layout, rank, separates_purposes=separates)
         created: dict[Communicator, Group] = {}
@@ -180,7 +180,7 @@ class ParallelGroups:
 
 
 def _timeout(hang_timeout_s: float) -> timedelta:
-    return group_timeout(hang_timeout_s) if hang_timeout_s else default_pg_timeout
+    return WATCHED_TIMEOUT if hang_timeout_s else default_pg_timeout
 
 
 def _process_group(communicator: Communicator, hang_timeout_s: float) -> dist.ProcessGroup:

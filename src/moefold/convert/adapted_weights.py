@@ -13,6 +13,7 @@ from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import current_world
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_folder import open_hf_folder
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.weights import HfSource, WeightSource, load_shards
@@ -33,7 +34,7 @@ def open_weights(path: Path, base: Path | None = None) -> WeightSource:
         ConfigError: the folder is neither of them, or damaged; the base weights do not exist or are others.
     """
     if is_hf_folder(path):
-        return HfSource(open_hf_folder(path))
+        return HfSource(open_hf_folder(path, ALL_KEYS))
     return open_checkpoint(path, base)
 
 

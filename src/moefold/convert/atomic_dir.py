@@ -3,6 +3,7 @@
 A remote folder is written on this machine first, and sent once it is complete, the file that marks it last.
 """
 
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from moefold.cache_dir import cache_folders
 from moefold.comm.groups import World
 from moefold.convert.preflight import new_folder_unsupported_reason
 from moefold.errors import ConfigError
+from moefold.file_lock import FileLock, is_locked
 from moefold.remote_copy import upload_folder
 from moefold.remote_path import RemotePath
 
@@ -34,8 +36,11 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
     tmp_dir = _temporary_path(final, world)
     # The list of rank 0: another process may see parents that were created meanwhile.
     parents: list[Path] = world.all_gather_object(_missing_parents(tmp_dir))[0]
+    raise_on_all_ranks(world, _being_written_reason(final, tmp_dir) if world.is_rank0 else "")
+    lock: FileLock | None = None
     try:
         raise_on_all_ranks(world, _create_tmp_dir(final, tmp_dir) if world.is_rank0 else "")
+        lock = _lock_folder(tmp_dir) if world.is_rank0 else None
         yield tmp_dir
         raise_on_all_ranks(world, "")
         if world.is_rank0 and isinstance(final, RemotePath):
@@ -52,6 +57,9 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
         if isinstance(error, OSError) and not isinstance(error, ConfigError):
             raise ConfigError(f"{str(final)!r} cannot be written: {error.strerror or error}") from error
         raise
+    finally:
+        if lock is not None:
+            lock.close()
     raise_on_all_ranks(world, "")
 
 
@@ -78,6 +86,24 @@ def _temporary_path(final: Path, world: World) -> Path:
 def _missing_parents(path: Path) -> list[Path]:
     """Return the parents that do not exist yet, the deepest first."""
     return [parent for parent in path.parents if not parent.exists()]
+
+
+def _being_written_reason(final: Path, tmp_dir: Path) -> str:
+    """Return the error if another command writes the folder now; empty if none does."""
+    if not is_locked(tmp_dir):
+        return ""
+    return f"{str(final)!r} is being written by another command; wait for it, or name another folder"
+
+
+def _lock_folder(tmp_dir: Path) -> FileLock | None:
+    """Lock a new folder until it is complete, so that the next command does not remove it; None on NFS."""
+    lock = FileLock(os.open(tmp_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    try:
+        lock.try_acquire()
+    except OSError:
+        lock.close()
+        return None
+    return lock
 
 
 def _create_tmp_dir(final: Path, tmp_dir: Path) -> str:

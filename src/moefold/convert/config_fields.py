@@ -3,14 +3,13 @@
 Each converter reads some keys of a config.json into keys of [model], and writes them back.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
 from moefold.config.model import MAX_LAYERS, ModelConfig
+from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
 
-Json = Mapping[str, Any]
 REQUIRED = object()
 _MAX_NUMBER = 2**53
 """Numbers of a config.json stay below 2**53, so that int and float represent them exactly."""
@@ -93,7 +92,12 @@ class WithAlias:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the field by either spelling."""
         value = hf_config.get(self.alias)
-        return self.entry.read(hf_config if value is None else {**hf_config, self.key: value})
+        own = hf_config.get(self.key)
+        if value is not None and own is not None and value != own:
+            raise ConfigError(
+                f"config.json has {self.key}={own!r} and {self.alias}={value!r}, two spellings of one key"
+            )
+        return self.entry.read(hf_config if value is None else overlay(hf_config, {self.key: value}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the field."""
@@ -352,6 +356,7 @@ class RouterGroups:
         method = hf_config.get("topk_method") or "greedy"
         if self.has_method and method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(f"config.json has topk_method={method!r}, which moefold does not compute")
+        mark_read(hf_config, self.hf_key, "topk_group")
         if (self.has_method and method == "greedy") or (hf_config.get(self.hf_key) or 1) == 1:
             return {}
         groups = {
@@ -380,6 +385,30 @@ class MultiHeadKeyValue:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of query heads."""
         return {"num_key_value_heads": model.num_attention_heads}
+
+
+@dataclass(frozen=True)
+class LatentHeadSizes:
+    """Sizes of latent attention that follow from others: `qk_head_dim`, and `head_dim`, which has two meanings."""
+
+    has_head_dim: bool = True
+    """Check head_dim; it means something else in hybrid models."""
+    writes_head_dim: bool = False
+    """Write head_dim, by which the family's class in transformers rotates (LongCat)."""
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Reject other sizes than those of the parts of a head."""
+        rotated = hf_config.get("qk_rope_head_dim")
+        plain_size = hf_config.get("qk_nope_head_dim")
+        if is_int(rotated) and is_int(plain_size):
+            AllowedValues("qk_head_dim", (rotated + plain_size, None)).read(hf_config)
+            if self.has_head_dim:
+                AllowedValues("head_dim", (rotated, rotated + plain_size, None)).read(hf_config)
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write head_dim if the family needs it."""
+        return {"head_dim": model.qk_rope_head_dim} if self.writes_head_dim else {}
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.model_card import read_training_run, write_generation_config, write_model_card
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
@@ -105,7 +106,7 @@ class WeightsOrigin:
     def model(self, hf_config: Mapping[str, Any]) -> ModelConfig | None:
         """Return the model of the original folder, with the MTP layers that it held; None if it cannot be parsed."""
         try:
-            model = parse_model_config(hf_config, self.sidecar_dir or Path())
+            model = parse_model_config(hf_config, self.sidecar_dir or Path(), ALL_KEYS)
         except ConfigError:
             return None
         return count_mtp_layers(model, None if self.manifest is None else self.manifest.tensors.keys())
@@ -258,7 +259,7 @@ def export_folder(
         if options.check and options.quantize != "none":
             _check_hashes(locations, hashes, world)
         elif options.check:
-            verify_against_folder(source, HfSource(open_hf_folder(tmp_dir)), world)
+            verify_against_folder(source, HfSource(open_hf_folder(tmp_dir, ALL_KEYS)), world)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name not in layouts))
     return Conversion(

@@ -6,6 +6,7 @@ from moefold.convert.config_fields import (
     ConfigField,
     Constant,
     GatedSharedExpert,
+    LatentHeadSizes,
     MTPLayers,
     MultiHeadKeyValue,
     NormTopKProb,
@@ -14,6 +15,7 @@ from moefold.convert.config_fields import (
     Renamed,
     RouterGroups,
     SharedExperts,
+    WithAlias,
 )
 from moefold.convert.family import (
     BACKBONE,
@@ -88,6 +90,7 @@ _QWEN_EXPERTS: tuple[ConfigField, ...] = (
 _LATENT: tuple[ConfigField, ...] = (
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
+    LatentHeadSizes(),
     QueryLoraRank(),
     Renamed("kv_lora_rank", "kv_lora_rank"),
     Renamed("qk_nope_head_dim", "qk_nope_head_dim"),
@@ -102,7 +105,7 @@ _LATENT: tuple[ConfigField, ...] = (
 )
 
 _DEEPSEEK: tuple[ConfigField, ...] = (
-    *backbone_sizes(1e-6, RopeParameters(1e4)),
+    *backbone_sizes(1e-6, RopeParameters(1e4, scales_scores=True)),
     *_LATENT,
     FirstKDense(),
     AllowedValues("moe_layer_freq", (1,)),
@@ -275,7 +278,7 @@ FAMILIES = {
                 SlidingWindowLayers(),
                 UniformLayers("M"),
                 NumExperts("num_local_experts"),
-                Renamed("num_experts_per_tok", "top_k"),
+                WithAlias(Renamed("num_experts_per_tok", "top_k"), "num_experts_per_tok", "experts_per_token"),
                 Renamed("intermediate_size", "moe_ffn_hidden_size"),
                 Constant("router_softmax", "post"),
                 AllowedValues("attention_bias", (True,)),
@@ -335,7 +338,7 @@ FAMILIES = {
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
             (
-                *backbone_sizes(1e-5, RopeParameters(1e4)),
+                *backbone_sizes(1e-5, RopeParameters(1e4, scales_scores=True)),
                 *_LATENT,
                 MlpLayerTypes(default=1),
                 Renamed("routed_scaling_factor", "router_scaling_factor", 1.8),
@@ -351,7 +354,7 @@ FAMILIES = {
             "deepseek_v32",
             "DeepseekV32ForCausalLM",
             (
-                *backbone_sizes(1e-6, RopeParameters(1e4)),
+                *backbone_sizes(1e-6, RopeParameters(1e4, scales_scores=True)),
                 *_sparse_attention(index_heads=64),
                 Constant("index_rope_interleaved", False),
             ),
@@ -370,7 +373,7 @@ FAMILIES = {
             "glm_moe_dsa",
             "GlmMoeDsaForCausalLM",
             (
-                *backbone_sizes(1e-5, RopeParameters(1e4)),
+                *backbone_sizes(1e-5, RopeParameters(1e4, scales_scores=True)),
                 *_sparse_attention(index_heads=32),
                 Constant("index_rope_interleaved", True),
                 IndexerTypes(),

@@ -12,11 +12,14 @@ from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import AllowedValues, ConfigField, HeadSize, KeyValueHeads, Renamed
+from moefold.convert.key_reader import Json, overlay
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import PerExpertTensors, RenamedTensor, StackedExperts, TensorRule
 from moefold.errors import ConfigError
 
 TensorRules = Mapping[str, TensorRule]
+SILU = ("silu", "swish")
+"""Names of SiLU in transformers."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class MultimodalFolder:
         """Return the name that a tensor has in a folder of the text model alone."""
         return f"{self.text_root}{name.removeprefix(self.text_prefix)}" if name.startswith(self.text_prefix) else name
 
-    def text_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    def text_config(self, hf_config: Json) -> Json:
         """Return the keys of the text model.
 
         Raises:
@@ -48,8 +51,8 @@ class MultimodalFolder:
         keys = hf_config.get("text_config")
         if not isinstance(keys, Mapping):
             raise ConfigError(f"config.json of model_type={self.model_type!r} has text_config={keys!r}, no object")
-        shared = {key: hf_config[key] for key in ("tie_word_embeddings",) if key in hf_config}
-        return {**shared, **keys}
+        shared = {key: hf_config[key] for key in ("tie_word_embeddings",) if key in hf_config and key not in keys}
+        return overlay(keys, shared)
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def backbone_sizes(norm_eps: float, rope: RopeParameters, tie_embeddings: bool =
         Renamed("tie_word_embeddings", "tie_embeddings", tie_embeddings),
         Renamed("initializer_range", "init_std", 0.02),
         rope,
-        AllowedValues("hidden_act", ("silu",)),
+        AllowedValues("hidden_act", SILU),
     )
 
 

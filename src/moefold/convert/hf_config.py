@@ -1,6 +1,6 @@
 """Reading of config.json: the family of a Hugging Face folder and its model config. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,29 @@ from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.suggestions import closest_match, download_advice
+from moefold.convert.declared_keys import declared_keys
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
+from moefold.convert.key_reader import KeyReader, overlay
+from moefold.convert.known_keys import (
+    QUANTIZATION_KEYS,
+    KeyReport,
+    config_known_keys,
+    file_report,
+    generation_known_keys,
+    join_reports,
+    multimodal_known_keys,
+    nested_reports,
+    sort_keys,
+    tokenizer_known_keys,
+)
 from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 QUANTIZATION_KEY = "quantization_config"
 
 
@@ -26,14 +41,32 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and "model_type" in _read_keys(path / CONFIG_FILE)
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     """Return the section [model] of a Hugging Face folder, with the MTP layers that the folder holds.
 
     Raises:
         ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does
-            not support.
+            not support; or a JSON file has a key that is not known, besides `ignored_keys`.
     """
-    return count_mtp_layers(parse_model_config(read_hf_config(folder), folder), tensor_names(folder))
+    return inspect_folder(folder, ignored_keys)[0]
+
+
+def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[ModelConfig, tuple[KeyReport, ...]]:
+    """Return the section [model] of a Hugging Face folder, and the kinds of the keys of its JSON files.
+
+    Raises:
+        ConfigError: as in `read_model_config`.
+    """
+    model, report = inspect_config(read_hf_config(folder), folder, ignored_keys)
+    reports = [report]
+    others = ((GENERATION_FILE, generation_known_keys), (TOKENIZER_CONFIG_FILE, tokenizer_known_keys))
+    for file, known_keys in others:
+        if (folder / file).is_file():
+            try:
+                reports.append(file_report(file, _read_keys(folder / file), known_keys(), ignored_keys))
+            except ConfigError as error:
+                raise ConfigError(f"{str(folder)!r}: {error}") from None
+    return count_mtp_layers(model, tensor_names(folder)), tuple(reports)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -107,8 +140,19 @@ def quantization_unsupported_reason(quantization: Any) -> str:
     return ""
 
 
-def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """Convert a config.json to the section [model].
+def parse_model_config(hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
+    """Convert a config.json to the section [model]; `ignored_keys` may have any value.
+
+    Raises:
+        ConfigError: as in `read_model_config`.
+    """
+    return inspect_config(hf_config, folder, ignored_keys)[0]
+
+
+def inspect_config(
+    hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()
+) -> tuple[ModelConfig, KeyReport]:
+    """Convert a config.json to the section [model], and sort its keys.
 
     Raises:
         ConfigError: as in `read_model_config`.
@@ -116,16 +160,63 @@ def parse_model_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfi
     family = find_family(hf_config, folder)
     model: dict[str, Any] = {}
     try:
-        if multimodal := multimodal_folder(hf_config, family):
-            hf_config = multimodal.text_config(hf_config)
-        hf_config = {**family.default_keys, **hf_config}
+        spelled = _spell_both_ways(hf_config, family)
+        whole = KeyReader(spelled)
+        multimodal = multimodal_folder(hf_config, family)
+        text = whole if multimodal is None else multimodal.text_config(whole)
+        defaults = {key: value for key, value in family.default_keys.items() if key not in text}
+        text = overlay(text, defaults)
         for entry in family.config_fields:
-            model |= entry.read(hf_config)
+            model |= entry.read(text)
+        report = _sort_config(hf_config, whole, family, ignored_keys)
         cfg = config_from_dict({"model": model})
         check_config(cfg, is_training=False)
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r} ({family.name}): {error}") from None
-    return cfg.model
+    return cfg.model, report
+
+
+def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return config.json with each key under both of its spellings, as transformers reads them.
+
+    Raises:
+        ConfigError: two spellings have different values.
+    """
+    keys = dict(hf_config)
+    for alias, name in declared_keys().aliases.get(family.name, {}).items():
+        if keys.get(alias) is None:
+            continue
+        if keys.get(name, keys[alias]) not in (keys[alias], None):
+            raise ConfigError(
+                f"config.json has {alias}={keys[alias]!r} and {name}={keys[name]!r}, two spellings of one key; remove "
+                "the wrong one"
+            )
+        keys[name] = keys[alias]
+    return keys
+
+
+def _sort_config(
+    hf_config: Mapping[str, Any], whole: KeyReader, family: Family, ignored_keys: Collection[str]
+) -> KeyReport:
+    """Sort the keys of a config.json whose fields have been read."""
+    for alias, name in declared_keys().aliases.get(family.name, {}).items():
+        whole.asked |= {alias} if name in whole.asked else set()
+    given = KeyReader(hf_config)
+    given.asked = whole.asked
+    given.nested = {key: inner for key, inner in whole.nested.items() if key in hf_config}
+    multimodal = multimodal_folder(hf_config, family)
+    text_keys = config_known_keys(family.name)
+    if quantization := hf_config.get(QUANTIZATION_KEY):
+        given.nested[QUANTIZATION_KEY] = KeyReader(quantization)
+    known = {QUANTIZATION_KEY: QUANTIZATION_KEYS, "text_config": text_keys}
+    top = text_keys if multimodal is None else multimodal_known_keys(multimodal.model_type)
+    found = [sort_keys(CONFIG_FILE, given, top, ignored_keys)]
+    found += nested_reports(CONFIG_FILE, given, known, ignored_keys)
+    report = join_reports(CONFIG_FILE, found)
+    classes = hf_config.get("architectures")
+    if multimodal is None and isinstance(classes, list) and classes and family.architecture not in classes:
+        report = replace(report, ignored=(*report.ignored, f"architectures={classes!r}"))
+    return report
 
 
 def families_for(model: ModelConfig) -> list[Family]:

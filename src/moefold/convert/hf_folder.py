@@ -4,6 +4,7 @@ Sidecar files are the tokenizer, templates and configs. Only safetensors files i
 tensor must occur once.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,15 +38,15 @@ class HfFolder:
     tensors: dict[str, TensorLocation]
 
 
-def open_hf_folder(path: Path) -> HfFolder:
-    """Read config.json and the headers of all tensor files, but no tensor values.
+def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
+    """Read config.json and the headers of all tensor files, but no tensor values; `ignored_keys` may have any value.
 
     Raises:
         ConfigError: as in `read_model_config`; or there are no safetensors files, or one is missing, damaged, outside
             the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
-    model = parse_model_config(keys, path)
+    model = parse_model_config(keys, path, ignored_keys)
     family = find_family(keys, path)
     quantization = keys.get(QUANTIZATION_KEY)
     tensors = _read_tensors(path, allows_quantized=quantization is not None)
@@ -97,11 +98,21 @@ def _describe_contents(path: Path) -> str:
     return f"; it has {format_list(files)}, which nothing names" if files else ""
 
 
+def _is_inside(folder: Path, file: str) -> bool:
+    """Return whether a file that an index names is inside of the folder, by its name and by links to folders."""
+    name = PurePosixPath(file)
+    if not file or name.is_absolute() or ".." in name.parts or not name.parts or "\\" in file:
+        return False
+    return len(name.parts) == 1 or (folder / name).parent.resolve().is_relative_to(folder.resolve())
+
+
 def _read_index(path: Path, index: Path, *, allows_quantized: bool) -> dict[str, TensorLocation]:
     try:
-        weight_map = read_json(index, MAX_INDEX_BYTES)["weight_map"]
+        given = read_json(index, MAX_INDEX_BYTES)["weight_map"]
+        bad = sorted({file for file in given.values() if not _is_inside(path, file)})
+        # "./FILE" is FILE, as for transformers.
+        weight_map = {name: str(PurePosixPath(file)) for name, file in given.items()}
         files = sorted(set(weight_map.values()))
-        bad = [file for file in files if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file]
     except OSError as error:
         raise ConfigError(f"{str(index)!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,5 +1,6 @@
 """Import of a Hugging Face folder as a checkpoint, tensor by tensor, on any number of processes."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,11 +33,13 @@ from moefold.convert.hf_shards import (
     write_manifest,
 )
 from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource, verify_against_folder
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import is_remote
 from moefold.validate.moe import validate_router_gradient
 from moefold.validate.unused import check_unused_keys
 
@@ -54,6 +57,8 @@ class ImportOptions:
     """Reject a folder without a tokenizer that moefold can read."""
     leaves_out_mtp: bool = False
     """Leave out the multi-token prediction (MTP) layers."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of the folder's JSON files that may have any value."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def import_folder(
         ConfigError: the folder or `out` cannot be used; nothing remains written.
     """
     options = options or ImportOptions()
-    source = HfSource(open_hf_folder(folder), leaves_out_mtp=options.leaves_out_mtp)
+    source = HfSource(open_hf_folder(folder, options.ignored_keys), leaves_out_mtp=options.leaves_out_mtp)
     if options.needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(reason)
     with atomic_directory(out, world) as tmp_dir:
@@ -100,7 +105,8 @@ def import_folder(
             sidecar_files = tuple(copy_sidecar_files(folder, tmp_dir / SIDECAR_DIR))
             copy_index(folder, tmp_dir / SIDECAR_DIR)
             write_manifest(tmp_dir / SIDECAR_DIR, manifest)
-            finish_checkpoint(tmp_dir, out, source.model, f"import of {folder}")
+            aux_loss = imported_aux_loss(source.folder.hf_config, source.model)
+            finish_checkpoint(tmp_dir, out, source.model, import_origin(folder), aux_loss=aux_loss)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world)
         if options.check:
@@ -114,7 +120,7 @@ def _messages(source: HfSource) -> tuple[str, ...]:
     notes = [
         f"moefold train rejects this model: {reason}" for reason in validate_router_gradient(Config(model=source.model))
     ]
-    counted = parse_model_config(source.folder.hf_config, source.folder.path).mtp_layers
+    counted = parse_model_config(source.folder.hf_config, source.folder.path, ALL_KEYS).mtp_layers
     if not counted or source.folder.model.mtp_layers:
         return tuple(notes)
     return (
@@ -152,6 +158,7 @@ def finish_checkpoint(
     tokenizer: str = "",
     dtype: str = "",
     lora: Mapping[str, Any] | None = None,
+    aux_loss: float | None = None,
 ) -> None:
     """Add checkpoint metadata and a recipe to a folder of weights.
 
@@ -163,6 +170,7 @@ def finish_checkpoint(
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
         lora: settings of the adapters (`adapter_settings`) if the folder has adapters alone; None: it has all weights.
+        aux_loss: moe.aux_loss of the recipe; None: the default.
     """
     meta = CheckpointMeta(
         format=FORMAT,
@@ -179,10 +187,16 @@ def finish_checkpoint(
     write_meta(tmp_dir, meta)
     if (tmp_dir / SIDECAR_DIR / TOKENIZER_FILE).is_file():
         tokenizer = str(out.absolute() / SIDECAR_DIR / TOKENIZER_FILE)
-    (tmp_dir / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer, lora), encoding="utf-8")
+    (tmp_dir / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer, lora, aux_loss), encoding="utf-8")
 
 
-def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str, lora: Mapping[str, Any] | None = None) -> str:
+def recipe_text(
+    model: ModelConfig,
+    checkpoint: Path,
+    tokenizer: str,
+    lora: Mapping[str, Any] | None = None,
+    aux_loss: float | None = None,
+) -> str:
     """Return a recipe that trains from a checkpoint, with only the settings that follow from its weights."""
     default = asdict(ModelConfig())
     ours = asdict(model)
@@ -197,6 +211,7 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str, lora: Mapp
         "",
         *("[run]", f"dir = {_toml(f'runs/{checkpoint.name}')}", ""),
         *("[model]", *sizes, ""),
+        *(() if aux_loss is None else ("[moe]", f"aux_loss = {_toml(aux_loss)}", "")),
         *("[checkpoint]", f"init_from = {_toml(lora['base'] if lora else str(checkpoint))}"),
     ]
     if lora:
@@ -205,6 +220,29 @@ def recipe_text(model: ModelConfig, checkpoint: Path, tokenizer: str, lora: Mapp
     if tokenizer:
         lines += ["", "[data]", f"tokenizer = {_toml(tokenizer)}"]
     return "\n".join(lines) + "\n"
+
+
+def import_origin(folder: Path) -> str:
+    """Return the description of imported weights, with the absolute path of their folder."""
+    return f"import of {folder if is_remote(folder) else folder.absolute()}"
+
+
+def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float | None:
+    """Return moe.aux_loss that stands for `router_aux_loss_coef` of a config.json; None if it has none.
+
+    transformers adds c * E * sum_e F_e P_e, where F_e counts all K choices of a token, and F and P are means over the
+    L layers with experts: c * K if the load is even. moefold adds a * E * sum_e f_e P_e for each layer, where f_e is a
+    share of the choices: a * L. So a = c * K / L, which is also the ratio of the gradients where all layers have the
+    same load.
+    """
+    text = hf_config.get("text_config")
+    coefficient = (text if isinstance(text, Mapping) else hf_config).get("router_aux_loss_coef")
+    layers = model.layer_kinds.count("M")
+    if not layers or isinstance(coefficient, bool) or not isinstance(coefficient, int | float):
+        return None
+    if not 0 <= coefficient < math.inf:
+        raise ConfigError(f"config.json has router_aux_loss_coef={coefficient!r}, which should be 0 or more")
+    return float(coefficient) * model.top_k / layers
 
 
 def _has_effect(key: str, model: ModelConfig) -> bool:

@@ -10,6 +10,7 @@ dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +24,12 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.convert.adapted_weights import open_weights
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.hf_config import families_for, find_family, inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.known_keys import ALL_KEYS
+from moefold.convert.peft_targets import peft_note
 from moefold.convert.preflight import (
     export_message,
     granularity,
@@ -37,7 +40,7 @@ from moefold.convert.preflight import (
     without_upcycling,
 )
 from moefold.convert.tensor_mapping import Region, Shape
-from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message, tokenizer_name
 from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
@@ -93,18 +96,31 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
     notes += _indexer_messages(cfg, source)
+    if is_first_rank and is_hf_folder(path):
+        notes += [report.note() for report in inspect_folder(path, cfg.checkpoint.ignore_keys)[1]]
+    if is_first_rank and cfg.lora.rank and (family := _family_name(path, cfg)):
+        notes.append(peft_note(cfg.model, cfg.lora, family))
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
     if (
         is_first_rank
         and not cfg.model.upcycle_from
-        and (left_out := read_model(path).mtp_layers - cfg.model.mtp_layers)
+        and (left_out := read_model(path, ALL_KEYS).mtp_layers - cfg.model.mtp_layers)
     ):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     # A copy on this machine is described by its source.
     origin = given if is_remote(given) and is_hf_folder(path) else path
     summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
+
+
+def _family_name(path: Path, cfg: Config) -> str:
+    """Return the family of the Hugging Face folder that weights came from, else the first that expresses the model."""
+    sidecar_dir = path if is_hf_folder(path) else find_sidecar_dir(path)
+    if sidecar_dir is not None and is_hf_folder(sidecar_dir):
+        return find_family(read_hf_config(sidecar_dir), sidecar_dir).name
+    supported = families_for(replace(cfg.model, mtp_layers=0))
+    return supported[0].name if supported else ""
 
 
 def _indexer_messages(cfg: Config, source: WeightSource) -> list[str]:
@@ -245,8 +261,10 @@ def upcycle_folder(
 
 
 def _tokenizer_of(checkpoint: Path) -> str:
-    """Return the path of the tokenizer that a checkpoint's run used; empty if it is not a file."""
-    found = str(read_meta(checkpoint).order.get("tokenizer", ""))
+    """Return the tokenizer that a checkpoint's run used, "bytes" or an absolute path; empty if the file is gone."""
+    found = tokenizer_name(read_meta(checkpoint).order)
     if is_remote(found):
         return found
-    return str(Path(found).absolute()) if found != "bytes" and Path(found).is_file() else ""
+    if found == "bytes":
+        return found
+    return str(Path(found).absolute()) if Path(found).is_file() else ""

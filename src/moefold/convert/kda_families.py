@@ -9,13 +9,12 @@ from moefold.convert.config_fields import (
     AllowedValues,
     ConfigField,
     Constant,
-    Json,
+    LatentHeadSizes,
     MultiHeadKeyValue,
     QueryLoraRank,
     Renamed,
     RouterGroups,
     SharedExperts,
-    WithAlias,
     is_int,
     num_layers_of,
 )
@@ -27,6 +26,7 @@ from moefold.convert.family import (
     PER_EXPERT,
     ROUTER,
     SHARED_EXPERTS,
+    SILU,
     STACKED_EXPERTS,
     Family,
     NumExperts,
@@ -34,11 +34,14 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
+from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.convert.layer_fields import MlpLayerTypes
 from moefold.convert.linear_families import LinearLayers, by_attention
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import RenamedTensor, Shape, SliceMapping, TensorRule, fill_in_layer
 from moefold.errors import ConfigError
+
+KIMI_SIZES = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class KimiLinearSizes:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the attention pattern, the heads and the convolution."""
+        mark_read(hf_config, *KIMI_SIZES)
         nested = hf_config.get("linear_attn_config") or {}
         if not isinstance(nested, Mapping):
             raise ConfigError(f"config.json has linear_attn_config={nested!r}, which should be an object")
@@ -64,7 +68,7 @@ class KimiLinearSizes:
             found |= Renamed("linear_head_dim", f"linear_{part}_head_dim").read(keys)
             found |= Renamed("linear_num_heads", f"linear_num_{part}_heads").read(keys)
         types = hf_config.get("layer_types") or self._layer_types(nested, num_layers_of(hf_config))
-        return found | LinearLayers().read({**hf_config, "layer_types": types})
+        return found | LinearLayers().read(overlay(hf_config, {"layer_types": types}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the keys of transformers; heads of several sizes read back as another model."""
@@ -145,10 +149,11 @@ _KIMI_LINEAR: tuple[ConfigField, ...] = (
     Renamed("rms_norm_eps", "norm_eps", 1e-5),
     Renamed("tie_word_embeddings", "tie_embeddings", False),
     Renamed("initializer_range", "init_std", 0.02),
-    AllowedValues("hidden_act", ("silu",)),
+    AllowedValues("hidden_act", SILU),
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
     Constant("rope_pattern", "N"),
+    LatentHeadSizes(has_head_dim=False),
     Constant("linear_attention", "kda"),
     QueryLoraRank(),
     Renamed("kv_lora_rank", "kv_lora_rank"),
@@ -196,7 +201,7 @@ class LingLayers:
         if types is None and is_int(every) and every > 0:
             count = num_layers_of(hf_config)
             types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-        return KimiLinearSizes().read({**hf_config, **sizes, "layer_types": types or []})
+        return KimiLinearSizes().read(overlay(hf_config, {**sizes, "layer_types": types or []}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the keys of transformers and those of released folders."""
@@ -229,7 +234,7 @@ class DecayBound:
 
 
 _BAILING: tuple[ConfigField, ...] = (
-    *backbone_sizes(1e-6, RopeParameters(6e6)),
+    *backbone_sizes(1e-6, RopeParameters(6e6, scales_scores=True)),
     AllowedValues("tie_word_embeddings", (False,)),
     MultiHeadKeyValue(),
     Constant("attention", "mla"),
@@ -238,6 +243,7 @@ _BAILING: tuple[ConfigField, ...] = (
     Constant("attention_gate_width", "head"),
     Constant("linear_attention", "kda"),
     Constant("linear_full_rank_gates", True),
+    LatentHeadSizes(has_head_dim=False),
     QueryLoraRank(),
     Renamed("kv_lora_rank", "kv_lora_rank", 512),
     Renamed("qk_nope_head_dim", "qk_nope_head_dim", 128),
@@ -249,14 +255,14 @@ _BAILING: tuple[ConfigField, ...] = (
     MlpLayerTypes(default=2),
     Renamed("intermediate_size", "ffn_hidden_size"),
     NumExperts("num_experts"),
-    WithAlias(Renamed("num_experts_per_token", "top_k", 8), "num_experts_per_token", "num_experts_per_tok"),
+    Renamed("num_experts_per_token", "top_k", 8),
     Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
-    WithAlias(SharedExperts("num_shared_experts", default=1), "num_shared_experts", "n_shared_experts"),
+    SharedExperts("num_shared_experts", default=1),
     Constant("router_score", "sigmoid"),
     Constant("expert_bias", True),
     Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
-    WithAlias(Renamed("moe_renormalize", "router_normalize", True), "moe_renormalize", "norm_topk_prob"),
-    WithAlias(RouterGroups(hf_key="num_expert_group"), "num_expert_group", "n_group"),
+    Renamed("moe_renormalize", "router_normalize", True),
+    RouterGroups(hf_key="num_expert_group"),
 )
 _LING_KDA: dict[str, TensorRule] = {
     **layer_rules(

@@ -12,7 +12,8 @@ from moefold.config.model import (
     ModelConfig,
     expand_layer_pattern,
 )
-from moefold.convert.config_fields import Json, Positive, Renamed, is_int, num_layers_of
+from moefold.convert.config_fields import Positive, Renamed, is_int, num_layers_of
+from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
 
 
@@ -72,6 +73,7 @@ class MlpLayerTypes:
         kinds = hf_config.get("mlp_layer_types")
         if kinds is None:
             return FirstKDense(default=self.default).read(hf_config)
+        mark_read(hf_config, "first_k_dense_replace")
         letters = letters_of(hf_config, "mlp_layer_types", {"dense": "D", "sparse": "M"})
         return {"layer_pattern": shorten_pattern(letters)}
 
@@ -166,10 +168,11 @@ class SlidingWindowLayers:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the attention pattern, the window and the RoPE pattern."""
+        mark_read(hf_config, "sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers")
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
         letters = letters_of(
-            {**hf_config, "layer_types": types}, "layer_types", {"sliding_attention": "W", "full_attention": "F"}
+            overlay(hf_config, {"layer_types": types}), "layer_types", {"sliding_attention": "W", "full_attention": "F"}
         )
         found: dict[str, Any] = {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS), "sliding_window": 0}
         if "W" in letters:
@@ -223,6 +226,7 @@ class NoSlidingWindow:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Reject sliding windows."""
+        mark_read(hf_config, "sliding_window", "max_window_layers")
         kinds = hf_config.get("layer_types") or ["full_attention"]
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ConfigError(
@@ -261,6 +265,7 @@ class IndexerTypes:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Return the pattern of layers with and without an indexer."""
         num_layers = num_layers_of(hf_config)
+        mark_read(hf_config, "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
         types = hf_config.get("indexer_types") or self._types(hf_config, num_layers)
         if not isinstance(types, list) or any(kind not in ("full", "shared") for kind in types):
             raise ConfigError(f"config.json has indexer_types={types!r}; each should be 'full' or 'shared'")

@@ -9,13 +9,13 @@ from moefold.convert.config_fields import (
     ConfigField,
     Constant,
     HeadSize,
-    Json,
     KeyValueHeads,
     Renamed,
     WithAlias,
 )
 from moefold.convert.family import BACKBONE, Family, NumExperts, layer_rules, merge_rules
 from moefold.convert.kda_families import ReshapedTensor
+from moefold.convert.key_reader import Json
 from moefold.convert.layer_fields import FirstKDense, letters_of, shorten_pattern
 from moefold.convert.linear_families import by_attention
 from moefold.convert.rope_fields import RopeParameters

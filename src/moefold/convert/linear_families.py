@@ -10,7 +10,6 @@ from moefold.convert.config_fields import (
     ConfigField,
     Constant,
     GatedSharedExpert,
-    Json,
     NormTopKProb,
     Renamed,
     is_int,
@@ -31,6 +30,7 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
+from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.convert.layer_fields import SparseLayers, UniformLayers, letters_of, shorten_pattern
 from moefold.convert.mtp import MTP_PREFIX, has_qwen_mtp
 from moefold.convert.rope_fields import RopeParameters
@@ -44,6 +44,7 @@ class LinearLayers:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the attention pattern."""
+        mark_read(hf_config, "full_attention_interval")
         types = hf_config.get("layer_types")
         if types is None:
             every = hf_config.get("full_attention_interval", 4)
@@ -54,7 +55,7 @@ class LinearLayers:
             count = num_layers_of(hf_config)
             types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
         letters = letters_of(
-            {**hf_config, "layer_types": types}, "layer_types", {"linear_attention": "L", "full_attention": "F"}
+            overlay(hf_config, {"layer_types": types}), "layer_types", {"linear_attention": "L", "full_attention": "F"}
         )
         return {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS)}
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import ATTENTION_KINDS, ROPE_KINDS, ModelConfig
-from moefold.convert.config_fields import AttentionBias, Constant, Json, Renamed, is_int, num_layers_of
+from moefold.convert.config_fields import AttentionBias, Constant, Renamed, is_int, num_layers_of
 from moefold.convert.family import (
     BACKBONE,
     BIASES,
@@ -15,6 +15,7 @@ from moefold.convert.family import (
     layer_rules,
     merge_rules,
 )
+from moefold.convert.key_reader import Json, mark_read
 from moefold.convert.layer_fields import letters_of, shorten_pattern
 from moefold.convert.tensor_mapping import FusedColumns
 from moefold.errors import ConfigError
@@ -30,6 +31,8 @@ class ChunkedLayers:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the patterns of the layers, and what depends on the kinds of layers that there are."""
+        mark_read(hf_config, "attention_chunk_size", "no_rope_layer_interval", "attn_scale", "floor_scale")
+        mark_read(hf_config, "attn_temperature_tuning", "use_qk_norm")
         has_rope = _layers_with_rope(hf_config)
         letters = _attention_letters(hf_config, has_rope)
         rope_letters = "".join("NR"[value] for value in has_rope)

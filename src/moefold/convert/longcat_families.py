@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import MAX_LAYERS, ModelConfig
-from moefold.convert.config_fields import (
-    AllowedValues,
-    Constant,
-    Json,
-    MultiHeadKeyValue,
-    Renamed,
-    is_int,
-)
-from moefold.convert.family import Family, TensorRules
+from moefold.convert.config_fields import AllowedValues, Constant, LatentHeadSizes, MultiHeadKeyValue, Renamed, is_int
+from moefold.convert.family import SILU, Family, TensorRules
+from moefold.convert.key_reader import Json
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import PerExpertTensors, RenamedTensor, TensorRule
 from moefold.errors import ConfigError
@@ -115,10 +109,11 @@ LONGCAT_FAMILIES = (
             Renamed("rms_norm_eps", "norm_eps", 1e-5),
             Renamed("tie_word_embeddings", "tie_embeddings", False),
             Renamed("initializer_range", "init_std", 0.02),
-            RopeParameters(1e7),
-            AllowedValues("hidden_act", ("silu",)),
+            RopeParameters(1e7, scales_scores=True),
+            AllowedValues("hidden_act", SILU),
             MultiHeadKeyValue(),
             Constant("attention", "mla"),
+            LatentHeadSizes(writes_head_dim=True),
             Constant("rope_interleaved", True),
             Constant("mla_scale_latents", True),
             AllowedValues("mla_scale_q_lora", (True, None)),
@@ -141,6 +136,8 @@ LONGCAT_FAMILIES = (
             AllowedValues("norm_topk_prob", (False, None)),
         ),
         (_TENSORS,),
+        # Its class rotates by head_dim, whatever qk_rope_head_dim is.
+        default_keys={"head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
         ignored_tensors=(
             r"model\.layers\.\d+\.self_attn\.\d+\.rotary_emb\.inv_freq",
             r"model\.mtp\..*",

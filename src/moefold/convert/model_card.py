@@ -28,13 +28,21 @@ CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout", "lora")
 ALWAYS_SHOWN = ("train.seq_len", "train.global_batch_size", "train.lr", "train.optimizer")
 MAX_ANCESTORS = 16
 """Number of runs that are followed from the weights of one to those it began with."""
-_USE = """\
+_LOAD_MODEL = """\
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER")"""
+_LOAD_ADAPTERS = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("BASE_MODEL")
+model = PeftModel.from_pretrained(base, "PATH_OR_NAME_OF_THIS_FOLDER")"""
+_HOW_TO_LOAD = """\
 ## How to load it
 
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER")
+{}
 ```
 
 `moefold generate`, `moefold serve` and `moefold import` read the folder as well.
@@ -132,7 +140,9 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
     (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
 
 
-def write_model_card(folder: Path, family: str, model: ModelConfig, run: TrainingRun) -> None:
+def write_model_card(
+    folder: Path, family: str, model: ModelConfig, run: TrainingRun, *, is_adapter: bool = False
+) -> None:
     """Write README.md, the model card: sizes of the model, how it was trained, and how to load it.
 
     Args:
@@ -140,11 +150,17 @@ def write_model_card(folder: Path, family: str, model: ModelConfig, run: Trainin
         family: the `model_type` of its config.json.
         model: the exported model.
         run: the training run.
+        is_adapter: whether the folder has adapters in PEFT's format alone.
 
     Raises:
         OSError: the file cannot be written.
     """
-    header = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- moefold"]
+    header = [
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- moefold",
+    ]
     header += ["- mixture-of-experts"] if model.num_experts else []
     header += [f"base_model: {run.base_model}"] if run.base_model else []
     count = count_parameters(model)
@@ -152,7 +168,7 @@ def write_model_card(folder: Path, family: str, model: ModelConfig, run: Trainin
     if model.num_experts:
         sizes += f", {count.active:,} of them active for each token ({model.top_k} of {model.num_experts} experts)"
     lines = [
-        f"# {family} model trained with moefold",
+        f"# {f'Low-rank adapters of a {family} model' if is_adapter else f'{family} model'} trained with moefold",
         "",
         f"- architecture: `{family}`, {model.num_layers} layers, hidden size {model.hidden_size:,}",
         f"- size: {sizes}",
@@ -168,7 +184,11 @@ def write_model_card(folder: Path, family: str, model: ModelConfig, run: Trainin
             "",
         ]
         lines += ["```toml", *settings, "```", ""]
-    text = "\n".join(["---", *header, "---", *lines]) + "\n" + _USE
+    text = (
+        "\n".join(["---", *header, "---", *lines])
+        + "\n"
+        + _HOW_TO_LOAD.format(_LOAD_ADAPTERS if is_adapter else _LOAD_MODEL)
+    )
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.adapter_settings import folder_digest
-from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint, read_meta
+from moefold.checkpoint.checkpoint_dir import META_FILE, CheckpointMeta, check_integrity, locate_checkpoint, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.comm.groups import World
 from moefold.config.lora import LoraConfig
@@ -24,10 +23,19 @@ from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
-from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_weights
+from moefold.convert.model_card import read_training_run, write_model_card
+from moefold.convert.peft_config import (
+    CONFIG_FILE,
+    CONSTANT_KEYS,
+    WEIGHTS_FILE,
+    inspect_peft_folder,
+    resolve_base,
+)
 from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
 from moefold.convert.peft_stacked import read_stacked, stacked_names, stacked_parameters
-from moefold.convert.preflight import read_model, resolve_weights_folder
+from moefold.convert.peft_targets import peft_note, split_targets
+from moefold.convert.preflight import read_model
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
     FileWriter,
@@ -39,26 +47,12 @@ from moefold.convert.safetensors_file import (
     read_part,
 )
 from moefold.convert.tensor_mapping import Region, Shape
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
 from moefold.hub import repo_of_snapshot
-from moefold.remote_path import to_path
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-UNREAD_KEYS = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "layers_to_transform": None,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "lora_bias": False,
-}
-"""Keys of adapter_config.json that must have these values, or be missing or empty."""
+from moefold.remote_path import is_remote, to_path
 
 
 def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
@@ -80,8 +74,11 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     settings = source.meta.lora
     model = read_model(checkpoint)
     lora = LoraConfig(rank=settings["rank"], alpha=settings["alpha"], targets=tuple(settings["targets"]))
-    modules = peft_modules(model, _family_of(model, checkpoint), adapted_weights(model, lora))
+    family = _family_of(model, checkpoint)
+    modules = peft_modules(model, family, adapted_weights(model, lora))
     stored = EXPORT_DTYPES.get(dtype, torch.float32)
+    base, note = _base_name(to_path(settings["base"]))
+    notes: tuple[str, ...] = (note, peft_note(model, lora, family.name))
     tensors: dict[str, Tensor] = {}
     if world.is_rank0:
         pairs = {name: _read_pair(source, name) for name in dict.fromkeys(module.name for module in modules)}
@@ -91,12 +88,29 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     with atomic_directory(out, world) as tmp_dir:
         if world.is_rank0:
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
-            keys = _config_keys(lora, modules, _base_name(to_path(settings["base"])))
+            keys = _config_keys(lora, modules, family, base)
             (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            notes = (*notes, *_write_tokenizer_files(tmp_dir, checkpoint, source.meta))
+            run = read_training_run(checkpoint, model, source.meta)
+            write_model_card(tmp_dir, family.name, model, run, is_adapter=True)
         raise_on_all_ranks(world, "")
     size = sum(values.nbytes for values in tensors.values())
     on_bytes(size)
-    return Conversion(2 * len(modules), size, (CONFIG_FILE,))
+    written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name != WEIGHTS_FILE))
+    return Conversion(2 * len(modules), size, written, messages=tuple(filter(None, notes)))
+
+
+def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
+    """Write the tokenizer that the run read text with, and its template; return notes on it."""
+    sidecar_dir = find_sidecar_dir(checkpoint)
+    choice = choose_tokenizer(meta, sidecar_dir)
+    if sidecar_dir is not None:
+        kept = {*tokenizer_files(sidecar_dir)} - {*choice.excluded}
+        copy_sidecar_files(
+            sidecar_dir, tmp_dir, excluded=[file.name for file in sidecar_dir.iterdir() if file.name not in kept]
+        )
+    write_tokenizer(tmp_dir, choice)
+    return choice.messages
 
 
 def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
@@ -129,8 +143,11 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
             writer.write(layout.tensors[name], bytes_of(values.contiguous()))
 
 
-def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict[str, Any]:
+def _config_keys(lora: LoraConfig, modules: list[PeftModule], family: Family, base: str) -> dict[str, Any]:
     """Return the keys of adapter_config.json."""
+    single = [module.module for module in modules if module.expert is None]
+    experts = [module.module for module in modules if module.expert is not None]
+    target_modules, target_parameters = split_targets(single, experts, family.name)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -138,29 +155,36 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], base: str) -> dict
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({module.module.rpartition(".")[2] for module in modules}),
+        "target_modules": target_modules,
         "inference_mode": True,
         "init_lora_weights": True,
         "use_rslora": False,
-        "target_parameters": None,
-        **UNREAD_KEYS,
+        "target_parameters": target_parameters or None,
+        **CONSTANT_KEYS,
     }
 
 
-def _base_name(base: Path) -> str:
-    """Return the Hugging Face folder of the base weights: itself, or the one that was imported; "" if unknown.
+def _base_name(base: Path) -> tuple[str, str]:
+    """Return the Hugging Face folder of the base weights, itself or the one that was imported, and a note.
 
-    A snapshot of the hub is named ORG/NAME, as PEFT loads it.
+    A snapshot of the hub is named ORG/NAME, as PEFT loads it; other folders by their absolute paths.
     """
     if repo := repo_of_snapshot(str(base)):
-        return repo
-    if is_hf_folder(base) or not (base / SIDECAR_DIR).is_dir():
-        return str(base)
-    origin = read_meta(base).origin
-    if not origin.startswith("import of "):
-        return str(base)
-    imported = origin.removeprefix("import of ")
-    return repo_of_snapshot(imported) or imported
+        return repo, ""
+    path = base if is_remote(base) else base.absolute()
+    if is_hf_folder(base):
+        return str(path), ""
+    origin = read_meta(base).origin if (base / META_FILE).is_file() else ""
+    imported = origin.removeprefix("import of ") if origin.startswith("import of ") else ""
+    if repo := repo_of_snapshot(imported):
+        return repo, ""
+    # Imports of earlier versions may have a path relative to another folder.
+    if imported and (is_remote(imported) or Path(imported).is_absolute() or is_hf_folder(Path(imported))):
+        return imported if is_remote(imported) else str(Path(imported).absolute()), ""
+    return str(path), (
+        f"the base weights are a checkpoint of moefold, {str(path)!r}, which PEFT does not load: write them with "
+        "moefold export, and set base_model_name_or_path of adapter_config.json to the result"
+    )
 
 
 @dataclass(frozen=True)
@@ -186,12 +210,15 @@ class PeftSource:
         """Do nothing: this source has no cache."""
 
 
-def is_peft_folder(folder: Path) -> bool:
-    """Return whether a folder has adapters in PEFT's format."""
-    return (folder / CONFIG_FILE).is_file()
-
-
-def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *, on_bytes: OnBytes) -> Conversion:
+def import_adapters(
+    folder: Path,
+    out: Path,
+    world: World,
+    base: Path | None,
+    *,
+    ignored_keys: Collection[str] = (),
+    on_bytes: OnBytes,
+) -> Conversion:
     """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
 
     Args:
@@ -199,14 +226,15 @@ def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *,
         out: the checkpoint; must not exist.
         world: the processes that share the work.
         base: the base weights; None: those that adapter_config.json names.
+        ignored_keys: keys of the JSON files that may have any value.
         on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.
     """
-    keys = read_peft_config(folder)
+    keys, _ = inspect_peft_folder(folder, ignored_keys)
     base = resolve_base(folder, keys, base)
-    model = read_model(base)
+    model = read_model(base, ignored_keys)
     family = find_family(read_hf_config(base), base) if is_hf_folder(base) else _family_of(model, base)
     tensors, lora = _read_adapters(folder, keys, model, family)
     settings = {
@@ -223,71 +251,11 @@ def import_adapters(folder: Path, out: Path, world: World, base: Path | None, *,
             sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR))
-            finish_checkpoint(tmp_dir, out, model, f"import of {folder}", lora=settings)
+            finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world)
     size = sum(values.nbytes for values in tensors.values())
     return Conversion(len(tensors), size, copied)
-
-
-def read_peft_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises:
-        ConfigError: it cannot be read, or describes adapters of another kind.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        keys = read_json(path, MAX_CONFIG_BYTES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} is not readable JSON ({error}); repair it or copy it again") from None
-    if not isinstance(keys, dict) or keys.get("peft_type") != "LORA":
-        kind = keys.get("peft_type") if isinstance(keys, dict) else None
-        raise ConfigError(f"{str(path)!r} has peft_type={kind!r}; moefold reads low-rank adapters, LORA")
-    for key, value in UNREAD_KEYS.items():
-        is_stacked = key in ("rank_pattern", "alpha_pattern") and _has_pattern_of_stacked_experts(keys, key)
-        if not is_stacked and keys.get(key, value) not in (value, None, {}, []):
-            raise ConfigError(
-                f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
-            )
-    ranks = keys.get("rank_pattern") or {}
-    if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
-        raise ConfigError(
-            f"{str(path)!r} gives some modules another scale than lora_alpha / r, by rank_pattern={ranks}, "
-            f"alpha_pattern={keys.get('alpha_pattern')} and use_rslora={bool(keys.get('use_rslora'))}; moefold reads "
-            "one scale for all modules"
-        )
-    rank = keys.get("r")
-    alpha = keys.get("lora_alpha")
-    is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
-    if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
-    return keys
-
-
-def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:
-    """Return whether a pattern doubles rank or alpha of gate and up projections that PEFT has stacked, and no more."""
-    pattern = keys.get(key)
-    single = keys.get("r" if key == "rank_pattern" else "lora_alpha")
-    if not isinstance(pattern, dict) or not isinstance(single, int | float):
-        return False
-    return all(name.endswith("gate_up_proj") and value == 2 * single for name, value in pattern.items())
-
-
-def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT.
-
-    Raises:
-        ConfigError: they do not exist.
-    """
-    named = keys.get("base_model_name_or_path") if base is None else str(base)
-    if not isinstance(named, str) or not named or not Path(named).is_dir():
-        key = "--base" if base is not None else "base_model_name_or_path"
-        raise ConfigError(
-            f"{str(folder)!r} has adapters of {key}={named!r}, which is no folder here; name that of the model with "
-            "--base DIR"
-        )
-    return resolve_weights_folder(Path(named))
 
 
 def _read_adapters(

@@ -4,7 +4,7 @@ They include the rules of upcycling: legal pairs of dense and expert model, equa
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,15 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import families_for, family_unsupported_reason, is_hf_folder, read_model_config
+from moefold.convert.hf_config import (
+    families_for,
+    family_unsupported_reason,
+    inspect_folder,
+    is_hf_folder,
+    read_model_config,
+)
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
+from moefold.convert.known_keys import KeyReport
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
@@ -203,15 +210,15 @@ def resolve_weights_folder(path: Path) -> Path:
     return locate_checkpoint(path)
 
 
-def read_model(path: Path) -> ModelConfig:
-    """Return the section [model] of the weights at a user's path.
+def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
+    """Return the section [model] of the weights at a user's path; `ignored_keys` as in `read_model_config`.
 
     Raises:
         ConfigError: there are no weights, or their kind or version is unknown.
     """
     path = resolve_weights_folder(path)
     if is_hf_folder(path):
-        return read_model_config(path)
+        return read_model_config(path, ignored_keys)
     keys = {key: value for key, value in read_meta(path).model.items() if key not in DERIVED_MODEL_KEYS}
     try:
         model = config_from_dict({"model": keys}).model
@@ -238,7 +245,7 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
         return f"it does not exist or is no folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
-    weights_model = read_model(path)
+    weights_model = read_model(path, cfg.checkpoint.ignore_keys)
     if cfg.model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, cfg.model)
     model = cfg.model
@@ -284,16 +291,27 @@ def check_initial_adapters(cfg: Config) -> None:
         )
 
 
-def check_import(folder: Path, out: Path, rank_env: RankEnv | None, *, needs_tokenizer: bool) -> None:
+def check_import(
+    folder: Path,
+    out: Path,
+    rank_env: RankEnv | None,
+    *,
+    needs_tokenizer: bool,
+    ignored_keys: Collection[str] = (),
+) -> tuple[KeyReport, ...]:
     """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be created.
+
+    Returns:
+        The kinds of the keys of the folder's JSON files.
 
     Raises:
         ConfigError: on the first error.
     """
-    read_model_config(folder)
+    _, reports = inspect_folder(folder, ignored_keys)
     if needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(reason)
     check_out(out, rank_env)
+    return reports
 
 
 def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:

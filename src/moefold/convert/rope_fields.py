@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import REQUIRED, Json, Renamed, is_int
+from moefold.convert.config_fields import REQUIRED, Renamed, is_int
+from moefold.convert.key_reader import Json, mark_read
 from moefold.errors import ConfigError
 
 
@@ -22,11 +23,16 @@ class RopeParameters:
     """Key of older folders with the number of rotated dims, read where there is no partial_rotary_factor."""
     has_mscale: bool = False
     """Read the scaling "longrope" alone, with its attention factors in short_mscale and long_mscale (Phi-3.5-MoE)."""
+    scales_scores: bool = False
+    """yarn's mscale_all_dim also scales the scores (DeepSeek-V2 and other families with latent attention)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read theta and the RoPE scaling."""
         # As in transformers, the older key wins if both are given.
+        mark_read(hf_config, *_OUTER_KEYS)
         given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        if hf_config.get("rope_scaling"):
+            mark_read(hf_config, "rope_parameters")
         if not given and self.is_required:
             raise ConfigError("config.json lacks rope_parameters")
         if not isinstance(given, Mapping):
@@ -34,22 +40,33 @@ class RopeParameters:
         found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
         found |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
         found |= {"rope_type": given["type"]} if "type" in given else {}
-        found |= given
+        found |= {key: given[key] for key in _ROPE_KEYS if key in given}
         kind = found["rope_type"]
         keys = Renamed("rope_theta", "rope_theta").read(found) | self._read_fraction(found, hf_config)
         if kind == "default":
             return keys
-        if kind == "dynamic" and found.get("alpha"):
+        if kind == "dynamic" and given.get("alpha"):
             # Hunyuan's folders: a fixed factor of theta, not a dynamic one.
+            found["alpha"] = given["alpha"]
             return {**keys, "rope_scaling": "ntk", **_ALPHA.read(found)}
         kinds = (LONGROPE,) if self.has_mscale else (*_ROPE_SCALINGS, LONGROPE)
         if not isinstance(kind, str) or kind not in kinds:
             legal = ", ".join(map(repr, ("default", *kinds)))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
-        # As in transformers, the context length of the model stands in for an absent original one.
+        # As in transformers: the original length outside of rope_parameters has precedence, and the context length of
+        # the model stands in for an absent one.
+        if hf_config.get("original_max_position_embeddings") is not None:
+            found["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
         found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
         if kind == LONGROPE:
             return {**keys, "rope_scaling": kind, **self._read_longrope(found, hf_config)}
+        if self.scales_scores and kind != "yarn" and found.get("mscale_all_dim"):
+            raise ConfigError(
+                f"config.json has mscale_all_dim={found['mscale_all_dim']!r} of rope_type={kind!r}, with which moefold "
+                "does not scale scores; only of 'yarn'"
+            )
+        if kind == "yarn":
+            self._resolve_yarn(found, hf_config)
         read = [entry.read(found) for entry in _ROPE_SCALINGS[kind]]
         return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
 
@@ -72,15 +89,8 @@ class RopeParameters:
 
     def _read_longrope(self, found: Json, hf_config: Json) -> dict[str, Any]:
         """Read the factors of each pair and the attention factors of LongRoPE."""
-        # As in transformers: the original length outside of rope_parameters has precedence, and an absent factor is the
-        # ratio of both lengths.
-        given = hf_config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
-        keys = _ORIGINAL_SEQ_LEN.read({"original_max_position_embeddings": given})
-        factor = found.get("factor")
-        longest = hf_config.get("max_position_embeddings")
-        if factor is None and is_int(longest) and longest > keys["rope_original_seq_len"] > 0:
-            factor = longest / keys["rope_original_seq_len"]
-        keys |= Renamed("factor", "rope_scaling_factor", 1.0).read({"factor": factor})
+        keys = _ORIGINAL_SEQ_LEN.read(found)
+        keys |= Renamed("factor", "rope_scaling_factor", 1.0).read({"factor": _factor_of(found, hf_config)})
         for name in ("short", "long"):
             factors = found.get(f"{name}_factor")
             if not isinstance(factors, list):
@@ -95,6 +105,16 @@ class RopeParameters:
             if found.get(mscale) is not None and keys[f"rope_{name}_mscale"] <= 0:
                 raise ConfigError(f"config.json has {mscale}={found[mscale]!r}, which should be above 0")
         return keys
+
+    def _resolve_yarn(self, found: dict[str, Any], hf_config: Json) -> None:
+        """Drop what transformers does not use: mscale next to attention_factor, or without mscale_all_dim."""
+        found["factor"] = _factor_of(found, hf_config)
+        if found.get("attention_factor") is not None or not (found.get("mscale") and found.get("mscale_all_dim")):
+            found["mscale"] = None
+        if not found["mscale"] and not self.scales_scores:
+            found["mscale_all_dim"] = None
+        for key in ("beta_fast", "beta_slow"):
+            found[key] = found.get(key) or None
 
     def _write_longrope(self, model: ModelConfig) -> dict[str, Any]:
         """Write the parameters of LongRoPE; what the family has no key for reads back as another model."""
@@ -128,7 +148,41 @@ class RopeParameters:
         )
 
 
+def _factor_of(found: Json, hf_config: Json) -> Any:
+    """Return the scaling factor; as in transformers, an absent one is the ratio of both context lengths."""
+    factor = found.get("factor")
+    longest = hf_config.get("max_position_embeddings")
+    original = found.get("original_max_position_embeddings")
+    if factor is None and is_int(longest) and is_int(original) and longest > original > 0:
+        return longest / original
+    return factor
+
+
 LONGROPE = "longrope"
+_OUTER_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_ROPE_KEYS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "long_factor",
+    "short_mscale",
+    "long_mscale",
+    "mrope_section",
+    "mrope_interleaved",
+)
+"""Keys of all scalings, of which each uses some; those of Qwen's multimodal RoPE are void for text."""
 _ALPHA = Renamed("alpha", "rope_scaling_factor")
 _FACTOR = Renamed("factor", "rope_scaling_factor")
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")

@@ -13,6 +13,7 @@ from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.hf_config import QUANTIZATION_KEY
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import TensorSpecs, write_index
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.mtp import INDEX_FILE
 from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
@@ -121,7 +122,7 @@ def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
     Raises:
         ConfigError: the folder is of another model, quantised or in float16.
     """
-    opened = open_hf_folder(folder)
+    opened = open_hf_folder(folder, ALL_KEYS)
     if opened.hf_config.get(QUANTIZATION_KEY) is not None:
         raise ConfigError(f"rollout.folder={str(folder)!r} is quantised; name one in bfloat16 or float32")
     hf = HfSource(opened, leaves_out_mtp=True)

@@ -17,6 +17,7 @@ from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_config import multimodal_folder
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.mtp import is_mtp_tensor
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
@@ -112,7 +113,9 @@ def load_hf_weights(
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
     """
-    load_shards(HfSource(open_hf_folder(folder), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder))
+    load_shards(
+        HfSource(open_hf_folder(folder, ALL_KEYS), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder)
+    )
 
 
 @torch.no_grad()

@@ -1,13 +1,16 @@
 """Pipeline partitioning: choose stages that are balanced in FLOPs and memory. Torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.cost.flops import count_parameters, train_flops_per_token
+from moefold.cost.adapter_spec import layer_adapters
+from moefold.cost.flops import train_flops_per_token
+from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
+from moefold.cost.param_spec import ParamSpec
 from moefold.topology.pipeline_layout import StageParts
 from moefold.topology.selection_groups import stage_starts
 
@@ -22,7 +25,8 @@ class StageCost:
     flops: int
     """Forward FLOPs per token; the backward pass is twice that everywhere."""
     num_parameters: int
-    """Parameters on one rank: dense ones over tp, experts over ep*etp."""
+    """Parameters on one rank without data-parallel sharding: what tensor parallelism shards over tp, experts over
+    ep*etp, and the rest (norms, routers, latent projections) whole."""
 
     def __add__(self, other: "StageCost") -> "StageCost":
         return StageCost(self.flops + other.flops, self.num_parameters + other.num_parameters)
@@ -89,12 +93,21 @@ def stage_cost(cfg: Config, parts: StageParts) -> StageCost:
         cost += embedding_cost(cfg)
     for i in parts.layers:
         cost += layer_cost(cfg, i)
-    return cost + loss_cost(cfg) if parts.has_loss else cost
+    if not parts.has_loss:
+        return cost
+    is_shared = parts.has_embedding and cfg.model.last_stage_needs_embedding
+    return cost + loss_cost(cfg) + StageCost(0, -embedding_cost(cfg).num_parameters if is_shared else 0)
 
 
 def embedding_cost(cfg: Config) -> StageCost:
     """Return the cost of the embedding: no FLOPs, as it is a look-up."""
-    return StageCost(0, cfg.model.vocab_size * cfg.model.hidden_size // cfg.parallel.tp)
+    return StageCost(0, _num_local(cfg, (embedding_weight(cfg.model),)))
+
+
+def _num_local(cfg: Config, weights: Iterable[ParamSpec]) -> int:
+    """Return the number of elements of weights that a rank of tensor and expert parallelism has."""
+    p = cfg.parallel
+    return sum(weight.shard(p.tp, p.ep, p.etp).numel for weight in weights)
 
 
 def _layer_costs(cfg: Config) -> list[StageCost]:
@@ -111,26 +124,21 @@ def layer_cost(cfg: Config, number: int) -> StageCost:
 
 def _kind_cost(cfg: Config, kind: str, letter: str) -> StageCost:
     """Return the cost of a layer of one of `BLOCK_KINDS`, with the letter of its attention."""
-    one_layer = single_layer(cfg.model, kind, letter)
-    count = count_parameters(one_layer)
-    p = cfg.parallel
-    dense = count.total - count.embedding - count.head - count.experts
-    flops = train_flops_per_token(one_layer, cfg.train.seq_len)
-    return StageCost(flops.forward - flops.head, dense // p.tp + count.experts // (p.ep * p.etp))
+    flops = train_flops_per_token(single_layer(cfg.model, kind, letter), cfg.train.seq_len)
+    weights = (*layer_weights(cfg.model, kind), *layer_adapters(cfg.model, cfg.lora, kind))
+    return StageCost(flops.forward - flops.head, _num_local(cfg, weights))
 
 
 def loss_cost(cfg: Config) -> StageCost:
-    """Return the cost of the output head and the MTP layers, each of which uses the head once more."""
+    """Return the cost of the output head and the MTP layers, each of which uses the head once more.
+
+    With tied embeddings and for MTP layers, the last stage has a copy of the embedding.
+    """
     model = cfg.model
-    p = cfg.parallel
     flops = train_flops_per_token(model, cfg.train.seq_len)
-    load = StageCost(flops.head + flops.mtp, model.vocab_size * model.hidden_size // p.tp)
-    if model.mtp_layers == 0:
-        return load
-    mtp_layer = _kind_cost(cfg, model.mtp_block_kind, model.attention_letters[-1])
-    mtp_parameters = model.mtp_layers * (mtp_layer.num_parameters + 2 * model.hidden_size**2)
-    head_copy = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size // p.tp
-    return StageCost(load.flops, load.num_parameters + mtp_parameters + head_copy)
+    embedding = (embedding_weight(model),) if model.last_stage_needs_embedding else ()
+    weights = (*head_weights(model), *embedding, *mtp_layer_weights(model) * model.mtp_layers)
+    return StageCost(flops.head + flops.mtp, _num_local(cfg, weights))
 
 
 def single_layer(model: ModelConfig, kind: str, letter: str) -> ModelConfig:

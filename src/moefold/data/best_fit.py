@@ -149,6 +149,11 @@ class BestFitSamples:
         """Return the number of samples."""
         return len(self._first_parts) - 1
 
+    @property
+    def filled(self) -> float:
+        """Share of the inputs of all samples that are tokens, if the last token of each sample is none."""
+        return min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
+
     def sample(self, number: int) -> NDArray[np.int64]:
         """Return the tokens of one sample, [seq_len + 1]."""
         return self.annotated_sample(number).tokens

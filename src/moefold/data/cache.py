@@ -6,7 +6,6 @@ fsync: a killed writer leaves a temporary file that is never read and that a lat
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
+from moefold.file_lock import FileLock, open_lock_file
 
 FORMAT_VERSION = 1
 _BATCH_BYTES = 2**23
@@ -133,9 +133,9 @@ def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> P
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold a file lock that ends with the process; without lock support, processes may duplicate the work."""
-    with path.open("ab") as file:
+    with FileLock(open_lock_file(path)) as lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock.acquire()
         except OSError as error:
             logger.warning("%s cannot be locked (%s): several ranks may tokenise the same text", path, error.strerror)
         yield

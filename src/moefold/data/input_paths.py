@@ -153,6 +153,8 @@ def _raise_unreadable(error: OSError) -> None:
 SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
 """Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
+ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
+"""The same, and that of Megatron's index."""
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
@@ -201,7 +203,7 @@ def separate_dropped_files(
     lost = {}
     others = {}
     left_out = [name for name, seen in saved.items() if seen == SKIPPED] if tokens else []
-    file_of = {str(Path(name).with_suffix(ENDS_SUFFIX)): name for name in [*left_out, *tokens]}
+    file_of = {str(Path(name).with_suffix(suffix)): name for name in [*left_out, *tokens] for suffix in ENDS_SUFFIXES}
     for name, difference in differences.items():
         if name in tokens or name in left_out:
             lost[name] = difference

@@ -59,6 +59,11 @@ class Mixture(Sampler):
         """True if any part has annotations."""
         return any(part.has_annotations for part in self._parts)
 
+    @property
+    def filled(self) -> float:
+        """Mean of the parts, by their shares."""
+        return sum(share * part.filled for share, part in zip(self._shares, self._parts, strict=True))
+
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run."""
         which, number = self.locate(index)

@@ -23,6 +23,7 @@ from moefold.data.sft import (
     ConversationToRender,
     TokenizedConversations,
     conversation_location,
+    filled_share,
     hold_out,
     pack_best_fit,
 )
@@ -97,7 +98,9 @@ class PackedPairs:
         self._length_of_pair = dict(zip(pairs.tolist(), lengths.tolist(), strict=True))
         self.num_tokens = int(lengths.sum())
         """Tokens of the pairs, padding aside."""
-        self._bins = [pairs[packed] for packed in pack_best_fit(lengths.sum(1).tolist(), seq_len + 1)]
+        packing = pack_best_fit(lengths.sum(1).tolist(), seq_len + 1)
+        self._bins = [pairs[packed] for packed in packing]
+        self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
         self._max_pairs = max((len(packed) for packed in self._bins), default=0)
 
     def __len__(self) -> int:

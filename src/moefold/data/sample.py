@@ -95,6 +95,16 @@ class AnnotatedSampleSource(SampleSource, Protocol):
 
 
 @runtime_checkable
+class PaddedSampleSource(Protocol):
+    """Numbered samples, some of which end with padding."""
+
+    @property
+    def filled(self) -> float:
+        """Return the share of the inputs of all samples that are tokens and not padding, 0 to 1."""
+        ...
+
+
+@runtime_checkable
 class TraceableSampleSource(Protocol):
     """Numbered samples whose origin in the data can be given."""
 

@@ -23,6 +23,7 @@ from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.sample import (
     AnnotatedSampleSource,
     DroppableSource,
+    PaddedSampleSource,
     Sample,
     SampleBatch,
     SampleSource,
@@ -258,6 +259,11 @@ class Sampler(ABC):
             ConfigError: there is no sample, or the data holds an id outside the model's vocabulary.
         """
 
+    @property
+    def filled(self) -> float:
+        """Share of the inputs of an epoch that are tokens and not padding, 0 to 1; an estimate for parts of data."""
+        return 1.0
+
     def sample(self, index: int) -> NDArray[np.int64]:
         """Return the tokens of sample `index` of the run, int64 [seq_len + 1]; errors as in `annotated_sample`."""
         return self.annotated_sample(index).tokens
@@ -371,6 +377,11 @@ class Split(Sampler):
     def has_annotations(self) -> bool:
         """True if the source has document ids or target weights."""
         return isinstance(self._source, AnnotatedSampleSource)
+
+    @property
+    def filled(self) -> float:
+        """That of the source, whose samples may be those of other parts too."""
+        return self._source.filled if isinstance(self._source, PaddedSampleSource) else 1.0
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run (0-based, no upper limit); without annotations if the source has none.

@@ -153,7 +153,9 @@ class PackedConversations:
         lengths = np.minimum(np.diff(conversations.starts)[members], seq_len + 1)
         self.num_tokens = int(lengths.sum())
         """Tokens of the conversations, padding aside."""
-        self._bins = [members[packed] for packed in pack_best_fit(lengths.tolist(), seq_len + 1)]
+        packing = pack_best_fit(lengths.tolist(), seq_len + 1)
+        self._bins = [members[packed] for packed in packing]
+        self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -399,6 +401,16 @@ def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedCo
         len(training),
         100 * filled,
     )
+
+
+def filled_share(lengths: Sequence[int], seq_len: int) -> float:
+    """Return the share of the inputs of samples that are tokens; 1 without samples.
+
+    Args:
+        lengths: tokens of each sample, at most seq_len + 1; the last one of a full sample is no input.
+        seq_len: inputs of a sample.
+    """
+    return sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len) if lengths else 1.0
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ import os
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,29 +135,55 @@ class ShardReader:
             raise self._ids.broken_error(f"it has {size_bytes} of {needed_bytes} bytes")
 
 
+class EndsReader(Protocol):
+    """Reader of the ends of documents."""
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        ...
+
+    def read(self, start: int, stop: int) -> NDArray[np.integer]:
+        """Return the ends of the documents start .. stop-1."""
+        ...
+
+
+def open_ends_file(index: Path, *, shard: str) -> ShardReader:
+    """Open an index file.
+
+    Args:
+        index: the file, of int64.
+        shard: see `TokenArraySpec`.
+
+    Raises:
+        ValueError: its size is that of no index.
+        BrokenShardError: it cannot be read.
+    """
+    size_bytes = index.stat().st_size
+    if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
+        raise ValueError(f"it has {size_bytes} bytes, which is not a positive multiple of 8")
+    count = size_bytes // _ENDS_DTYPE.itemsize
+    return ShardReader(TokenArraySpec(index, str(index), 0, _ENDS_DTYPE, count, shard))
+
+
 class DocumentEnds:
     """Document index of a token file: for each document one past its last token, ascending.
 
     It is read from disk on demand; one number in 512 is kept in memory.
     """
 
-    def __init__(self, index: Path, num_tokens: int, *, shard: str) -> None:
-        """Open an index and check that it is of a file with `num_tokens` tokens.
+    def __init__(self, index: "EndsReader", num_tokens: int) -> None:
+        """Check that an index is of a file with `num_tokens` tokens.
 
         Args:
-            index: the index file.
+            index: reader of the ends.
             num_tokens: number of tokens in the token file.
-            shard: see `TokenArraySpec`.
 
         Raises:
             ValueError: the index is invalid; the text has the reason.
             BrokenShardError: the index cannot be read.
         """
-        size_bytes = index.stat().st_size
-        if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
-            raise ValueError(f"it has {size_bytes} bytes, which is not a positive multiple of 8")
-        self._count = size_bytes // _ENDS_DTYPE.itemsize
-        self._reader = ShardReader(TokenArraySpec(index, str(index), 0, _ENDS_DTYPE, self._count, shard))
+        self._count = len(index)
+        self._reader = index
         self._last_of_block = self._check(num_tokens)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.cache_dir import cache_folders
 from moefold.config.schema import DataConfig
 from moefold.data.file_formats import ColumnError, jsonl_records
-from moefold.data.input_paths import ENDS_SUFFIX
+from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
 from moefold.data.table_folder import check_rows_readable
@@ -59,7 +59,7 @@ def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Pa
     """Return the files of `skipped_files`, each with the reason."""
     if data.corrupt == "fatal":
         return {}
-    files = [file for _, file in named_sources(data) if file.suffix != ENDS_SUFFIX]
+    files = [file for _, file in named_sources(data) if file.suffix not in ENDS_SUFFIXES]
     if not files:
         raise ConfigError(
             'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'

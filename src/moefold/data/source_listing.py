@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moefold.config.schema import DataConfig
 from moefold.data.file_formats import is_jsonl
-from moefold.data.input_paths import ENDS_SUFFIX, existing_path, files_below, name_below
+from moefold.data.input_paths import ENDS_SUFFIXES, existing_path, files_below, name_below
 from moefold.data.text_source import python_docs_corpus
 from moefold.remote_path import is_remote
 
@@ -67,5 +67,5 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
 
 def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
-        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix == ENDS_SUFFIX)
+        return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix in ENDS_SUFFIXES)
     return data.kind not in ("sft", "preference", "prompts") or is_jsonl(file)

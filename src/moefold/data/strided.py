@@ -37,6 +37,11 @@ class StridedSampler(Sampler):
         """True if samples may have document ids or target weights."""
         return self._source.has_annotations
 
+    @property
+    def filled(self) -> float:
+        """That of the source."""
+        return self._source.filled
+
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of this site."""
         return self._source.annotated_sample(self._index(index))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.schema import DataConfig
+from moefold.data.bin_formats import MEGATRON_SUFFIX, read_bin_layout, read_megatron_index
 from moefold.data.file_formats import map_npy
 from moefold.data.input_paths import (
     ENDS_SUFFIX,
@@ -27,7 +28,14 @@ from moefold.data.input_paths import (
     files_below,
     is_below,
 )
-from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, ShardReader, TokenArraySpec
+from moefold.data.shard_reader import (
+    BrokenShardError,
+    DocumentEnds,
+    OutOfVocabError,
+    ShardReader,
+    TokenArraySpec,
+    open_ends_file,
+)
 from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
 from moefold.errors import ConfigError, format_list
 
@@ -50,6 +58,8 @@ class TokenFile:
     """Dtype of the ids of a raw .bin; None for .npy, whose header has it."""
     name: str = ""
     """Name in the recipe; empty: the path is used."""
+    offset_bytes: int = 0
+    """Bytes of a .bin before its first id."""
 
     @property
     def display_name(self) -> str:
@@ -63,7 +73,7 @@ class TokenFile:
             BrokenShardError: the file is missing or has changed.
         """
         if self.bin_dtype is not None:
-            return ShardReader(self.token_array_spec(0, self.bin_dtype))
+            return ShardReader(self.token_array_spec(self.offset_bytes, self.bin_dtype))
         expected = self.token_array_spec(0, np.dtype(np.uint8))
         try:
             array = map_npy(self.path)
@@ -260,8 +270,10 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
 
 
 def document_ends_path(path: Path) -> Path:
-    """Return the path of a token file's document index (which may not exist): int64 little-endian, no header."""
-    return path.with_suffix(ENDS_SUFFIX)
+    """Return the path of a token file's document index: int64 little-endian, no header; or that of Megatron."""
+    index = path.with_suffix(ENDS_SUFFIX)
+    megatron = path.with_suffix(MEGATRON_SUFFIX)
+    return megatron if path.suffix == ".bin" and not index.exists() and megatron.exists() else index
 
 
 def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentEnds:
@@ -273,7 +285,8 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
     """
     index = document_ends_path(path)
     try:
-        return DocumentEnds(index, num_tokens, shard=name)
+        megatron = read_megatron_index(path) if index.suffix == MEGATRON_SUFFIX else None
+        return DocumentEnds(open_ends_file(index, shard=name) if megatron is None else megatron, num_tokens)
     except OSError as error:
         raise ConfigError(
             f"data.document_index=true needs an index of documents next to {path}, and {index.name} cannot be read "
@@ -327,7 +340,7 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
     """Read the header and size of a token file.
 
     Raises:
-        ConfigError: it is neither a .bin of whole ids nor a complete .npy.
+        ConfigError: it is neither a .bin of whole ids, of Megatron or of llm.c, nor a complete .npy.
     """
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.path: {path} is not readable; give read access or leave it out")
@@ -341,14 +354,8 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
         raise ConfigError(
             f'data.path={path} must end in .bin or .npy for data.kind="tokens"; use data.kind="text" for text'
         )
-    dtype = np.dtype(token_dtype).newbyteorder("<")
-    size_bytes = path.stat().st_size
-    if size_bytes % dtype.itemsize:
-        raise ConfigError(
-            f"{path} has {size_bytes} bytes, which is no multiple of the {dtype.itemsize} bytes of "
-            f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
-        )
-    return TokenFile(path, size_bytes // dtype.itemsize, dtype)
+    layout = read_bin_layout(path, token_dtype)
+    return TokenFile(path, layout.num_tokens, layout.dtype, offset_bytes=layout.offset_bytes)
 
 
 @dataclass(frozen=True)
@@ -373,16 +380,25 @@ class TokenFileSet:
         names = (data.path,) if isinstance(data.path, str) else data.path
         roots = [Path(name) for name in names]
         selected = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
-        dtype = np.dtype(data.token_dtype).newbyteorder("<")
         files = tuple(
-            TokenFile(path, self.num_tokens[name], dtype if path.suffix == ".bin" else None, name)
-            for name, path in ((name, data_file_path(name, names)) for name in selected)
+            _recorded_file(data_file_path(name, names), self.num_tokens[name], data.token_dtype, name)
+            for name in selected
         )
         if not files:
             raise ConfigError(
                 f"data.path={format_list([*names])} is empty: no token in its files; name files with tokens"
             )
         return files
+
+
+def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> TokenFile:
+    """Return a file of a run by its name; one that is gone is reported when it is read."""
+    if path.suffix != ".bin":
+        return TokenFile(path, num_tokens, None, name)
+    if not path.is_file():
+        return TokenFile(path, num_tokens, np.dtype(token_dtype).newbyteorder("<"), name)
+    layout = read_bin_layout(path, token_dtype)
+    return TokenFile(path, num_tokens, layout.dtype, name, layout.offset_bytes)
 
 
 def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str] = frozenset()) -> TokenFileSet:

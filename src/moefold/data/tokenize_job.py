@@ -5,7 +5,6 @@ absent, and has a document index next to it. `TOKENIZE_INFO_FILE` records the in
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -42,6 +41,7 @@ from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
+from moefold.file_lock import FileLock, open_lock_file
 
 InputFormat = Literal["text", "jsonl", "parquet"]
 INPUT_FORMATS: tuple[InputFormat, ...] = ("text", "jsonl", "parquet")
@@ -471,12 +471,10 @@ def _lock_output_folder(out: Path) -> Iterator[None]:
             stack.callback(_remove_without_shards, out)
         try:
             out.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((out / ".lock").open("ab"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not stack.enter_context(FileLock(open_lock_file(out / ".lock"))).try_acquire():
+                raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it")
             if not is_new and not had_lock:
                 stack.callback(_remove_lock_of_others, out)
-        except BlockingIOError:
-            raise ConfigError(f"--out {out} is being written by another `moefold tokenize`; wait for it") from None
         except OSError as error:
             raise unwritable_error(out, error) from error
         # Errors of the input are ConfigErrors already, so an OSError is of the output folder.

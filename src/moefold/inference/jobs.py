@@ -78,6 +78,8 @@ class EvalOptions:
     """"cpu", "cuda" or "auto"."""
     force: bool = False
     """Replace the file of the logits if it exists."""
+    ignore_key: Sequence[str] = ()
+    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,8 @@ class GenerateOptions:
     """GiB of the KV cache of a rank; 0: for all prompts, up to 64 on a data-parallel rank."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
+    ignore_key: Sequence[str] = ()
+    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +176,14 @@ Notify = Callable[[str], None]
 
 
 def prepare_evaluation(
-    request: EvalRequest, rank_env: RankEnv | None, report_skipped: Callable[[Sequence[str]], None], notify: Notify
+    request: EvalRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None], notify: Notify
 ) -> EvalJob:
     """Check an evaluation before any rank starts.
 
     Args:
         request: the evaluation.
         rank_env: environment of this process, if a launcher started it.
-        report_skipped: receives the damaged checkpoints that were skipped.
+        report: receives notes on the model, such as damaged checkpoints that were skipped.
         notify: receives the sequence length, if none was given.
 
     Raises:
@@ -192,8 +196,8 @@ def prepare_evaluation(
         )
     if options.batch_size < 1:
         raise ConfigError(f"--batch-size {options.batch_size} must be at least 1")
-    source = find_source(request.model)
-    report_skipped(source.skipped)
+    source = find_source(request.model, options.ignore_key)
+    report(source.notices)
     seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
     inference = InferenceRequest(
         overrides=request.overrides,
@@ -227,14 +231,14 @@ def prepare_evaluation(
 
 
 def prepare_generation(
-    request: GenerationRequest, rank_env: RankEnv | None, report_skipped: Callable[[Sequence[str]], None]
+    request: GenerationRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None]
 ) -> GenerateJob:
     """Check a generation before any rank starts.
 
     Args:
         request: the generation.
         rank_env: environment of this process, if a launcher started it.
-        report_skipped: receives the damaged checkpoints that were skipped.
+        report: receives notes on the model, such as damaged checkpoints that were skipped.
 
     Raises:
         ConfigError: the model, a prompt, an option or the mapping cannot work, or the memory is too small.
@@ -243,8 +247,8 @@ def prepare_generation(
     if request.max_tokens < 1:
         raise ConfigError(f"--max-tokens {request.max_tokens} must be at least 1")
     request.sampling.check()
-    source = find_source(request.model)
-    report_skipped(source.skipped)
+    source = find_source(request.model, options.ignore_key)
+    report(source.notices)
     # Report a wrong mapping before reading the prompt.
     inference = InferenceRequest(
         overrides=request.overrides,

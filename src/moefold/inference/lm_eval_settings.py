@@ -39,6 +39,8 @@ class LmSettings:
     tokenizer: str = ""
     chat_template: str = ""
     """Template file for --apply_chat_template; "" uses the model's template."""
+    ignore_key: str = ""
+    """Keys of the JSON files of a Hugging Face folder that may have any value, with + between them."""
     want: str = ""
     """Reward that --apply_chat_template asks for instead of align.want, or "none"."""
 
@@ -82,7 +84,7 @@ class LmSettings:
         Raises:
             ConfigError: there is no such model, or the mapping does not fit it.
         """
-        source = find_source(self.path)
+        source = find_source(self.path, tuple(filter(None, self.ignore_key.split("+"))))
         source = replace(source, want=override_want(source.want, self.want, "--model_args want="))
         overrides = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis)]
         request = InferenceRequest(

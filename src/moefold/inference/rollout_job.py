@@ -62,6 +62,8 @@ class RolloutRequest:
     force: bool = False
     want: str = ""
     """Reward to ask for instead of align.want, or "none"."""
+    ignore_key: Sequence[str] = ()
+    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +86,21 @@ DEFAULT_PROBLEMS = 256
 
 
 def prepare_rollouts(
-    request: RolloutRequest, rank_env: RankEnv | None, report_skipped: Callable[[Sequence[str]], None]
+    request: RolloutRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None]
 ) -> RolloutJob:
     """Check a job before any rank starts.
 
     Args:
         request: the arguments.
         rank_env: environment of this process, if a launcher started it.
-        report_skipped: receives the damaged checkpoints that were skipped.
+        report: receives notes on the model, such as damaged checkpoints that were skipped.
 
     Raises:
         ConfigError: the model, a prompt, the reward, an option or the mapping cannot work, or the memory is too small.
     """
     _check_options(request)
-    source = find_source(request.model)
-    report_skipped(source.skipped)
+    source = find_source(request.model, request.ignore_key)
+    report(source.notices)
     source = replace(source, want=override_want(source.want, request.want))
     inference = InferenceRequest(
         overrides=request.overrides,

@@ -46,8 +46,9 @@ class CollectedRollouts:
     """In the order of the prompts."""
     failures: list[FailedReward]
     rollout_s: float
-    """Seconds of sampling on this rank, and of scoring with the wait for the other ranks."""
+    """Seconds of sampling on the slowest rank: the groups of all ranks over it are the rate of the job."""
     reward_s: float
+    """Further seconds until all ranks had the rewards."""
     shards: list[int] = field(default_factory=list)
     """Data-parallel rank that sampled each group."""
     expert_ids: dict[RolloutKey, NDArray[np.integer]] = field(default_factory=dict)
@@ -122,15 +123,16 @@ class RolloutCollector:
         requests = self._requests(mine, prompts, group_size, sampling)
         completions = self._engine.generate(requests, is_complete=self._is_complete if self._stop.string else None)
         rollouts = [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
-        sampled_s = time.perf_counter()
+        own_s = time.perf_counter() - started_s
         recorder.set_phase("computing rewards")
         own = None
         if self._is_scoring:
             own = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
+        of_ranks = current_world().all_gather_object((self._shard.rank, own, own_s))
+        rollout_s = max(seconds for _, _, seconds in of_ranks)
+        reward_s = max(0.0, time.perf_counter() - started_s - rollout_s)
         by_shard: dict[int, tuple[list[Group], list[FailedReward]]] = {
-            shard: found
-            for shard, found in current_world().all_gather_object((self._shard.rank, own))
-            if found is not None
+            shard: found for shard, found, _ in of_ranks if found is not None
         }
         found_groups: list[Group] = []
         failures: list[FailedReward] = []
@@ -144,9 +146,7 @@ class RolloutCollector:
             for request, completion in zip(requests, completions, strict=True)
             if completion.expert_ids is not None
         }
-        return CollectedRollouts(
-            found_groups, failures, sampled_s - started_s, time.perf_counter() - sampled_s, shards, expert_ids
-        )
+        return CollectedRollouts(found_groups, failures, rollout_s, reward_s, shards, expert_ids)
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout, without the token or the text that ended it."""

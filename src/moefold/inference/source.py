@@ -1,6 +1,6 @@
 """Model source: resolve a path to a checkpoint, run folder or Hugging Face folder and read its metadata. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.model import ModelConfig
 from moefold.config.schema import DataConfig, MoEConfig
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder, parse_model_config, read_hf_config
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
@@ -54,16 +54,17 @@ class ModelSource:
     """What prompts ask for: the model was trained with align.method="condition"."""
     has_adapters: bool = False
     """Whether the checkpoint has adapters alone, to be merged into the base weights that its metadata names."""
-    skipped: tuple[str, ...] = ()
-    """Later checkpoints of the run with missing metadata, each with the reason."""
+    notices: tuple[str, ...] = ()
+    """Notes for the user: later checkpoints of the run that are damaged, ignored keys of a Hugging Face folder."""
 
 
-def find_source(name: str) -> ModelSource:
+def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
     """Find the model at a path and read its metadata; no tensors are read.
 
     Args:
         name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, of which the newest complete
             checkpoint is used; or a Hugging Face folder.
+        ignored_keys: keys of the JSON files of a Hugging Face folder that may have any value.
 
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
@@ -72,9 +73,11 @@ def find_source(name: str) -> ModelSource:
     if not path.is_dir():
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
-        return replace(_checkpoint_source(checkpoint), skipped=tuple(skipped_checkpoints(path, checkpoint)))
+        skipped = skipped_checkpoints(path, checkpoint)
+        notices = tuple(f"skipped a damaged checkpoint, {description}" for description in skipped)
+        return replace(checkpoint_source(checkpoint), notices=notices)
     if is_hf_folder(path):
-        return _hf_source(path)
+        return _hf_source(path, ignored_keys)
     raise ConfigError(
         f"MODEL={name!r} holds no model: no {META_FILE} (a checkpoint), no complete step-* folder (a run, or its "
         f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does. "
@@ -82,7 +85,12 @@ def find_source(name: str) -> ModelSource:
     )
 
 
-def _checkpoint_source(path: Path) -> ModelSource:
+def checkpoint_source(path: Path) -> ModelSource:
+    """Return the model of a checkpoint folder.
+
+    Raises:
+        ConfigError: its metadata cannot be read, or is of another version.
+    """
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")
@@ -110,6 +118,10 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     the tokenizer of its recipe; if that is still the folder's tokenizer, the folder's end-of-text ids apply.
     """
     folder = find_sidecar_dir(source.path)
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        # The model was made for at least these, however short the sequences of the run are.
+        given = _context_tokens(_read_hf_configs(folder)[0], folder)
+        source = replace(source, context=max(source.context, given) if is_trained else given)
     file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
     if not is_trained:
         recipe = recipe_tokenizer(source.path) if not file.exists() else ""
@@ -117,7 +129,6 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
             source,
             data=DataConfig(kind="text", tokenizer=recipe or str(file)),
             uses_hf_text_start=not recipe,
-            context=source.context if folder is None else _context_tokens(_read_hf_configs(folder)[0], folder),
         )
     if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
         return source
@@ -141,22 +152,24 @@ def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozense
     return frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int))
 
 
-def _hf_source(path: Path) -> ModelSource:
+def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
     keys = read_hf_config(path)
+    context = _context_tokens(keys, path)
+    model, reports = inspect_folder(path, ignored_keys)
     stored = keys.get("dtype", keys.get("torch_dtype"))
     data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER_FILE))
-    context = _context_tokens(keys, path)
     return ModelSource(
         path,
         "huggingface",
         # `load_hf_weights` does not load MTP layers.
-        replace(parse_model_config(keys, path), mtp_layers=0),
+        replace(model, mtp_layers=0),
         MoEConfig(),
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
         eos_ids=_eos_ids(keys, read_json_object(path / GENERATION_FILE)),
         uses_hf_text_start=True,
+        notices=tuple(f"{str(path)!r}: {report.note()}" for report in reports if report.note()),
     )
 
 

@@ -4,7 +4,6 @@ The launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. 
 flight-record files of the ranks; folders that killed processes left are removed.
 """
 
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -26,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from moefold.errors import RunError
+from moefold.file_lock import FileLock, open_lock_file
 from moefold.host.processes import STOP_SIGNALS, block_signals, handle_stop_signals, signal_on_parent_death
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS
@@ -185,8 +185,8 @@ def claim_folder(folder: Path) -> None:
         return
     # Rename after locking: a concurrent `remove_stale_folders` must never see this lock file unlocked.
     draft = folder / f"{LOCK_FILE}.{os.getpid()}"
-    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    # Never closed: the lock ends with this process and the ranks forked from it, which use the folder too.
+    FileLock(open_lock_file(draft)).acquire()
     draft.rename(lock)
 
 
@@ -207,14 +207,8 @@ def remove_stale_folders(parent: Path | None = None) -> None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    with FileLock(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as found:
+        return found.try_acquire()
 
 
 @contextmanager

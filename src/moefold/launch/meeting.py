@@ -441,7 +441,7 @@ class Meeting:
         tokens = {number: asked[number].tokens * asked[number].is_finite for number in group}
         total = sum(tokens.values())
         if not total:
-            return {"skip": "no site has finite weights"}
+            return {"skip": "no site has trained since its last round and has finite weights"}
         if group not in self._epochs:
             self._num_epochs += 1
             self._epochs[group] = f"{self._name}-{self._num_epochs}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moefold.comm.flight_recorder import group_timeout, read_snapshot
+from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_snapshot
 from moefold.comm.job_link import JobLink, JobSplit
 from moefold.errors import ConfigError, RunError
 from moefold.host.listen import is_loopback
@@ -32,7 +32,7 @@ DEFAULT_JOIN_TIMEOUT_S = 1800.0
 """Timeout of the rendezvous where no recipe sets one."""
 
 CONNECT_GRACE_S = 10.0
-"""Extra time after torch's own timeout for torch to stop connecting."""
+"""Extra time after the limit of connecting for torch to stop by itself."""
 
 
 def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | None) -> str:
@@ -172,12 +172,17 @@ def init_split_job(
     # `store` stays in use: rank 0 may host it.
     group_store = store if open_group_store is None else open_group_store()
     link: JobLink | None = None
+    limit = group_timeout(timeout_s)
+    timeout = limit if on_rendezvous is None else WATCHED_TIMEOUT
     try:
-        link = _init_process_groups(group_store, rank_env, split, device, group_timeout(timeout_s))
+        link = run_with_timeout(
+            limit.total_seconds() + CONNECT_GRACE_S,
+            lambda: _init_process_groups(group_store, rank_env, split, device, timeout),
+        )
     except CallTimeoutError:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and was not connected to all of them "
-            f"within {group_timeout(timeout_s).total_seconds():g} s; one may hang, or the host of the store is lost"
+            f"within {limit.total_seconds():g} s; one may hang, or the host of the store is lost"
         ) from None
     except (dist.DistError, RuntimeError, LostRankError) as error:
         raise RunError(
@@ -234,20 +239,20 @@ def _init_process_groups(
 ) -> JobLink | None:
     """Initialise the default process group, and connect the ranks that train with those that sample.
 
-    NCCL is bound to the device: it connects here, within the timeout, and not in the first step. The groups of a rank
+    NCCL is bound to the device: it connects here, and not in the first step. The groups of a rank
     are then split from the communicator of the world, in which every rank takes part: see `topology.communicators`.
 
-    Raises:
-        CallTimeoutError: torch blocks beyond its own timeout.
+    Args:
+        store: store that the ranks of the job share.
+        rank_env: environment of this rank.
+        split: the ranks that train and those that sample.
+        device: device of this rank.
+        timeout: torch's own timeout of the group.
     """
     ranks = split.ranks_like(rank_env.rank)
     own_store = dist.PrefixStore(f"ranks from {ranks.start}", store) if split.num_sampling else store
-
-    def connect() -> JobLink | None:
-        init_process_group(own_store, rank_env.rank - ranks.start, len(ranks), device, timeout)
-        return JobLink.connect(split, rank_env.rank, store) if split.num_sampling else None
-
-    return run_with_timeout(timeout.total_seconds() + CONNECT_GRACE_S, connect)
+    init_process_group(own_store, rank_env.rank - ranks.start, len(ranks), device, timeout)
+    return JobLink.connect(split, rank_env.rank, store) if split.num_sampling else None
 
 
 def init_process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:

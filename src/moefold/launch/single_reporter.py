@@ -1,6 +1,5 @@
 """Print the fatal error once per host; a file lock, not timing, selects the rank that prints it. Torch-free."""
 
-import fcntl
 import os
 import sys
 import threading
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moefold.file_lock import FileLock, open_lock_file
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import MULTILINE_CHARS, printable
 
@@ -32,15 +32,15 @@ class SingleReporter:
     def __init__(self, rank_env: RankEnv) -> None:
         self.shared_path = ""
         """Path by which other ranks of the machine can open this rank's file; "" if there is none to share."""
-        self._descriptor = -1
-        self._opened: list[int] = []
+        self._lock: FileLock | None = None
+        self._opened: list[FileLock] = []
         self._thread_lock = threading.Lock()
         self._has_reported = False
         if rank_env.record_paths:
             self.use_file(rank_env.record_paths[-1])
         elif hasattr(os, "memfd_create"):
             own_file = os.memfd_create("moefold-report")
-            self._opened.append(own_file)
+            self._opened.append(FileLock(own_file))
             self.shared_path = f"/proc/{os.getpid()}/fd/{own_file}"
             self.use_file(self.shared_path)
 
@@ -48,14 +48,14 @@ class SingleReporter:
         """Use the file at `path` from now on; it stays open even if the rank that created it exits."""
         with suppress(OSError):
             # Another thread may be using the file before it, which stays open.
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._opened.append(self._descriptor)
+            self._lock = FileLock(open_lock_file(Path(path)))
+            self._opened.append(self._lock)
 
     def close(self) -> None:
         """Close the files; the reporter then prints without asking other ranks."""
-        self._descriptor = -1
-        for descriptor in self._opened:
-            os.close(descriptor)
+        self._lock = None
+        for lock in self._opened:
+            lock.close()
         self._opened.clear()
 
     def report_once(self, message: str, should_report: Callable[[], bool] = lambda: True) -> None:
@@ -74,12 +74,12 @@ class SingleReporter:
                     sys.stderr.write(printable(message, MULTILINE_CHARS) + "\n")
                     sys.stderr.flush()
             self._has_reported = True
-            if self._descriptor >= 0:
-                os.pwrite(self._descriptor, b"1", 0)
+            if self._lock is not None:
+                os.pwrite(self._lock.descriptor, b"1", 0)
 
     def was_reported(self) -> bool:
         """Return whether a rank of this machine has printed the message."""
-        return self._has_reported or (self._descriptor >= 0 and os.fstat(self._descriptor).st_size > 0)
+        return self._has_reported or (self._lock is not None and os.fstat(self._lock.descriptor).st_size > 0)
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
@@ -90,17 +90,16 @@ class SingleReporter:
         try:
             yield
         finally:
-            if self._descriptor >= 0:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            if self._lock is not None:
+                self._lock.release()
 
     def _try_lock(self) -> bool:
-        if self._descriptor < 0:
+        if self._lock is None:
             return True
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self._lock.try_acquire()
         except OSError:
             return False
-        return True
 
 
 def has_report(file: Path) -> bool:

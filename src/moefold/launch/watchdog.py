@@ -101,6 +101,7 @@ class Watchdog:
         Args:
             session: session name of `join_rendezvous`, used as key prefix in a store that may outlive the ranks.
         """
+        self.flight_recorder.clock.start()
         self.flight_recorder.set_phase("connecting to the other ranks")
         self._store_reporter = _StoreReporter(self._rank_env, self.flight_recorder, self._file, self.reporter, session)
         self._store_reporter.regroups = self._regroups
@@ -135,6 +136,7 @@ class Watchdog:
     def deregister(self, status: int) -> None:
         """Deregister this rank, so that the others do not report it as lost; does nothing before `start`."""
         self._stopped.set()
+        self.flight_recorder.clock.end()
         if self._store_reporter is not None:
             self._store_reporter.deregister(status)
 
@@ -431,9 +433,15 @@ class _StoreReporter(threading.Thread):
         """Return the other ranks whose reports do not change for `MAX_MISSED_PERIODS`, and that have not left."""
         others = [rank for rank in range(self._rank_env.world_size) if rank != self._rank_env.rank]
         before = {rank: self._last_text(rank) for rank in others}
-        time.sleep(MAX_MISSED_PERIODS * self.period_s)
+        self._run_for(MAX_MISSED_PERIODS * self.period_s)
         silent = [rank for rank in others if self._last_text(rank) == before[rank]]
         return [rank for rank in silent if not self._connected_store.check([f"left/{rank}"])]
+
+    def _run_for(self, duration_s: float) -> None:
+        """Wait; while this process is stopped, the others may be too."""
+        end_s = self._flight_recorder.clock() + duration_s
+        while self._flight_recorder.clock() < end_s:
+            time.sleep(min(self.period_s, duration_s))
 
     def _last_text(self, rank: int) -> bytes:
         store = self._connected_store

@@ -208,25 +208,15 @@ class LayerSummary:
     """Balance of one MoE layer; start and end are the first and the last tenth of the recorded steps."""
 
     layer: int
-    """Layer index in the whole model."""
     load_start: float
-    """Routed tokens of the most loaded expert over the mean, averaged over the start; 1 is perfect balance."""
     load_end: float
-    """`load_start`'s ratio, averaged over the end."""
     load_worst: float
-    """Largest ratio of all steps."""
     worst_step: int
-    """Step of `load_worst`."""
     load_cv: float | None
-    """Standard deviation over mean of the experts' routed tokens, averaged over the end; None without counts."""
     dead_experts: tuple[int, ...] | None
-    """Experts without a routed token in the end; None without counts."""
     dropped_fraction: float | None
-    """Dropped over all routed tokens, averaged over the end; None if the run did not record it."""
     router_entropy: float | None
-    """Entropy of a token's scores in nats, averaged over the end; None if the run did not record it."""
     share: tuple[float, ...] | None
-    """Routed tokens of each expert over the mean, in the end; None without counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

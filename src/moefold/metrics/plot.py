@@ -75,8 +75,11 @@ def plot_loss(run_dir: Path) -> Path:
     side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
     path = run_dir / LOSS_PLOT_FILE
     draft = run_dir / f".{LOSS_PLOT_FILE}.tmp"
-    figure.savefig(draft, format="png")
-    draft.replace(path)
+    try:
+        figure.savefig(draft, format="png")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return path
 
 

@@ -1,6 +1,7 @@
 """Progress display of a training run: a live line on a terminal, plain lines in a file or a pipe."""
 
 import errno
+import logging
 import os
 import time
 from collections import deque
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moefold.console import PrintableConsole
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 """Monotonic clock in seconds."""
@@ -116,12 +119,12 @@ class Progress:
 
     @contextmanager
     def _discard_lost_output(self) -> Iterator[None]:
-        """Redirect the stream to the null device if its reader or its terminal is gone: training must not fail."""
+        """Redirect the stream to the null device if its reader, its terminal or its disk is gone: training goes on."""
         try:
             yield
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
+                logger.warning("the output cannot be written any more (%s): the run goes on without it", error.strerror)
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)

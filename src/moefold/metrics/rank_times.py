@@ -32,14 +32,11 @@ class RankTimeMetrics:
     """Statistics over all ranks of their times in one step, up to its gradients; on CUDA of the previous step."""
 
     own_min_s: float
-    """Time of a rank outside collectives, data loading included."""
     own_median_s: float
     own_max_s: float
     slowest_rank: int
     data_max_s: float
-    """Time to load the rank's shard of the batch."""
     wait_min_s: float
-    """Time in collectives; least on the rank for which the others wait."""
     wait_median_s: float
 
     @classmethod

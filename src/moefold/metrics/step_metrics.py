@@ -1,7 +1,7 @@
 """Metrics of one optimizer step, and their line in metrics.jsonl.
 
 Includes per-layer MoE metrics (expert balance, router losses), agreement of the data-parallel replicas, and activation
-offload. Needs numpy, not torch.
+offload. `metrics/definitions.py` has the definition of each number. Needs numpy, not torch.
 """
 
 import json
@@ -25,27 +25,16 @@ class MoELayerMetrics:
     """Metrics of one MoE layer over the global batch; loads are routed tokens before any is dropped."""
 
     layer: int
-    """Layer index in the whole model."""
     load: float
-    """Routed tokens of the most loaded expert over the mean; 1 is perfect balance."""
     load_cv: float
-    """Coefficient of variation of the experts' routed tokens: standard deviation over mean; 0 is perfect balance."""
     dead_experts: int
-    """Number of experts without a routed token."""
     dropped_fraction: float
-    """Dropped over all routed tokens."""
     zero_fraction: float
-    """Share of the choices that are zero-computation experts, of which the loads above count none."""
     router_entropy: float
-    """Mean entropy of the tokens' router scores, in nats; ln(choices of the router) for uniform scores."""
     aux_loss: float
-    """Load-balancing loss of this layer, coefficient included."""
     z_loss: float
-    """Router z-loss of this layer, coefficient included."""
     bias_min: float | None
-    """Smallest expert bias used for routing in this step; None without model.expert_bias."""
     bias_max: float | None
-    """Largest expert bias used for routing in this step; None without model.expert_bias."""
 
     @classmethod
     def from_totals(
@@ -104,9 +93,7 @@ class ReplicaMetrics:
     loss_dispersion: float | None
     grad_norm_dispersion: float | None
     grad_cosine: float | None
-    """Mean cosine similarity over all pairs of replicas of their gradients before reduction."""
     grad_cosine_min: float | None
-    """Least cosine similarity of a pair of replicas."""
     expert_grad_norm_dispersion: float | None
     expert_grad_cosine: float | None
     expert_grad_cosine_min: float | None
@@ -174,13 +161,9 @@ class OffloadMetrics:
     """Activation offload of one step over all ranks."""
 
     stored_gib: float
-    """Offloaded activations, summed over the ranks."""
     kept_gib: float
-    """Activations not offloaded for lack of space or bandwidth, summed over the ranks."""
     io_s: float
-    """Transfer time in both directions, mean over the ranks."""
     waited_s: float
-    """Time that training waited for transfers, mean over the ranks; the rest of io_s was overlapped."""
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], num_ranks: int) -> Self:
@@ -205,81 +188,38 @@ class StepMetrics:
     """Metrics of one optimizer step. Those of the global batch are equal on all ranks; one rank logs them."""
 
     step: int
-    """Optimizer step, 1-based."""
     loss: float
-    """Mean language-model cross-entropy per token of the global batch, in nats; or the sum of `loss_terms`."""
     aux_loss: float
-    """Load-balancing loss: the sum over layers, times its coefficient."""
     z_loss: float
-    """Router z-loss: the sum over layers, times its coefficient."""
     mtp_loss: float = 0.0
-    """MTP loss: the mean over the depths, times its coefficient."""
     indexer_loss: float = 0.0
-    """KL divergence of the indexers of sparse attention: the sum over layers, times its coefficient."""
     grad_norm: float
-    """Global gradient norm before clipping; with train.optimizer="spsa" the magnitude of the projected gradient, whose
-    mean square is that of the norm."""
     projected_gradient: float | None = None
-    """With train.optimizer="spsa": the gradient along the perturbation of the step, as rounded to a byte; else None."""
     lr: float
-    """Learning rate of this step."""
     tokens: int
-    """Tokens trained on so far, including those before a resume."""
+    tokens_consumed: int
     step_time_s: float
-    """Duration of this step, without evaluation and saving."""
     tokens_per_s: float
-    """Tokens of the global batch over step_time_s."""
     tflops_per_rank: float
-    """Model TFLOP/s of one rank, counting full attention (`cost.flops.train_flops_per_token`)."""
     mfu: float | None
-    """Model FLOPs utilisation: tflops_per_rank over the device's peak, 0 to 1; None if the peak is unknown."""
     memory_gib: float
-    """Peak memory per rank, the largest over all ranks."""
     expert_load: tuple[float, ...]
-    """For each MoE layer: tokens of its most loaded expert over the mean of its experts; 1 is perfect balance."""
     dropped_fraction: float
-    """Dropped over all routed tokens; 0 without a capacity factor."""
     save_s: float = 0.0
-    """Time that training waited for checkpoint saving since the previous step, outside step_time_s."""
     moe_layers: tuple[MoELayerMetrics, ...] = ()
-    """Metrics of each MoE layer, in model order."""
     eval_loss: float | None = None
-    """Mean cross-entropy per held-out token, in nats; None except on evaluation steps."""
-
     skipped: str | None = None
-    """Reason for a skipped update: "nonfinite" or "spike"; None if applied. faults.jsonl has the details."""
-
     replicas: ReplicaMetrics | None = None
-    """Agreement of the data-parallel replicas; None except on steps that faults.replica_check_every checks."""
-
     offload: OffloadMetrics | None = None
-    """Activation offload by train.offload and its cost; None without offload."""
-
     memory_by_part: MemoryByPart | None = None
-    """Bytes by part of the model for each rank; None except on steps that metrics.memory_every measures."""
-
     rank_times: RankTimeMetrics | None = None
-    """Compute and wait times of the ranks; None with one rank or faults.straggler_factor=0."""
-
     attention_max_over_mean: float | None = None
-    """Visible (query, key) pairs of the busiest of the dp x cp ranks over those of the mean rank, over all
-    micro-batches; None without documents or with other attention than parallel.context="planned". Likewise:"""
     attention_moved_rows: int | None = None
-    """Rows of queries that other ranks computed than those that hold them, over layers and micro-batches."""
     attention_bytes: int | None = None
-    """Bytes that attention sent between ranks, of both passes, over layers, micro-batches and ranks."""
-
     loss_terms: dict[str, float] | None = None
-    """Terms of a loss function of several terms, by name; None for one term, which is `loss`."""
-
     loss_metrics: dict[str, float] | None = None
-    """Metrics of a loss function, by name; None for a loss without metrics."""
-
     rl: dict[str, Any] | None = None
-    """Metrics of the rollouts of a step ([rl.md](rl.md)); None without reinforcement learning."""
-
     sites: dict[str, Any] | None = None
-    """Metrics of the round after this step ([sites.md](sites.md)); None except on steps with a round."""
 
     @property
     def worst_expert_load(self) -> float | None:

@@ -4,7 +4,8 @@ import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,21 +94,21 @@ def check_trackers(metrics: MetricsConfig) -> None:
         _check_wandb_login()
 
 
-def open_trackers(
+def tracker_starters(
     run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]
-) -> tuple[Tracker, ...]:
-    """Start the trackers that the recipe enables.
+) -> dict[str, Callable[[], Tracker]]:
+    """Return functions that start the trackers that the recipe enables, by name.
 
     Args:
         resume_step: last step that remains from an earlier process of this run; 0 for a new run.
         config: the resolved recipe, logged with the curves.
     """
-    trackers: list[Tracker] = []
+    starters: dict[str, Callable[[], Tracker]] = {}
     if metrics.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir, metrics, resume_step=resume_step, config=config))
+        starters["TensorBoard"] = partial(TensorBoardTracker, run_dir, metrics, resume_step=resume_step, config=config)
     if metrics.wandb:
-        trackers.append(WandbTracker(run_dir, metrics, resume_step=resume_step, config=config))
-    return tuple(trackers)
+        starters["wandb"] = partial(WandbTracker, run_dir, metrics, resume_step=resume_step, config=config)
+    return starters
 
 
 class TensorBoardTracker:

@@ -9,15 +9,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from moefold.bounded_read import bounded_lines, open_regular, parse_json
 from moefold.config.schema import MetricsConfig
+from moefold.metrics.auxiliary import AuxiliaryOutputs
 from moefold.metrics.step_metrics import METRICS_FILE, StepMetrics, read_records
-from moefold.metrics.tracker import open_trackers
+from moefold.metrics.tracker import Tracker, tracker_starters
 
 EVAL_LOSS = "eval_loss"
 
@@ -33,6 +35,7 @@ class MetricsWriter:
         metrics: settings of the trackers.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run, which starts an empty file.
         config: the resolved recipe, for trackers that show it.
+        outputs: reports an output that fails, which is left out from then on.
     """
 
     def __init__(
@@ -42,27 +45,52 @@ class MetricsWriter:
         *,
         resume_step: int = 0,
         config: Mapping[str, Any] | None = None,
+        outputs: AuxiliaryOutputs | None = None,
     ) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._path = path = run_dir / METRICS_FILE
-        self.removed_lines = truncate_metrics(path, resume_step)
-        self._trackers = open_trackers(run_dir, metrics, resume_step=resume_step, config=config or {})
-        self._file = path.open("a", encoding="utf-8")
+        self._outputs = outputs = AuxiliaryOutputs() if outputs is None else outputs
+        self._path = run_dir / METRICS_FILE
+        self.removed_lines = 0
+        self._file: TextIO | None = None
+        outputs.attempt(METRICS_FILE, lambda: self._open(resume_step))
+        self._trackers = {
+            name: tracker
+            for name, start in tracker_starters(run_dir, metrics, resume_step=resume_step, config=config or {}).items()
+            if (tracker := outputs.attempt(name, start)) is not None
+        }
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step, flush to the operating system, and log it to the trackers."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
-        for tracker in self._trackers:
-            tracker.log(metrics)
+        self._outputs.attempt(METRICS_FILE, lambda: self._append(metrics))
+        self._track(lambda tracker: tracker.log(metrics))
 
     def lacks_evaluation(self, step: int) -> bool:
         """Return whether the file has a step without its evaluation loss."""
+        return bool(self._outputs.attempt(METRICS_FILE, lambda: self._lacks_evaluation(step)))
+
+    def _lacks_evaluation(self, step: int) -> bool:
         records = [record for _, record in read_records(self._path) if record is not None and record["step"] == step]
         return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in _nonfinite(records[-1])
 
     def add_evaluation(self, step: int, eval_loss: float) -> None:
         """Write the evaluation loss into the line of a step, and log it to the trackers."""
+        self._outputs.attempt(METRICS_FILE, lambda: self._add_evaluation(step, eval_loss))
+        self._track(lambda tracker: tracker.log_evaluation(step, eval_loss))
+
+    def _open(self, resume_step: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.removed_lines = truncate_metrics(self._path, resume_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def _append(self, metrics: StepMetrics) -> None:
+        assert self._file is not None
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+
+    def _track(self, log: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            self._outputs.attempt(name, partial(log, tracker))
+
+    def _add_evaluation(self, step: int, eval_loss: float) -> None:
         lines = []
         for line, record in read_records(self._path):
             if record is not None and record["step"] == step:
@@ -72,17 +100,20 @@ class MetricsWriter:
                     record["nonfinite"] = _nonfinite(record) | {EVAL_LOSS: str(eval_loss)}
                 line = json.dumps(record, allow_nan=False)
             lines.append(line + "\n")
+        assert self._file is not None
         self._file.close()
         _write_atomically(self._path, lines)
         self._file = self._path.open("a", encoding="utf-8")
-        for tracker in self._trackers:
-            tracker.log_evaluation(step, eval_loss)
 
     def close(self) -> None:
-        """Close the file and finish the trackers."""
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        """Close the file and finish the trackers; one that has failed may hang, and is left alone."""
+        if self._file is not None and self._outputs.has_failed(METRICS_FILE):
+            # Closing would write the rest of the buffer once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
+        elif self._file is not None:
+            self._outputs.attempt(METRICS_FILE, self._file.close)
+        self._track(lambda tracker: tracker.close())
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,15 @@
-"""Learning-rate schedules: warm-up, then cosine, linear, WSD or constant. Pure and torch-free."""
+"""Learning-rate schedules: warm-up, then cosine, linear, WSD or constant. Pure and torch-free.
+
+A schedule is a function of the step and of run.steps: a run that goes on with other settings has another schedule from
+there on, whose rate need not continue that of the first one. `describe_schedule_change` says so.
+"""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_type_hints
 
-from moefold.config.schema import TrainConfig
+from moefold.config.schema import Config, TrainConfig
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
@@ -42,6 +49,106 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
             return _interpolate(train, 1 - _progress(step, max(peak_step, steps - decay_steps), steps))
         case "constant":
             return train.lr
+
+
+SCHEDULE_KEYS = ("lr", "min_lr", "warmup_steps", "lr_schedule", "decay_steps")
+"""Keys of [train] that determine the schedule, with run.steps."""
+SECOND_PEAK = 0.5
+"""Peak of a schedule that follows one which has ended at 0, over the first peak: the rate goes up to about a quarter of
+the first peak, as half of a cosine has passed, and ends at 0 again."""
+
+
+def schedule_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings of a run that determine its learning rates, by their keys."""
+    return {"run.steps": cfg.run.steps} | {f"train.{key}": getattr(cfg.train, key) for key in SCHEDULE_KEYS}
+
+
+def check_schedule_settings(settings: Mapping[str, Any]) -> None:
+    """Check the settings of a checkpoint, which are absent in those of old versions.
+
+    Raises:
+        TypeError: they are not what `schedule_settings` returns.
+    """
+    if not settings:
+        return
+    default = schedule_settings(Config())
+    if settings.keys() != default.keys():
+        raise TypeError(f"schedule has the keys {sorted(settings)}")
+    kinds = get_type_hints(TrainConfig)["lr_schedule"].__args__
+    for key, value in settings.items():
+        is_right = value in kinds if key == "train.lr_schedule" else type(value) in (type(default[key]), int)
+        if not is_right or (type(value) in (int, float) and not 0 <= value < math.inf):
+            raise TypeError(f"schedule has {key}={value!r}")
+
+
+def describe_schedule_change(before: Mapping[str, Any], cfg: Config, step: int) -> str:
+    """Describe how the learning rate goes on after a checkpoint with other settings; empty if they are the same.
+
+    Args:
+        before: `schedule_settings` of the run that saved the checkpoint; empty if they are unknown.
+        cfg: the recipe that goes on.
+        step: the step of the checkpoint.
+    """
+    now = schedule_settings(cfg)
+    if before == now or not 0 < step < cfg.run.steps:
+        return ""
+    rate = learning_rate(cfg.train, cfg.run.steps, step + 1)
+    course = _describe_course(cfg, step)
+    if not before:
+        return f"the learning rate of step {step + 1} is {rate:.3g}; {course}"
+    steps = before["run.steps"]
+    keys = {name.removeprefix("train."): value for name, value in before.items() if name != "run.steps"}
+    train = replace(cfg.train, **keys)
+    last = learning_rate(train, steps, step)
+    ended = f"the schedule of {steps:,} steps has ended; " if step >= steps and _decays(train, steps) else ""
+    changes = ", ".join(f"{key}={now[key]} (it had {before[key]})" for key in now if now[key] != before[key])
+    verb = f"{'rises' if rate > last else 'falls'} from {last:.3g} to"
+    if math.isclose(rate, last):
+        verb = "stays at"
+    return f"{ended}with {changes} the learning rate {verb} {rate:.3g} in step {step + 1}; {course}"
+
+
+def _decays(train: TrainConfig, steps: int) -> bool:
+    """Return whether the rate of the last step is lower than the peak, as the schedule has a decay."""
+    return train.lr_schedule != "constant" and train.min_lr < train.lr and steps > max(train.warmup_steps, 1)
+
+
+def _describe_course(cfg: Config, step: int) -> str:
+    """Describe the rates of a run after a step."""
+    train = cfg.train
+    steps = cfg.run.steps
+    end = f"{learning_rate(train, steps, steps):.3g}"
+    if not _decays(train, steps):
+        return "it is constant after the warm-up" if step < train.warmup_steps else "it is constant from there on"
+    if train.lr_schedule == "wsd":
+        first = max(train.warmup_steps, steps - (train.decay_steps or max(1, steps // 10)))
+        return f"the decay of wsd begins after step {max(first, step):,} and ends at {end} in step {steps:,}"
+    return f"the {train.lr_schedule} ends at {end} in step {steps:,}"
+
+
+def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
+    """Return settings with which a finished run goes on to more steps, and what they do to the learning rate.
+
+    With more steps alone, a schedule that has ended is replaced by one that is in the middle of its decay: the rate
+    jumps from its end to about half of the peak. Instead the rate stays where it ended; or, if that was 0, a second and
+    lower schedule follows.
+
+    Args:
+        cfg: the recipe of the finished run.
+        steps: run.steps to go on to.
+
+    Returns:
+        Overrides, and an explanation that may be empty.
+    """
+    train = cfg.train
+    longer = f"run.steps={steps}"
+    if not _decays(train, cfg.run.steps):
+        return (longer,), ""
+    last = learning_rate(train, cfg.run.steps, cfg.run.steps)
+    if last:
+        return (longer, f"train.lr={last!r}"), f"keeps the learning rate at {last:.3g}, where its schedule has ended"
+    peak = f"train.lr={train.lr * SECOND_PEAK!r}"
+    return (longer, peak), "its learning rate has ended at 0: this one rises again, half as high, and ends at 0 too"
 
 
 def _progress(step: int, first: int, last: int) -> float:

@@ -44,6 +44,8 @@ class Batch:
     columns: dict[str, Tensor]
     document_bounds: tuple[DocumentBounds, ...] = ()
     """Of each micro-batch, if samples hold several documents: their starts, known to the host."""
+    num_tokens: int | None = None
+    """Input tokens of the global batch over all ranks, padding aside; None for a batch that no trainer counts."""
     num_micro_batches: int | None = None
     """Number of micro-batches of this batch; None: that of the recipe. Pipelines always run that of the recipe."""
 

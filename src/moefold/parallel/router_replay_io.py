@@ -96,11 +96,14 @@ class RouterReplayBuffer:
 
     def save(self, step: int, writer: RoutingTraceWriter | None) -> None:
         """Gather the choices of a recorded step and write them; every rank calls it, rank 0 with a writer."""
-        if writer is not None:
-            writer.write(step, self._gather_layers())
-            return
-        for _ in self._gather_layers():
-            pass
+        layers = self._gather_layers()
+        try:
+            if writer is not None:
+                writer.write(step, layers)
+        finally:
+            # The other ranks send the rest even if the file cannot be written.
+            for _ in layers:
+                pass
 
     def _gather_layers(self) -> Iterator[Array]:
         """Yield the choices of the global batch, [G, S, K], layer by layer, on rank 0; empty arrays elsewhere."""

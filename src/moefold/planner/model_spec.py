@@ -15,6 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.hf_config import read_model_config
+from moefold.convert.known_keys import ALL_KEYS
 from moefold.cost.flops import TRAIN_TO_FORWARD, keys_per_token
 from moefold.cost.layer_spec import attention_spec
 from moefold.errors import ConfigError
@@ -511,12 +512,12 @@ def load_model_spec(name: str) -> ModelSpec:
         ConfigError: it is none of these.
     """
     if is_hub_url(name):
-        return model_spec_from_config(read_model_config(snapshot(name, "model", patterns=CONFIG_PATTERNS)))
+        return model_spec_from_config(read_model_config(snapshot(name, "model", patterns=CONFIG_PATTERNS), ALL_KEYS))
     path = Path(name)
     if path.suffix == ".toml":
         return model_spec_from_config(load_config(path).model)
     if path.name == "config.json" or path.is_dir():
-        return model_spec_from_config(read_model_config(path.parent if path.name == "config.json" else path))
+        return model_spec_from_config(read_model_config(path.parent if path.name == "config.json" else path, ALL_KEYS))
     known = find_model_name(name)
     if known is None and path.exists():
         try:

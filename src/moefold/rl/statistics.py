@@ -20,7 +20,9 @@ class RoundStatistics:
     num_dropped: int = 0
     """Groups without any reward."""
     rollout_s: float = 0.0
+    """Of sampling, on the slowest rank."""
     reward_s: float = 0.0
+    """Of scoring after it, until all ranks have the rewards."""
     reshard_s: float = 0.0
     """Of copying the weights to the mapping of sampling."""
     wait_s: float = 0.0

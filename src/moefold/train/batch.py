@@ -1,7 +1,7 @@
 """Batch sharding: this rank's data-parallel and context-parallel shard of each global batch."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +22,24 @@ from moefold.train.round_placement import RoundPlacer
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
 """Samples of one rank, and the weights of their targets, [count, 1 + mtp_layers, S]."""
+
+
+@dataclass(frozen=True)
+class InputCount:
+    """Inputs of a global batch over all data-parallel ranks."""
+
+    num_tokens: int
+    """Tokens of the data: prompts and masked turns included, padding aside."""
+    num_inputs: int
+    """Positions of the batch, padding included."""
+
+    @property
+    def token_weight(self) -> float | None:
+        """The share of each token in the auxiliary losses of the routers: 1 / tokens; None if there is no padding.
+
+        All ranks get the same, also those without padding.
+        """
+        return None if self.num_tokens == self.num_inputs else 1.0 / max(1, self.num_tokens)
 
 
 class BatchSharder:
@@ -150,24 +168,22 @@ class BatchSharder:
             all_totals = self._sum_over_ranks(rank_totals)
             num_tokens = int(all_totals[-1])
             totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
-        token_weight = self._token_weight(num_tokens, len(parts) * self._padded_batch_size * length)
+        count = InputCount(num_tokens, len(parts) * self._padded_batch_size * length)
         batches = [
-            self.build_batch(
-                samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, token_weight
-            )
+            self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, count)
             for samples, weights in parts
         ]
         return [self._placer.add_placement(batch) for batch in batches]
 
-    def token_weight(self, samples: SampleBatch) -> float | None:
-        """Return the `token_weight` of a global batch for `build_batch`; collective over dp.
+    def count_inputs(self, samples: SampleBatch) -> InputCount:
+        """Count the inputs of a global batch for `build_batch`; collective over dp.
 
         Args:
-            samples: the samples of this rank.
+            samples: the samples of this rank, as many as those of each other rank.
         """
         is_token = samples.is_token()
         num_tokens = self._sum_over_ranks(np.array([float(is_token.sum())]))
-        return self._token_weight(int(num_tokens[0]), is_token.size * self._dp_group.size)
+        return InputCount(int(num_tokens[0]), is_token.size * self._dp_group.size)
 
     def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum over the data-parallel ranks; collective over dp."""
@@ -176,18 +192,8 @@ class BatchSharder:
         )
         return sums
 
-    @staticmethod
-    def _token_weight(num_tokens: int, num_inputs: int) -> float | None:
-        """Return 1 / tokens; None if there is no padding. All ranks get the same, also those without padding.
-
-        Args:
-            num_tokens: tokens of all ranks.
-            num_inputs: inputs of all ranks, padding included.
-        """
-        return None if num_tokens == num_inputs else 1.0 / max(1, num_tokens)
-
     def build_batch(
-        self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, token_weight: float | None
+        self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, count: InputCount
     ) -> Batch:
         """Build a batch of this rank's samples, whose weights are final.
 
@@ -197,15 +203,14 @@ class BatchSharder:
             samples: the samples of this rank, a multiple of the micro-batch size.
             weights: the share of each target in the loss, see `WeightedSamples`.
             first_in_batch: index of the first of the samples in the global batch.
-            token_weight: share of each token in the auxiliary losses of the routers, 1 / tokens of the global batch;
-                None if the global batch has no padding.
+            count: inputs of the global batch, or of all batches of an evaluation.
 
         Raises:
             ConfigError: `parallel.placement` moves tokens of documents, and the samples have none.
         """
         per_token = {"tokens": samples.inputs, "labels": samples.labels, "weights": weights[:, 0]}
         per_token |= samples.token_columns
-        if token_weight is not None:
+        if (token_weight := count.token_weight) is not None:
             per_token["token_weights"] = samples.is_token() * token_weight
         if self._mtp_layers:
             per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
@@ -229,11 +234,8 @@ class BatchSharder:
             if starts is not None:
                 columns["document_starts"] = starts
         columns["sample_ids"] = first_in_batch + np.arange(len(samples.tokens))
-        return self._as_batch(columns, bounds)
-
-    def _as_batch(self, columns: dict[str, NDArray[Any]], bounds: tuple[DocumentBounds, ...]) -> Batch:
         tensors = {name: self._to_tensor(values) for name, values in columns.items()}
-        return Batch(tensors.pop("tokens"), tensors, bounds)
+        return Batch(tensors.pop("tokens"), tensors, bounds, count.num_tokens)
 
     def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.

@@ -217,10 +217,6 @@ class DataLoader:
         part = self._read_consistently(read)
         return self.train_sharder.to_batch(part), samples
 
-    def count_tokens(self, batch: Batch) -> int:
-        """Return the tokens of the global batch of which `batch` is this rank's shard."""
-        return self._cfg.tokens_per_step
-
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch; None without reinforcement learning."""
         return None

@@ -12,13 +12,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
-from moefold.comm.flight_recorder import format_ranks, group_timeout
+from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
 from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
 from moefold.config.schema import Config
@@ -29,7 +28,6 @@ from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
 from moefold.launch.regroup import Generation, LostRankError, NoLossError, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
-from moefold.metrics.writer import log_fault
 from moefold.recipe import after_loss, fitting_after_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
@@ -113,7 +111,7 @@ class LossLog(Callback):
         if run.log is None:
             return
         record = self._loss.to_record(run.cfg, run.position.step)
-        log_fault(Path(run.cfg.run.dir), record)
+        run.log.log_fault(record)
         source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
         run.log.message(
             f"regrouped in {record['seconds']:.2f} s; training goes on after step {run.position.step}{source}"
@@ -265,11 +263,11 @@ class GenerationLoop:
         rank = self._regroup.rank
         # Libraries read the variables of torchrun.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
-        timeout = group_timeout(self._cfg.faults.timeout_s)
+        limit = group_timeout(self._cfg.faults.timeout_s)
         store = self._regroup.group_store()
         run_with_timeout(
-            timeout.total_seconds() + CONNECT_GRACE_S,
-            lambda: init_process_group(store, rank, num_ranks, self._device, timeout),
+            limit.total_seconds() + CONNECT_GRACE_S,
+            lambda: init_process_group(store, rank, num_ranks, self._device, WATCHED_TIMEOUT),
         )
 
     def _may_be_loss(self, error: Exception) -> bool:

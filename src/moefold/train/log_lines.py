@@ -11,6 +11,7 @@ from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
+from moefold.optim.lr_schedule import continuation
 from moefold.topology.fragments import recipe_fragments, rounds_until
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
@@ -31,7 +32,7 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
         f"model  {_describe_model(cfg)}",
         f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
-        f"batch  {_describe_batch(cfg)}, "
+        f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
@@ -81,7 +82,7 @@ def _describe_sampling(cfg: Config) -> str:
     return f"{further}{_describe_mapping(rollout_config(cfg).parallel)}"
 
 
-def _describe_batch(cfg: Config) -> str:
+def _describe_batch(cfg: Config, filled: float) -> str:
     size = cfg.train.global_batch_size
     if cfg.is_rl:
         rl = cfg.rl
@@ -90,6 +91,8 @@ def _describe_batch(cfg: Config) -> str:
             f"{cfg.rollout.max_tokens:,} tokens"
         )
     text = f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
+    if filled < 1:
+        text += f", {1 - filled:.1%} of them padding"
     if padding := cfg.num_padding_micro_batches:
         count = cfg.num_micro_batches * cfg.parallel.dp
         text += f" (of {count} micro-batches on all ranks, {padding} hold padding alone: dp does not divide the batch)"
@@ -119,9 +122,9 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
     if cfg.is_rl and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
-        parts.append(f"{format_count(len(train_sampler) * seq_len)} tokens to train on")
+        parts.append(f"{format_count(len(train_sampler) * seq_len * train_sampler.filled)} tokens to train on")
         parts.append(
-            f"{format_count(len(validation_sampler) * seq_len)} held out"
+            f"{format_count(len(validation_sampler) * seq_len * validation_sampler.filled)} held out"
             if len(validation_sampler)
             else "none held out"
         )
@@ -192,13 +195,14 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
 def next_commands(cfg: Config) -> list[str]:
     """Return commands to suggest once the run has a model."""
     run_dir = shlex.quote(cfg.run.dir)
-    steps = cfg.run.steps
+    overrides, effect = continuation(cfg, 2 * cfg.run.steps)
+    train_on = f"or train on: the same command with {' '.join(overrides)}{f' ({effect})' if effect else ''}"
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
     chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
     if cfg.data.kind in ("task", "prompts"):
-        return [f"next: {_rollout_command(cfg)}", f"or train on: the same command with run.steps={2 * steps}"]
+        return [f"next: {_rollout_command(cfg)}", train_on]
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
-    return [f"next: {use}", f"or train on: the same command with run.steps={2 * steps}"]
+    return [f"next: {use}", train_on]
 
 
 def _rollout_command(cfg: Config) -> str:

@@ -44,5 +44,6 @@ def check_receive_loads(loads: Tensor, cfg: Config, step: str) -> None:
     raise RunError(
         f"{step} is void: rank {int(loads.argmax())} was to receive {float(loads.max()) * factor:.2f} times the routed "
         f"tokens of balanced routing, and parallel.receive_factor={factor:g} has room for {factor:g} times; train on "
-        f"from the last checkpoint with parallel.receive_factor={needed:g} or more, or parallel.dispatcher='alltoall'"
+        f"(from the last checkpoint, if there is one) with parallel.receive_factor={needed:g} or more, or "
+        "parallel.dispatcher='alltoall'"
     )

@@ -300,10 +300,6 @@ class RolloutLoader(DataLoader):
         self._metrics = step.metrics
         return self._begin_step(step), self._samples
 
-    def count_tokens(self, batch: Batch) -> int:
-        """Return the tokens of all rows of the step, as packing needs more rows or fewer."""
-        return len(batch.tokens) * self._groups.attn.dp.size * self._cfg.train.seq_len
-
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
         return dict(self._metrics)
@@ -403,8 +399,8 @@ class RolloutLoader(DataLoader):
         """Build the batch of one step of a round, before the first of them is trained; collective."""
         weights = rows.samples.weights
         assert weights is not None
-        token_weight = self.train_sharder.token_weight(rows.samples)
-        batch = self.train_sharder.build_batch(rows.samples, weights[:, None], rows.first, token_weight)
+        count = self.train_sharder.count_inputs(rows.samples)
+        batch = self.train_sharder.build_batch(rows.samples, weights[:, None], rows.first, count)
         batch = replace(batch, num_micro_batches=rows.num_micro_batches)
         if self._trainer is not None:
             if self._replay is not None and routing is not None:

@@ -1,36 +1,23 @@
-"""The run folder: run.dir, or run.dir with a number if run.dir holds another run, and its lock file. Torch-free.
+"""The run folder: run.dir, or run.dir with a number if run.dir holds another run. Torch-free.
 
 One recipe may be started many times: to resume after a stop, to train longer, or with other settings. The files of an
-earlier run are continued or left alone, never truncated and never replaced.
-
-The first rank of a job locks the folder until its process ends, as two jobs in one folder would destroy each other's
-metrics and half-written checkpoints. This happens when a user starts a job twice, or when torchrun restarts a job while
-the old node still trains.
+earlier run are continued or left alone. Only a run that ended before its first checkpoint starts over in place, as
+there is nothing to go on from.
 """
 
-import fcntl
 import json
-import logging
-import os
 import re
-import socket
-import struct
-import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from io import FileIO
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import (
     CheckpointMeta,
     checkpoint_folder,
     data_order_change,
+    has_unfinished_checkpoint,
     model_differences,
     moved_data_message,
     named_checkpoints,
@@ -43,8 +30,9 @@ from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
-from moefold.errors import ConfigError, format_list
-from moefold.metrics.step_metrics import METRICS_FILE
+from moefold.errors import format_list
+from moefold.host.folder_lock import LOCK_FILE, is_in_use
+from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.remote_path import to_path
 
 SETTINGS_FILE = "config.json"
@@ -65,20 +53,22 @@ class RunFolder:
 def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFolder:
     """Choose the folder that a start of a recipe writes to.
 
-    1. If run.dir holds no run: run.dir.
+    1. If run.dir holds no run, and no job of another run is there: run.dir.
     2. If run.dir, run.dir-2, run.dir-3, ... holds the run that this command started: that folder. It is the same run if
        all settings that affect its result are the same. It resumes if it has fewer steps than run.steps, and is
        finished if it has all steps and both run.steps and the parallel mapping are the same too.
-    3. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data: run.dir, which resumes
-       with the new settings.
-    4. Else the first free one of run.dir-2, run.dir-3, ...
+    3. If one of them holds the same run, which ended before its first checkpoint: that folder; the run starts over.
+    4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of another run
+       is there: run.dir, which resumes with the new settings.
+    5. Else the first free one of run.dir-2, run.dir-3, ...
 
     Args:
         cfg: the recipe.
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
     """
     run_dir = Path(cfg.run.dir)
-    if not _contains_run(run_dir, cfg):
+    is_busy = run_dir != locked_folder and _is_busy_with_other_run(run_dir, cfg)
+    if not is_busy and not _contains_run(run_dir, cfg):
         return RunFolder(cfg)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
@@ -87,10 +77,14 @@ def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFold
     for folder in candidates:
         if _is_same_run(folder, cfg, locked_folder):
             return RunFolder(_in_folder(cfg, folder), "" if folder == run_dir else _found_message(run_dir, folder))
-    if not (reason := _not_resumable_reason(run_dir, cfg)):
+    for folder in candidates:
+        if _starts_over(folder, cfg):
+            return RunFolder(_in_folder(cfg, folder), _starts_over_message(folder))
+    reason = "a job is training it" if is_busy else _not_resumable_reason(run_dir, cfg)
+    if not reason:
         return RunFolder(cfg, _changes_message(_read_settings(run_dir), cfg))
     free = next(
-        folder for folder in (_with_number(run_dir, number) for number in count(2)) if _is_free(folder, locked_folder)
+        folder for folder in (_with_number(run_dir, number) for number in count(2)) if is_free(folder, locked_folder)
     )
     message = (
         f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
@@ -127,7 +121,7 @@ def _numbered_folders(run_dir: Path) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def _is_free(folder: Path, locked_folder: Path | None) -> bool:
+def is_free(folder: Path, locked_folder: Path | None) -> bool:
     """Return whether a folder is absent, or left over from a run that wrote nothing."""
     if not folder.exists():
         return True
@@ -159,6 +153,40 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
         return True
     ignored = ("parallel.",) if cfg.parallel.elastic else ()
     return not any(_invalidates_finished_run(key) and not key.startswith(ignored) for key in differing)
+
+
+def _is_busy_with_other_run(folder: Path, cfg: Config) -> bool:
+    """Return whether a job holds the lock of a folder whose settings are those of another run."""
+    if not is_in_use(folder):
+        return False
+    settings = _read_settings(folder)
+    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, cfg))
+
+
+def _starts_over(folder: Path, cfg: Config) -> bool:
+    """Return whether a folder holds the run that this command started, which ended before its first checkpoint.
+
+    A run that saves nothing, or all of whose steps are done, ended as it should, and checkpoints of earlier steps were
+    removed by a user: the metrics of both are kept.
+    """
+    cfg = _in_folder(cfg, folder)
+    settings = _read_settings(folder)
+    if settings is None or cfg.checkpoint.resume != "auto" or not cfg.checkpoint.saves:
+        return False
+    saved = checkpoint_folder(cfg)
+    if not _contains_run(folder, cfg) or named_checkpoints(saved):
+        return False
+    differing = _changed_keys(settings, cfg)
+    if any(not _is_free_to_change(key) for key in differing) or "checkpoint.dir" in differing:
+        return False
+    before = _flatten(Config()) | settings
+    last_step = max(
+        (record["step"] for _, record in read_records(folder / METRICS_FILE) if record is not None), default=0
+    )
+    every = before["checkpoint.every"]
+    if (every and last_step > every) or not (every or before["checkpoint.at_end"]):
+        return False
+    return last_step < before["run.steps"] or has_unfinished_checkpoint(saved)
 
 
 def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
@@ -251,6 +279,10 @@ def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
     return f"{key}={json.dumps(now)} (it has {json.dumps(before)})"
 
 
+def _starts_over_message(folder: Path) -> str:
+    return f"the run in {str(folder)!r} ended before its first checkpoint: it starts over"
+
+
 def _found_message(run_dir: Path, folder: Path) -> str:
     return f"run.dir={str(run_dir)!r} holds another run; this run is in {str(folder)!r}"
 
@@ -263,157 +295,3 @@ def _changes_message(settings: Settings | None, cfg: Config) -> str:
         _describe_change(key, settings, cfg) for key in _changed_keys(settings, cfg) if not _is_free_to_change(key)
     ]
     return f"the run in {cfg.run.dir!r} goes on with other settings: {', '.join(changed)}" if changed else ""
-
-
-LOCK_FILE = ".lock"
-MAX_LOCK_WAIT_S = 100.0
-"""A cancelled job may take this long to end; NFS keeps the locks of a lost host for 90 s (its lease)."""
-_POLL_INTERVAL_S = 0.2
-
-logger = logging.getLogger(__name__)
-
-
-_IS_MACOS = sys.platform == "darwin"
-_FLOCK = "@qqihh" if _IS_MACOS else "@hhqqi4x"
-"""Layout of `struct flock`: start, length, process, type, whence on macOS; type, whence, start, length, process on
-Linux."""
-
-
-def is_in_use(folder: Path) -> bool:
-    """Return whether another process holds the lock of a folder; do not call it for a lock that this process holds.
-
-    The lock is only asked about, never taken, so that a job that starts at this moment gets it. Closing the file would
-    release every lock of this process on it: fcntl locks belong to the process.
-    """
-    fields = (
-        (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET) if sys.platform == "darwin" else (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    )
-    try:
-        with (folder / LOCK_FILE).open("rb", buffering=0) as file:
-            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *fields)))
-    except OSError:
-        # There is no lock file, or the file system has no locks.
-        return False
-    return bool(found[3 if _IS_MACOS else 0] != fcntl.F_UNLCK)
-
-
-class RunLock:
-    """Context manager that locks `folder` for this process; waits up to `wait_s` for another job to end.
-
-    The lock is a process lock (fcntl), so no child inherits it. On a file system without such locks, the folder is used
-    unlocked, with a warning. A job that is rejected before it writes anything removes the folders that it created.
-
-    Args:
-        folder: folder that only one job at a time may write to; created if needed.
-        key: recipe key of the folder, for messages.
-        wait_s: how long to wait for the current owner.
-    """
-
-    def __init__(self, folder: Path, key: str, wait_s: float) -> None:
-        self._folder = folder
-        self._key = key
-        self._wait_s = wait_s
-        self._file: FileIO | None = None
-        self._created_folders: list[Path] = []
-
-    def __enter__(self) -> Self:
-        """Acquire the lock.
-
-        Raises:
-            ConfigError: another process still holds the lock after the wait, or the folder cannot be written.
-        """
-        path = self._folder / LOCK_FILE
-        self._created_folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
-        self._file = self._open(path)
-        deadline_s = time.monotonic() + self._wait_s
-        is_first_try = True
-        while not self._try_acquire(path):
-            if time.monotonic() >= deadline_s:
-                owner = self._describe_owner()
-                self._file.close()
-                raise ConfigError(
-                    f"{self._key}={str(self._folder)!r} is in use by another job ({owner}), which did not end within "
-                    f"{self._wait_s:g} s; wait for it or end it, or set another {self._key} (if its host is lost for "
-                    f"good, remove {str(path)!r})"
-                )
-            if is_first_try:
-                logger.warning("%s=%r is in use (%s): waiting", self._key, str(self._folder), self._describe_owner())
-            is_first_try = False
-            time.sleep(_POLL_INTERVAL_S)
-        try:
-            self._write_owner()
-        except OSError as error:
-            self._file.close()
-            raise self._unwritable_error(error) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Release the lock."""
-        if self._file is None:
-            return
-        if (
-            kind is not None
-            and self._created_folders
-            and [entry.name for entry in self._folder.iterdir()] == [LOCK_FILE]
-        ):
-            (self._folder / LOCK_FILE).unlink()
-            # Remove the parents that are still empty.
-            with suppress(OSError):
-                for folder in self._created_folders:
-                    folder.rmdir()
-        self._file.close()
-
-    def _open(self, path: Path) -> FileIO:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            return path.open("a+b", buffering=0)
-        except OSError as error:
-            raise self._unwritable_error(error) from error
-
-    def _try_acquire(self, path: Path) -> bool:
-        assert self._file is not None
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
-                # The previous owner wrote nothing and removed the folder that it had created, so our file is unlinked.
-                self._file.close()
-                self._file = self._open(path)
-                return False
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): make sure that no other job writes there",
-                self._folder / LOCK_FILE,
-                error.strerror,
-            )
-        return True
-
-    def _write_owner(self) -> None:
-        assert self._file is not None
-        owner = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}",
-        }
-        if os.fstat(self._file.fileno()).st_size:
-            self._file.truncate(0)
-        self._file.write(json.dumps(owner).encode() + b"\n")
-
-    def _unwritable_error(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"{self._key}={str(self._folder)!r} cannot be written: {error.strerror}; choose another folder, "
-            "or free disk space"
-        )
-
-    def _describe_owner(self) -> str:
-        """Describe the process that holds the lock, if it has written its name."""
-        assert self._file is not None
-        self._file.seek(0)
-        try:
-            owner = json.loads(self._file.read())
-            return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
-        except (ValueError, KeyError, TypeError):
-            return "owner unknown"

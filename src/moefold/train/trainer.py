@@ -1,9 +1,7 @@
 """The training loop: load a batch, train a step, run the callbacks."""
 
-import errno
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -107,10 +105,10 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(stop)
             stack.callback(self._data_loader.close)
-            stack.enter_context(_explain_disk_full(self._cfg.run.dir))
             if context.is_first_rank:
                 is_gpu = self._groups.device.type != "cpu"
-                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, is_gpu=is_gpu)
+                clock = self._flight_recorder.clock
+                log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, clock, is_gpu=is_gpu)
                 context.log = stack.enter_context(log)
             context.log_dropped_files(first_step)
             collect_garbage = stack.enter_context(collect_at_fixed_steps())
@@ -153,30 +151,35 @@ class Trainer:
 
     def _one_step(self, context: TrainingContext) -> FinishedStep | None:
         """Load a batch and train on it; return None if the step was rolled back. Collective."""
-        started_s = time.perf_counter()
+        clock = self._flight_recorder.clock
+        started_s = clock()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
         self._train_step.start_clock()
         batch, samples = self._data_loader.next_batch(self._position.samples, self._train_step.guard.skipped_ranges)
         context.log_dropped_files(self._position.step + 1)
-        data_s = time.perf_counter() - started_s
+        data_s = clock() - started_s
         result = self._train_step.run(
             batch, self._position.step + 1, lambda: context.stop.flags, data_s, lambda: host_facts(context)
         )
-        step_time_s = time.perf_counter() - started_s
+        step_time_s = clock() - started_s
+        if context.log is not None:
+            context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
         self._checkpointing.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
         self._position.step += 1
         self._position.samples = samples[-1] + 1
-        num_tokens = self._data_loader.count_tokens(batch)
-        self._position.tokens += num_tokens
+        assert batch.num_tokens is not None, "the data loader counts the tokens of each batch"
+        self._position.tokens_consumed += batch.num_tokens
+        if result.decision.updates:
+            self._position.tokens += batch.num_tokens
         return FinishedStep(
             number=self._position.step,
             result=result,
             batch=batch,
             step_time_s=step_time_s,
             is_last=self._position.step == self._cfg.run.steps,
-            num_tokens=num_tokens,
+            num_tokens=batch.num_tokens,
             rl=self._data_loader.step_metrics(),
             # Rollouts that are not trained on yet would be lost: the run stops after the last of them.
             signals=[
@@ -228,6 +231,7 @@ class Trainer:
             for message in (self._train_step.model.message, self._checkpointing.init_message, self._data_loader.message)
             if message
         ]
+        messages += self._checkpointing.resume_messages
         depends_on_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
         checkpoint_dp = self._checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):
@@ -236,21 +240,3 @@ class Trainer:
                 "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
         return tuple(messages)
-
-
-@contextmanager
-def _explain_disk_full(run_dir: str) -> Iterator[None]:
-    """Turn the OSError of a full or read-only disk under the run folder into one message.
-
-    Raises:
-        RunError: the disk is full or read-only.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise RunError(
-            f"run.dir={run_dir!r} cannot be written any more: {error.strerror}; free disk space, and the same command "
-            "goes on from the last checkpoint"
-        ) from error

@@ -16,6 +16,7 @@ from moefold.comm.job_link import JobLink, JobSplit
 from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.errors import ConfigError
+from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_split_job
@@ -29,7 +30,7 @@ from moefold.train.callbacks.callback import Callback
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.generations import GenerationLoop, with_saved_checkpoints
-from moefold.train.run_folder import MAX_LOCK_WAIT_S, RunFolder, RunLock, choose_run_folder
+from moefold.train.run_folder import RunFolder, choose_run_folder, is_free
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import StopSignals
 from moefold.train.start import RunSetup
@@ -200,7 +201,8 @@ def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
         ConfigError: the recipe would now choose another folder.
     """
     run_dir = folder.cfg.run.dir
-    if choose_run_folder(cfg, locked_folder=Path(run_dir)).cfg.run.dir != run_dir:
+    locked = Path(run_dir)
+    if choose_run_folder(cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
         raise ConfigError(
             f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and left "
             "nothing to go on from; start the same command again, which takes a folder of its own"
@@ -252,12 +254,14 @@ class _RunLocks:
         self._stack.__exit__(kind, error, trace)
 
 
-def _run_locks(cfg: Config) -> list[RunLock]:
+def _run_locks(cfg: Config) -> list[FolderLock]:
     """Return one lock for each folder that the run writes to."""
     # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
     wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
-    folders = {"run.dir": cfg.run.dir}
+    folders = {"run.dir": Path(cfg.run.dir)}
     # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
     if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
-        folders["checkpoint.dir"] = cfg.checkpoint.dir
-    return [RunLock(Path(folder), key, wait_s) for key, folder in folders.items()]
+        folders["checkpoint.dir"] = Path(cfg.checkpoint.dir)
+    # One lock if both are the same folder: this process could not take it twice.
+    distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
+    return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]

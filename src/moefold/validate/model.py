@@ -174,7 +174,8 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
             f"model.rope_mscale={model.rope_mscale} is divided by that of model.rope_mscale_all_dim, not given; "
             "give both or neither"
         )
-    if model.rope_mscale_all_dim and not model.rope_mscale:
+    # Under MLA it scales the scores as well.
+    if model.rope_mscale_all_dim and not model.rope_mscale and model.attention != "mla":
         yield (
             f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} divides that of model.rope_mscale, which is not "
             "given; give both or neither"

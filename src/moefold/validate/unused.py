@@ -552,6 +552,12 @@ UNUSED_KEY_RULES = (
         "choose faults.nonfinite='rollback'",
     ),
     UnusedKeyRule(
+        "checkpoint.ignore_keys",
+        lambda cfg: not (cfg.checkpoint.init_from or cfg.model.upcycle_from or cfg.rl.reference != "start"),
+        "the run begins with random weights",
+        "set checkpoint.init_from",
+    ),
+    UnusedKeyRule(
         "checkpoint.verify",
         lambda cfg: cfg.checkpoint.resume == "never",
         "checkpoint.resume='never' reads none",

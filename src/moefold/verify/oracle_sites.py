@@ -65,8 +65,10 @@ class OracleSites:
         layers = self.cfg.sites.fragment_layers
         self._num_fragments = math.ceil(cfg.model.num_layers / layers) if layers else 1
         self._num_rounds = 0
-        self._last_round = [[0] * self._num_fragments for _ in self.sites]
-        """Step up to which a site's steps were counted in a round, by fragment."""
+        self._tokens = [0] * len(self.sites)
+        """Input tokens without padding that each site has trained on."""
+        self._weighed = [[0] * self._num_fragments for _ in self.sites]
+        """Of them, those that were counted in a round, by fragment."""
         self._pending: tuple[int, list[Weights | None]] | None = None
         self._whole_round: tuple[Weights, list[Weights]] | None = None
         self._last_update = 0.0
@@ -90,6 +92,7 @@ class OracleSites:
             mine = range((step - 1) * size, step * size)
             batch = oracle_batch(self._data.train, self.cfg, [number + sites.count * index for index in mine])
             losses.append(site.step(batch).loss)
+            self._tokens[number] += int(batch.is_token.sum())
         if sites.overlap == sites.every:
             if step == self.cfg.run.steps or (step > sites.first and step % sites.every == 0):
                 self._end_whole_round(is_last=step == self.cfg.run.steps)
@@ -99,11 +102,11 @@ class OracleSites:
         if sites.overlap == sites.every:
             pass
         elif step == self.cfg.run.steps and self._in_pairs:
-            self._merge(step)
+            self._merge()
         elif step == self.cfg.run.steps:
-            self._apply(self._send(list(range(self._num_fragments)), step), 0.0)
+            self._apply(self._send(list(range(self._num_fragments))), 0.0)
         elif fragments := self._fragments(step):
-            means = self._send(fragments, step)
+            means = self._send(fragments)
             if sites.overlap:
                 self._pending = (step + sites.overlap, means)
             else:
@@ -149,13 +152,17 @@ class OracleSites:
                         outer[name][expert] = weights[expert] + share * change
                         site.weights[name][expert] = outer[name][expert]
 
-    def _shares(self, members: Sequence[int], fragments: Sequence[int], step: int) -> dict[int, float]:
-        """Return the share of each member: its steps since its last round."""
-        steps = {site: step - min(self._last_round[site][fragment] for fragment in fragments) for site in members}
+    def _shares(self, members: Sequence[int], fragments: Sequence[int]) -> dict[int, float]:
+        """Return the share of each member: the tokens since its last round, or the same for each."""
+        weights = {
+            site: self._tokens[site] - min(self._weighed[site][fragment] for fragment in fragments) for site in members
+        }
+        if self.cfg.sites.weigh == "even":
+            weights = dict.fromkeys(members, 1)
         for site in members:
             for fragment in fragments:
-                self._last_round[site][fragment] = step
-        return {site: steps[site] / sum(steps.values()) for site in members}
+                self._weighed[site][fragment] = self._tokens[site]
+        return {site: weights[site] / sum(weights.values()) for site in members}
 
     def _buffer(self, site: int, name: str) -> Tensor:
         return self.sites[site].router.biases[name]
@@ -169,7 +176,7 @@ class OracleSites:
                 g = g + share * (self.outer[site][name] - self.outer[j][name])
         return g
 
-    def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
+    def _send(self, fragments: list[int]) -> list[Weights | None]:
         """Return for each site the mean difference of each weight, and the mean of each buffer; None: it rests.
 
         In pairs, the distance of the outer weights to their mean is added.
@@ -179,7 +186,7 @@ class OracleSites:
         groups = pair_members(self.cfg.run.seed, self._num_rounds, everyone) if self._in_pairs else [everyone]
         means: list[Weights | None] = [None] * len(self.sites)
         for group in groups:
-            shares = self._shares(group, fragments, step)
+            shares = self._shares(group, fragments)
             buffers = {
                 name: torch.stack([share * self._buffer(j, name).double() for j, share in shares.items()]).sum(0)
                 for name in self.sites[0].router.biases
@@ -202,8 +209,12 @@ class OracleSites:
 
         A bias, which has no outer value, goes on from its own, corrected by what its mean was off a round ago.
         """
-        differences = {
-            name: sum(phi - site.weights[name] for site in self.sites) for name, phi in self.outer[0].items()
+        shares = list(self._shares(range(len(self.sites)), list(range(self._num_fragments))).values())
+        mean_differences: Weights = {
+            name: torch.stack([r * (phi - site.weights[name]) for r, site in zip(shares, self.sites, strict=True)]).sum(
+                0
+            )
+            for name, phi in self.outer[0].items()
         }
         before = self._whole_round
         last_update = self._last_update
@@ -213,11 +224,11 @@ class OracleSites:
             for site, corrections in zip(self.sites, before[1], strict=True):
                 for name, correction in corrections.items():
                     site.router.biases[name] += correction
-        means = {name: torch.stack([s.router.biases[name] for s in self.sites]).mean(0) for name in self._biases()}
-        off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
-        mean_differences = {
-            name: total / len(self.sites) + 0 * self.outer[0][name] for name, total in differences.items()
+        means = {
+            name: torch.stack([r * s.router.biases[name] for r, s in zip(shares, self.sites, strict=True)]).sum(0)
+            for name in self._biases()
         }
+        off = [{name: mean - site.router.biases[name] for name, mean in means.items()} for site in self.sites]
         self._whole_round = None if is_last else (mean_differences, off)
         if is_last:
             self._outer_step(mean_differences, self._last_update)
@@ -267,9 +278,9 @@ class OracleSites:
                 tensor.copy_(mixed)
 
     @torch.no_grad()
-    def _merge(self, step: int) -> None:
+    def _merge(self) -> None:
         """Set all sites to the mean of their weights and buffers."""
-        shares = self._shares(range(len(self.sites)), list(range(self._num_fragments)), step)
+        shares = self._shares(range(len(self.sites)), list(range(self._num_fragments)))
         for name in [*self.outer[0], *self.sites[0].router.biases]:
             is_weight = name in self.outer[0]
             tensors = [site.weights[name] if is_weight else site.router.biases[name] for site in self.sites]

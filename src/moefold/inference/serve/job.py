@@ -53,6 +53,8 @@ class ServeOptions:
     """Compute type; auto: the type of the stored weights."""
     device: str = "auto"
     """"cpu", "cuda" or "auto"."""
+    ignore_key: Sequence[str] = ()
+    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def prepare_server(
     overrides: Sequence[str],
     options: ServeOptions,
     rank_env: RankEnv | None,
-    report_skipped: Callable[[Sequence[str]], None],
+    report: Callable[[Sequence[str]], None],
 ) -> ServeJob:
     """Check a server before any rank starts.
 
@@ -86,14 +88,14 @@ def prepare_server(
         overrides: the mapping.
         options: further settings.
         rank_env: environment of this process, if a launcher started it.
-        report_skipped: receives the damaged checkpoints that were skipped.
+        report: receives notes on the model, such as damaged checkpoints that were skipped.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.
     """
     _check_options(options)
-    source = find_source(model)
-    report_skipped(source.skipped)
+    source = find_source(model, options.ignore_key)
+    report(source.notices)
     source = replace(source, want=override_want(source.want, options.want))
     inference = InferenceRequest(
         overrides=tuple(overrides),

@@ -24,7 +24,9 @@ class Position:
     samples: int = 0
     """Samples of the data read."""
     tokens: int = 0
-    """Tokens trained on."""
+    """Tokens trained on: input tokens of all ranks, padding aside, of the updates that were applied."""
+    tokens_consumed: int = 0
+    """Such tokens of all steps, those of skipped updates included."""
     checked_step: int | None = None
     """Last step whose replicas were compared."""
 
@@ -79,7 +81,7 @@ class FinishedStep:
     step_time_s: float
     is_last: bool
     num_tokens: int
-    """Tokens of the global batch, padding included."""
+    """Input tokens of the global batch, padding aside."""
     rl: dict[str, Any] | None = None
     """Metrics of the rollouts; None without reinforcement learning."""
     signals: list[Signals] = field(default_factory=list)

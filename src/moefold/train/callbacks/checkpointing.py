@@ -1,6 +1,5 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +27,7 @@ from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError, RunError
 from moefold.launch.failure import is_collective_error
 from moefold.optim.adamw import step_counts
+from moefold.optim.lr_schedule import describe_schedule_change, schedule_settings
 from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
 from moefold.topology.fragments import fragments_due
 from moefold.train.adapter_weights import AdapterWeights, load_initial_adapters
@@ -60,7 +60,8 @@ class Checkpointing(Callback):
     """Callback that saves when `checkpoint` says so; the trainer resumes and rolls back with it.
 
     `init_message` tells where the initial weights come from, `checkpoint_dp` the dp of the checkpoint that was loaded,
-    `total_save_s` how long saving has blocked training.
+    `resume_messages` which learning rate and counts it goes on with, `total_save_s` how long saving has blocked
+    training on this rank.
     """
 
     def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
@@ -79,6 +80,7 @@ class Checkpointing(Callback):
         self.total_save_s = 0.0
         self.init_message = ""
         self.checkpoint_dp: int | None = None
+        self.resume_messages: tuple[str, ...] = ()
         self._adapters: AdapterWeights | None = None
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
             self._history.snapshots = PeerSnapshots()
@@ -97,6 +99,7 @@ class Checkpointing(Callback):
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        self.saver.open_folder()
         if self.restored_step is not None:
             self._resume_from_peers(run, self.restored_step)
             return Resume(None)
@@ -164,10 +167,10 @@ class Checkpointing(Callback):
         if self.snapshots is None or not run.cfg.checkpoint.peer_every:
             return
         run.groups.recorder.set_phase("copying the state to a peer")
-        started_s = time.perf_counter()
+        started_s = run.groups.recorder.clock()
         state = checkpoint_state(*self._stored(run), run.training.optimizer)
         self.snapshots.take(state, self._progress(run), run.groups)
-        blocked_s = time.perf_counter() - started_s
+        blocked_s = run.groups.recorder.clock() - started_s
         run.save_s += blocked_s
         self.total_save_s += blocked_s
 
@@ -212,9 +215,9 @@ class Checkpointing(Callback):
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Finish the last save."""
         run.groups.recorder.set_phase("finishing the last save")
-        started_s = time.perf_counter()
+        started_s = run.groups.recorder.clock()
         self.saver.finish()
-        self.total_save_s += time.perf_counter() - started_s
+        self.total_save_s += run.groups.recorder.clock() - started_s
 
     def on_error(self, run: TrainingContext, error: Exception) -> None:
         """Wait for a save under way, with a limit.
@@ -245,6 +248,8 @@ class Checkpointing(Callback):
             step=run.position.step,
             samples=run.position.samples,
             tokens=run.position.tokens,
+            tokens_consumed=run.position.tokens_consumed,
+            schedule=schedule_settings(run.cfg),
             stream=run.data.train_sampler.state(run.position.samples),
             guard=training.guard.state(),
             checked_step=run.position.checked_step,
@@ -279,6 +284,7 @@ class Checkpointing(Callback):
         training = run.training
         run.position.step = meta.step
         run.position.tokens = meta.tokens
+        run.position.tokens_consumed = meta.tokens if meta.tokens_consumed is None else meta.tokens_consumed
         run.position.samples = 0
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
@@ -292,6 +298,7 @@ class Checkpointing(Callback):
         training.restore_moment_updates(updates)
         training.restore_pending_gradient(meta.step - training.guard.num_skipped)
         self.checkpoint_dp = meta.dp
+        self.resume_messages = _resume_messages(run, meta)
         run.position.checked_step = meta.checked_step
 
     def _load_outer(self, cfg: Config, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
@@ -300,6 +307,18 @@ class Checkpointing(Callback):
             outer.start()
             return
         outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, cfg))
+
+
+def _resume_messages(run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
+    """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
+    messages = [describe_schedule_change(meta.schedule, run.cfg, meta.step)]
+    has_padding = run.cfg.is_rl or run.data.train_sampler.has_annotations
+    if meta.step and meta.tokens_consumed is None and (has_padding or run.training.guard.num_skipped):
+        messages.append(
+            f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
+            "padding and with skipped updates"
+        )
+    return tuple(message for message in messages if message)
 
 
 def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:

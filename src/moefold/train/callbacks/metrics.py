@@ -8,6 +8,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.cost.flops import peak_bf16_tflops, step_flops_per_token
+from moefold.data.routing_trace import TRACE_FOLDER
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -48,6 +49,7 @@ class MetricsLogging(Callback):
             projected_gradient=result.projected_gradient,
             lr=result.lr,
             tokens=run.position.tokens,
+            tokens_consumed=run.position.tokens_consumed,
             step_time_s=step.step_time_s,
             tokens_per_s=tokens_per_s,
             tflops_per_rank=tflops,
@@ -103,4 +105,9 @@ class RoutingTraceSaving(Callback):
         """Save the routing of the step if it was traced; collective."""
         buffer = run.training.router_replay
         if buffer is not None and buffer.is_due(step.number):
-            buffer.save(step.number, None if run.log is None else run.log.trace_writer)
+            writer = None if run.log is None else run.log.trace_writer
+            if run.log is None or writer is None or run.log.outputs.has_failed(TRACE_FOLDER):
+                buffer.save(step.number, None)
+            else:
+                # Errors of the gather are of the job, and end it.
+                run.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))

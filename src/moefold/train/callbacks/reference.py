@@ -126,7 +126,7 @@ def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.floa
     if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
         for pair_ids, sums in recorder.found:
             is_pair = pair_ids.flatten() >= 0
-            rows = torch.cat((sums.double().view(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
+            rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
             totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
     totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
     found: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()

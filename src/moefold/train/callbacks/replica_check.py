@@ -5,13 +5,11 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from moefold.comm.groups import current_world
 from moefold.errors import RunError, format_list
-from moefold.metrics.writer import log_fault
 from moefold.parallel.replica_check import Divergence, HostFact
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, is_save_due
@@ -47,10 +45,7 @@ class ReplicaComparison(Callback):
     def _raise(self, divergences: Sequence[Divergence], run: TrainingContext, step: FinishedStep) -> None:
         """End the run, before it saves; collective."""
         if run.log is not None:
-            log_fault(
-                Path(run.cfg.run.dir),
-                {"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))},
-            )
+            run.log.log_fault({"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))})
         self._checkpointing.drain()
         hosts = current_world().all_gather_object(socket.gethostname())
         odd_ranks = sorted({rank for divergence in divergences for rank in divergence.ranks})

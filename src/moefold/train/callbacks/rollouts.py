@@ -1,8 +1,9 @@
 """Callbacks of reinforcement learning: held-out reward, rollouts.jsonl, and a message if nothing is learnt."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from moefold.inference.rollouts import rollout_records
 from moefold.metrics.writer import ROLLOUTS_FILE, truncate_metrics
@@ -53,9 +54,14 @@ class RolloutLogging(Callback):
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
         if not run.is_first_rank or not run.cfg.metrics.rollouts_every:
             return
+        assert run.log is not None
+        self._file = run.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._open(run))
+
+    @staticmethod
+    def _open(run: TrainingContext) -> TextIO:
         path = Path(run.cfg.run.dir) / ROLLOUTS_FILE
         truncate_metrics(path, run.position.step)
-        self._file = path.open("a", encoding="utf-8")
+        return path.open("a", encoding="utf-8")
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Write the rollouts of the step if they are due."""
@@ -64,15 +70,21 @@ class RolloutLogging(Callback):
         if run.log is not None:
             self._report_silence(run, step)
         if self._file is not None and is_due(run.cfg.metrics.rollouts_every, step.number):
-            for group in loader.round:
-                for record in rollout_records(group, loader.completion_text):
-                    self._file.write(json.dumps({"step": step.number, **record}) + "\n")
-            self._file.flush()
+            assert run.log is not None
+            records = [record for group in loader.round for record in rollout_records(group, loader.completion_text)]
+            run.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._append(step.number, records))
+
+    def _append(self, step: int, records: list[dict[str, Any]]) -> None:
+        assert self._file is not None
+        self._file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
+        self._file.flush()
 
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            # What is left in the buffer of a file that has failed cannot be written.
+            with suppress(OSError):
+                self._file.close()
 
     def _report_silence(self, run: TrainingContext, step: FinishedStep) -> None:
         """Log once that no group had two rewards for many steps, so that no gradient came from rewards."""

@@ -2,6 +2,8 @@
 
 import shlex
 import sys
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGPIPE
@@ -14,12 +16,14 @@ from moefold.checkpoint.save_load import Resume
 from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
-from moefold.metrics.expert_balance import ExpertCountsWriter, truncate_expert_counts
-from moefold.metrics.plot import plot_loss
+from moefold.errors import ConfigError
+from moefold.metrics.auxiliary import AuxiliaryOutputs
+from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
+from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
 from moefold.metrics.progress import Progress, StepLine
 from moefold.metrics.rank_times import describe_straggler
 from moefold.metrics.step_metrics import StepMetrics
-from moefold.metrics.writer import MetricsWriter, log_fault
+from moefold.metrics.writer import FAULTS_FILE, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
 from moefold.train.log_lines import closing_lines
@@ -42,6 +46,7 @@ class RunLog:
         resume: Resume,
         messages: tuple[str, ...],
         stop: StopSignals,
+        clock: Callable[[], float] = time.monotonic,
         *,
         is_gpu: bool,
     ) -> None:
@@ -52,7 +57,10 @@ class RunLog:
         self._resume = resume
         self._messages = messages
         self._stop = stop
+        self._clock = clock
         self._is_pipe_broken = False
+        self.outputs = AuxiliaryOutputs(self.message)
+        """Files and trackers that may fail while the run goes on."""
         self._stack = ExitStack()
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
@@ -62,19 +70,31 @@ class RunLog:
     def __enter__(self) -> Self:
         cfg = self._cfg
         done = self._first_step - 1
-        self._dir.mkdir(parents=True, exist_ok=True)
-        write_config_json(cfg, self._dir / "config.json")
+        try:
+            self._dir.mkdir(parents=True, exist_ok=True)
+            write_config_json(cfg, self._dir / "config.json")
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={cfg.run.dir!r} cannot be written: {error.strerror}; free disk space, or set another run.dir"
+            ) from error
         with ExitStack() as stack:
-            # A rollback closes and reopens the writers.
-            stack.callback(lambda: self._writers.close())
-            removed_lines = self._open_writers(done)
             line = StepLine(cfg.run.steps, is_gpu=self._is_gpu, evaluates=cfg.train.eval_every > 0)
             progress = Progress(
-                cfg.run.steps, self._first_step, sys.stdout, line=line, on_broken_pipe=self._stop_on_broken_pipe
+                cfg.run.steps,
+                self._first_step,
+                sys.stdout,
+                line=line,
+                clock=self._clock,
+                on_broken_pipe=self._stop_on_broken_pipe,
             )
             self._progress = stack.enter_context(progress)
             for message in self._messages:
                 self._progress.message(message)
+            # A rollback closes and reopens the writers.
+            stack.callback(lambda: self._writers.close())
+            self.outputs.rejects_settings = True
+            removed_lines = self._open_writers(done)
+            self.outputs.rejects_settings = False
             self._log_resume(self._resume, "resumed from", done, removed_lines)
             self._stack = stack.pop_all()
         return self
@@ -86,8 +106,10 @@ class RunLog:
 
     def write(self, metrics: StepMetrics, expert_counts: np.ndarray) -> None:
         """Log one step."""
-        if self._counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
-            self._counts.write(metrics.step, expert_counts[:, : self._cfg.model.num_experts])
+        counts = self._counts
+        if counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
+            of_experts = expert_counts[:, : self._cfg.model.num_experts]
+            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(metrics.step, of_experts))
         self._writer.write(metrics)
         self._progress.update(metrics)
 
@@ -100,9 +122,13 @@ class RunLog:
         self._writer.add_evaluation(step, eval_loss)
         self._progress.message(f"step {step}: eval {eval_loss:.4f}, made up after a signal")
 
+    def log_fault(self, record: Mapping[str, Any]) -> None:
+        """Append a fault to faults.jsonl."""
+        self.outputs.attempt(FAULTS_FILE, lambda: log_fault(self._dir, record))
+
     def log_step_fault(self, step_fault: StepFault) -> None:
         """Log a non-finite step or a spike."""
-        log_fault(self._dir, step_fault.to_record())
+        self.log_fault(step_fault.to_record())
         decision = step_fault.result.decision
         if decision.action != "stop":
             done = {"log": "trained on", "skip": "skipped", "rollback": "rolling back"}[decision.action]
@@ -113,22 +139,30 @@ class RunLog:
 
     def log_dropped_file(self, step: int, dropped: DataEvent) -> None:
         """Log dropped data."""
-        log_fault(self._dir, {"step": step} | dropped.to_record())
+        self.log_fault({"step": step} | dropped.to_record())
         self._progress.message(f"step {step}: {dropped.describe()}, as {dropped.setting} says")
 
     def log_skipped_round(self, step: int, why: str) -> None:
         """Log a round of the sites that was not applied."""
-        log_fault(self._dir, {"step": step, "kind": "sites", "action": "round skipped", "what": why})
+        self.log_fault({"step": step, "kind": "sites", "action": "round skipped", "what": why})
         self._progress.message(f"step {step}: the round of the sites is skipped: {why}")
 
     def message(self, text: str) -> None:
         """Show a line of text."""
         self._progress.message(text)
 
+    def report_stop(self, step: int, stopped_s: float) -> None:
+        """Show that this process did not run for some time before the end of a step, if so."""
+        if stopped_s > 0:
+            self.message(
+                f"step {step}: the run was stopped for {stopped_s:.1f} s (by a signal, its scheduler, or a suspended "
+                "machine) and goes on; times, rates and faults.timeout_s leave that out"
+            )
+
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
         for record in records:
-            log_fault(self._dir, {"step": step} | record)
+            self.log_fault({"step": step} | record)
             self._progress.message(describe_straggler(record))
 
     @property
@@ -144,7 +178,9 @@ class RunLog:
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
         """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
         self._progress.end()
-        curves = plot_loss(self._dir) if step >= self._first_step else None
+        curves = None
+        if step >= self._first_step:
+            curves = self.outputs.attempt(LOSS_PLOT_FILE, lambda: plot_loss(self._dir))
         if total_save_s > 0:
             self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
         for line in closing_lines(self._cfg, status, step):
@@ -155,7 +191,7 @@ class RunLog:
             else:
                 self._progress.message(line)
         if curves is not None and not self._is_pipe_broken:
-            self._progress.message(f"curves: {curves}; with other runs: moefold board {self._board_folder}")
+            self._progress.message(f"curves: {curves}; all runs: moefold board {self._board_folder}")
 
     def _stop_on_broken_pipe(self) -> None:
         self._is_pipe_broken = True
@@ -177,22 +213,34 @@ class RunLog:
         shape = trace_shape(self._cfg)
         with ExitStack() as stack:
             config = config_to_dict(cfg)
-            writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config)
+            writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config, outputs=self.outputs)
             self._writer = stack.enter_context(writer)
-            truncate_expert_counts(self._dir, resume_step)
-            truncate_trace(self._dir, resume_step)
+            self.outputs.attempt(COUNTS_FILE, lambda: truncate_expert_counts(self._dir, resume_step))
+            self.outputs.attempt(TRACE_FOLDER, lambda: truncate_trace(self._dir, resume_step))
+            self._counts = None
             if cfg.metrics.expert_counts_every and shape.layers:
-                counts = ExpertCountsWriter(self._dir, shape.layers, cfg.model.num_experts, resume_step=resume_step)
-                self._counts = stack.enter_context(counts)
+                self._counts = self.outputs.attempt(
+                    COUNTS_FILE,
+                    lambda: ExpertCountsWriter(self._dir, shape.layers, cfg.model.num_experts, resume_step=resume_step),
+                )
+            if self._counts is not None:
+                stack.callback(self._close, COUNTS_FILE, self._counts)
             if cfg.moe.trace_every:
-                self.trace_writer = RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
-                if count := self.trace_writer.num_dropped:
-                    steps = f"{count} step{'s' if count > 1 else ''}"
-                    self._messages += (
-                        f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model",
-                    )
+                self.trace_writer = self.outputs.attempt(
+                    TRACE_FOLDER, lambda: RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
+                )
+            if self.trace_writer is not None and (count := self.trace_writer.num_dropped):
+                steps = f"{count} step{'s' if count > 1 else ''}"
+                self.message(f"removed {steps} from {TRACE_FOLDER}/: of another batch, sequence length or model")
             self._writers = stack.pop_all()
         return writer.removed_lines
+
+    def _close(self, name: str, writer: ExpertCountsWriter) -> None:
+        """Close a writer; one that has failed would write the rest of its buffer once more."""
+        if self.outputs.has_failed(name):
+            with suppress(OSError):
+                writer.close()
+        self.outputs.attempt(name, writer.close)
 
 
 def _format_removed_lines(removed_lines: int) -> str:

@@ -1,22 +1,25 @@
 """One job at a time writes into a run's folder."""
 
+import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.train.run_folder import LOCK_FILE, RunLock
+from moefold.host.folder_lock import LOCK_FILE, FolderLock, is_in_use
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from moefold.train.run_folder import RunLock
-with RunLock(Path(sys.argv[1]), "run.dir", 0):
+from moefold.host.folder_lock import FolderLock
+with FolderLock(Path(sys.argv[1]), "run.dir", 0):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -35,7 +38,7 @@ def holder(folder: Path, hold_s: float) -> "subprocess.Popen[str]":
 def test_another_job_is_named_and_refused(tmp_path):
     process = holder(tmp_path / "run", 60)
     try:
-        with pytest.raises(ConfigError) as caught, RunLock(tmp_path / "run", "run.dir", 0.3):
+        with pytest.raises(ConfigError) as caught, FolderLock(tmp_path / "run", "run.dir", 0.3):
             pass
     finally:
         process.kill()
@@ -47,14 +50,14 @@ def test_a_lock_that_a_disk_keeps_for_a_lost_host_is_got_rid_of_with_its_file(tm
     process = holder(tmp_path, 60)
     try:
         (tmp_path / LOCK_FILE).unlink()
-        with RunLock(tmp_path, "run.dir", 0):
+        with FolderLock(tmp_path, "run.dir", 0):
             pass
     finally:
         process.kill()
 
 
 def _refused(folder: Path, *, has_written: bool) -> None:
-    with RunLock(folder, "run.dir", 0), RunLock(folder / "checkpoints", "checkpoint.dir", 0):
+    with FolderLock(folder, "run.dir", 0), FolderLock(folder / "checkpoints", "checkpoint.dir", 0):
         if has_written:
             (folder / "config.json").touch()
         raise ConfigError("no such checkpoint")
@@ -74,7 +77,7 @@ def test_the_folder_is_free_once_its_job_has_ended(tmp_path, ends):
     if ends != "by itself":
         os.kill(process.pid, signal.SIGKILL)
     started_s = time.monotonic()
-    with RunLock(tmp_path, "run.dir", 20):
+    with FolderLock(tmp_path, "run.dir", 20):
         assert time.monotonic() - started_s < 15
         assert f'"process": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
 
@@ -88,7 +91,7 @@ def test_a_child_of_the_first_job_does_not_keep_the_lock(tmp_path):
     )
     try:
         assert process.wait(20) == 0
-        with RunLock(tmp_path, "run.dir", 0):
+        with FolderLock(tmp_path, "run.dir", 0):
             pass
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -96,7 +99,7 @@ def test_a_child_of_the_first_job_does_not_keep_the_lock(tmp_path):
 
 def test_the_same_process_may_take_it_again(tmp_path):
     for _ in range(2):
-        with RunLock(tmp_path, "run.dir", 0):
+        with FolderLock(tmp_path, "run.dir", 0):
             pass
 
 
@@ -104,7 +107,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="checkpoint.dir=.*cannot be written: Not a directory"),
-        RunLock(tmp_path / "file" / "run", "checkpoint.dir", 0),
+        FolderLock(tmp_path / "file" / "run", "checkpoint.dir", 0),
     ):
         pass
 
@@ -114,6 +117,74 @@ def test_a_full_disk_is_named(tmp_path):
     (tmp_path / LOCK_FILE).symlink_to("/dev/full")
     with (
         pytest.raises(ConfigError, match=r"run\.dir=.*cannot be written: No space left on device; "),
-        RunLock(tmp_path, "run.dir", 0),
+        FolderLock(tmp_path, "run.dir", 0),
     ):
         pass
+
+
+def _free_for_another_process(folder: Path) -> bool:
+    """What a process finds that opens the lock file by itself: to it, this process is another one."""
+    try:
+        with FolderLock(folder, "run.dir", 0):
+            return True
+    except ConfigError:
+        return False
+
+
+def test_a_lock_outlives_every_other_descriptor_of_its_file(tmp_path):
+    with FolderLock(tmp_path, "run.dir", 0):
+        for flags in (os.O_RDONLY, os.O_RDWR):
+            os.close(os.open(tmp_path / LOCK_FILE, flags))
+        assert is_in_use(tmp_path)
+        assert not _free_for_another_process(tmp_path)
+        assert is_in_use(tmp_path), "a refused job and a question leave the lock"
+    assert not is_in_use(tmp_path)
+    assert (tmp_path / LOCK_FILE).read_text() == "", "no owner is named any more"
+
+
+def test_a_question_in_between_does_not_turn_a_job_away(tmp_path):
+    (tmp_path / LOCK_FILE).touch()
+    asked = threading.Event()
+
+    def ask() -> None:
+        while not asked.is_set():
+            is_in_use(tmp_path)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(50):
+            with FolderLock(tmp_path, "run.dir", 5):
+                assert is_in_use(tmp_path)
+    finally:
+        asked.set()
+        thread.join()
+
+
+def test_a_pipe_in_place_of_the_lock_file_blocks_nobody(tmp_path):
+    os.mkfifo(tmp_path / LOCK_FILE)
+    assert not is_in_use(tmp_path)
+
+
+def _without_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("owner", ["runs here", "has ended", "elsewhere", "no owner"])
+def test_without_locks_the_process_that_the_file_names_counts(tmp_path, monkeypatch, owner, caplog):
+    process = holder(tmp_path, 60)
+    text = (tmp_path / LOCK_FILE).read_text()
+    if owner == "has ended":
+        process.kill()
+        process.wait()
+    if owner == "elsewhere":
+        (tmp_path / LOCK_FILE).write_text(json.dumps(json.loads(text) | {"machine": "another"}))
+    if owner == "no owner":
+        (tmp_path / LOCK_FILE).write_text('[{"host": 1}]')
+    monkeypatch.setattr("fcntl.flock", _without_locks)
+    try:
+        assert _free_for_another_process(tmp_path) == (owner != "runs here")
+    finally:
+        process.kill()
+        process.wait()
+    assert ("make sure that no other job writes there" in caplog.text) == (owner != "runs here")

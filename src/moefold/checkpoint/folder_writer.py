@@ -1,0 +1,138 @@
+"""The job that writes a folder of checkpoints, named in each of them: no job replaces those of another. Torch-free.
+
+The lock of the folder keeps a second job out. The names hold where there is none: in an object store, on a file system
+without locks, or after the lock of a host that was given up was removed.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
+from moefold.checkpoint.checkpoint_dir import named_checkpoints, remote_step_folders
+from moefold.checkpoint.manifest import MANIFEST_FILE, regular_file
+from moefold.errors import ConfigError
+from moefold.host.folder_lock import Owner
+from moefold.remote_path import RemotePath
+
+WRITER_FILE = ".writer.json"
+"""Name of the job in a checkpoint; hidden, so that no upload contains the name of a host."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Content of `WRITER_FILE`."""
+
+    job: str
+    owner: Owner
+
+
+class FolderWriter:
+    """Identity of a job that saves into a folder of checkpoints; used on its first rank.
+
+    The job replaces and removes the checkpoints that it wrote itself, and those that it found at its start: unfinished
+    ones only while nothing in them changes, as their job may run elsewhere.
+
+    Args:
+        folder: the folder of checkpoints; need not exist.
+        key: recipe key of the folder, for messages.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder = folder
+        self._key = key
+        self._job = uuid.uuid4().hex
+        self._owner = Owner.current()
+        self._found = {path.name: _stamp(path) for path in _step_folders(folder)}
+        self._own: set[str] = set()
+
+    def check(self, *replaced: Path) -> None:
+        """Check that no other job saves into the folder, and that these folders may be replaced.
+
+        Raises:
+            ConfigError: another job wrote a checkpoint, or a part of one, since this job started.
+        """
+        for path in _step_folders(self._folder):
+            if path.name in self._found or path.name in self._own:
+                continue
+            mark = _read_mark(path)
+            if mark is not None and mark.job != self._job:
+                raise self.taken_error(path)
+        for path in replaced:
+            if path.exists() and not self.may_replace(path):
+                raise self.taken_error(path)
+
+    def mark(self, draft: Path) -> None:
+        """Write the name of this job into a new folder, before anything else."""
+        text = json.dumps({"job": self._job, "owner": self._owner.to_json()})
+        (draft / WRITER_FILE).write_text(text, encoding="utf-8")
+
+    def check_own(self, draft: Path) -> None:
+        """Check that a folder that this job began to write is still its own.
+
+        Raises:
+            ConfigError: another job replaced it.
+        """
+        mark = _read_mark(draft)
+        if mark is None or mark.job != self._job:
+            raise self.taken_error(draft)
+
+    def note_saved(self, final: Path) -> None:
+        """Record that this job has saved a checkpoint."""
+        self._own.add(final.name)
+
+    def may_replace(self, path: Path) -> bool:
+        """Return whether this job may replace or remove a checkpoint, or an unfinished one."""
+        mark = _read_mark(path)
+        if mark is not None and mark.job == self._job:
+            return True
+        return path.name in self._found and _stamp(path) == self._found[path.name]
+
+    def taken_error(self, path: Path) -> ConfigError:
+        """Return the error for a checkpoint, or a part of one, that another job wrote."""
+        mark = _read_mark(path)
+        owner = "" if mark is None else f" ({mark.owner})"
+        return ConfigError(
+            f"{self._key}={str(self._folder)!r} is in use by another job{owner}, which wrote {path.name!r} since this "
+            f"one started: nothing of it is replaced, and this run is not saved there; set another {self._key}, or end "
+            "one of the jobs"
+        )
+
+
+def _step_folders(folder: Path) -> Iterator[Path]:
+    """Yield the checkpoints of a folder, finished or not."""
+    if isinstance(folder, RemotePath):
+        yield from remote_step_folders(folder)
+    else:
+        yield from named_checkpoints(folder)
+        yield from folder.glob(".step-*.partial")
+
+
+def _stamp(path: Path) -> tuple[object, ...]:
+    """Return what changes if another job replaces a checkpoint, or goes on to write an unfinished one."""
+    mark = _read_mark(path)
+    job = "" if mark is None else mark.job
+    if isinstance(path, RemotePath):
+        files = path.files()
+        listed = [(name, entry.size_bytes, entry.modified_s) for name, entry in files.items()]
+        return (job,) if MANIFEST_FILE in files else (job, *listed)
+    if not path.name.startswith("."):
+        return (job,)
+    try:
+        statuses = sorted((file.name, file.lstat()) for file in path.iterdir())
+    except FileNotFoundError:
+        # Its job goes on: it has just given the folder its final name, or removed it.
+        return (job, "gone")
+    return (job, *((name, status.st_size, status.st_mtime_ns) for name, status in statuses))
+
+
+def _read_mark(path: Path) -> _Mark | None:
+    """Return the job that wrote a checkpoint; None in those of earlier versions."""
+    try:
+        fields = read_json(regular_file(path, WRITER_FILE), MAX_DESCRIPTION_BYTES)
+        job, owner = fields["job"], Owner.from_json(fields["owner"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return _Mark(job, owner) if isinstance(job, str) and owner is not None else None

@@ -1,0 +1,156 @@
+"""Reading of adapter_config.json, the settings of a folder of PEFT. Torch-free."""
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.convert.declared_keys import declared_keys
+from moefold.convert.key_reader import KeyReader
+from moefold.convert.known_keys import VOID, KeyReport, KnownKeys, join_reports, sort_keys
+from moefold.convert.preflight import resolve_weights_folder
+from moefold.errors import ConfigError, format_list
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONSTANT_KEYS: dict[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "layers_to_transform": None,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "lora_bias": False,
+}
+"""Keys of adapter_config.json whose only value is written; or they are missing or empty."""
+PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
+"""Values of init_lora_weights, besides true and false, that choose initial adapters and leave the base weights."""
+_READ_KEYS = ("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "rank_pattern", "alpha_pattern")
+_NEUTRAL_KEYS = (
+    *("task_type", "inference_mode", "target_modules", "target_parameters", "exclude_modules", "lora_dropout"),
+    *("peft_version", "revision", "auto_mapping", "layers_pattern", "eva_config", "megatron_core", "qalora_group_size"),
+    *("corda_config", "lora_ga_config", "loftq_config", "ensure_weight_tying", "runtime_config", "init_lora_weights"),
+)
+"""They choose modules, whose names the tensors have, or settings of training and of initial weights."""
+
+
+def is_peft_folder(folder: Path) -> bool:
+    """Return whether a folder has adapters in PEFT's format."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[dict[str, Any], KeyReport]:
+    """Read adapter_config.json, and sort its keys.
+
+    Raises:
+        ConfigError: it cannot be read, or describes adapters of another kind; or there are no safetensors.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        keys = read_json(path, MAX_CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} is not readable JSON ({error}); repair it or copy it again") from None
+    if not isinstance(keys, dict) or keys.get("peft_type") != "LORA":
+        kind = keys.get("peft_type") if isinstance(keys, dict) else None
+        raise ConfigError(f"{str(path)!r} has peft_type={kind!r}; moefold reads low-rank adapters, LORA")
+    _check_initial_weights(path, keys.get("init_lora_weights"))
+    for key, value in CONSTANT_KEYS.items():
+        is_stacked = key in ("rank_pattern", "alpha_pattern") and _has_pattern_of_stacked_experts(keys, key)
+        if not is_stacked and keys.get(key, value) not in (value, None, {}, []):
+            raise ConfigError(
+                f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
+            )
+    _check_scale(path, keys)
+    known = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
+    reader = KeyReader(keys)
+    reader.asked |= {"peft_type", *_READ_KEYS}
+    try:
+        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, known, ignored_keys)])
+    except ConfigError as error:
+        raise ConfigError(f"{str(folder)!r}: {error}") from None
+    _check_weights_file(folder)
+    return keys, report
+
+
+def _check_initial_weights(path: Path, kind: Any) -> None:
+    """Reject adapters whose initialisation has changed the base weights, which PEFT repeats when it loads them."""
+    if kind is None or isinstance(kind, bool) or (isinstance(kind, str) and kind.lower() in PLAIN_INITS):
+        return
+    raise ConfigError(
+        f"{str(path)!r} has init_lora_weights={kind!r}, with which PEFT changes the base weights too (PiSSA, OLoRA, "
+        "CorDA, LoftQ, LoRA-GA); save plain adapters with PEFT: "
+        "model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL_ADAPTERS), or merge them"
+    )
+
+
+def _check_scale(path: Path, keys: Mapping[str, Any]) -> None:
+    """Reject sizes of adapters that are none, and several scales."""
+    ranks = keys.get("rank_pattern") or {}
+    if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
+        raise ConfigError(
+            f"{str(path)!r} gives some modules another scale than lora_alpha / r, by rank_pattern={ranks}, "
+            f"alpha_pattern={keys.get('alpha_pattern')} and use_rslora={bool(keys.get('use_rslora'))}; moefold reads "
+            "one scale for all modules"
+        )
+    rank = keys.get("r")
+    alpha = keys.get("lora_alpha")
+    is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
+    if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
+
+
+def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:
+    """Return whether a pattern doubles rank or alpha of gate and up projections that PEFT has stacked, and no more."""
+    pattern = keys.get(key)
+    single = keys.get("r" if key == "rank_pattern" else "lora_alpha")
+    if not isinstance(pattern, dict) or not isinstance(single, int | float):
+        return False
+    return all(name.endswith("gate_up_proj") and value == 2 * single for name, value in pattern.items())
+
+
+def _check_weights_file(folder: Path) -> None:
+    if (folder / WEIGHTS_FILE).is_file():
+        return
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickled:
+        raise ConfigError(
+            f"{str(folder)!r} holds pickled weights ({format_list(pickled)}), which can run code when they are read; "
+            "moefold reads safetensors files only: save the adapters again with PEFT (safe_serialization=True)"
+        )
+    raise ConfigError(f"{str(folder)!r} has {CONFIG_FILE}, but no {WEIGHTS_FILE} with the adapters; copy it again")
+
+
+def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
+    """Return the base weights of a folder of PEFT; a relative path may also begin at that folder.
+
+    Raises:
+        ConfigError: they do not exist.
+    """
+    named = keys.get("base_model_name_or_path") if base is None else str(base)
+    found = [] if not isinstance(named, str) or not named else [Path(named)]
+    found += [folder / path for path in found if base is None and not path.is_absolute()]
+    for path in found:
+        if path.is_dir():
+            return resolve_weights_folder(path)
+    key = "--base" if base is not None else "base_model_name_or_path"
+    raise ConfigError(
+        f"{str(folder)!r} has adapters of {key}={named!r}, which is no folder here; name that of the model with "
+        "--base DIR"
+    )
+
+
+def check_adapters(folder: Path, base: Path | None, ignored_keys: Collection[str]) -> tuple[KeyReport, ...]:
+    """Check the settings of a folder of PEFT, before torch is imported, and that its base weights exist.
+
+    Returns:
+        The kinds of the keys of adapter_config.json.
+
+    Raises:
+        ConfigError: as in `inspect_peft_folder` and `resolve_base`.
+    """
+    keys, report = inspect_peft_folder(folder, ignored_keys)
+    resolve_base(folder, keys, base)
+    return (report,)

@@ -1,0 +1,122 @@
+"""Lock of an open file (flock): the one lock of this package, for folders, caches and temporary files. Torch-free.
+
+A lock of `fcntl` or `lockf` belongs to the process: closing any other descriptor of the same file drops it. A flock
+belongs to the open file, and on NFS other machines see it too.
+"""
+
+import fcntl
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class FileLock:
+    """Exclusive lock of an open file, held by this process alone until `close` or the end of the process.
+
+    A process that is forked closes its copy of the descriptor at once, and a program that is executed inherits none, so
+    that no child keeps the lock of a process that is gone.
+
+    Args:
+        descriptor: the open file; `close` closes it. On NFS it must be writable.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        os.set_inheritable(descriptor, False)
+        os.register_at_fork(after_in_child=_dropper(weakref.ref(self)))
+
+    def try_acquire(self) -> bool:
+        """Lock the file unless another open file holds the lock; return whether it is locked now.
+
+        Raises:
+            OSError: the file system has no locks.
+        """
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def acquire(self) -> None:
+        """Lock the file; wait for another holder.
+
+        Raises:
+            OSError: the file system has no locks.
+        """
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Unlock the file, which stays open."""
+        with suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Unlock and close the file."""
+        if self.descriptor >= 0:
+            self.release()
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the descriptor without unlocking, as in a forked child, whose parent keeps the lock."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _dropper(lock: "weakref.ref[FileLock]") -> Callable[[], None]:
+    """Return a hook that drops a lock in a forked child; it holds no reference, as it can never be unregistered."""
+
+    def drop() -> None:
+        if (found := lock()) is not None:
+            found.drop()
+
+    return drop
+
+
+def open_lock_file(path: Path, flags: int = 0) -> int:
+    """Open or create a lock file for reading and writing, without waiting for a pipe; return its descriptor."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o666)
+
+
+@contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, created if missing; wait for another holder.
+
+    Raises:
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
+    with FileLock(open_lock_file(path)) as lock:
+        lock.acquire()
+        yield
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a file is locked, also by this process; False if it is absent, or cannot be locked.
+
+    The question takes a shared lock for an instant, so a job that starts at this moment has to try again.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

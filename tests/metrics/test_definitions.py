@@ -1,0 +1,98 @@
+"""The definitions of reported numbers: what a run writes and shows, and nothing else; the page is current."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.data.prompts import Prompt
+from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text, metrics_page, undefined
+from moefold.metrics.expert_balance import LayerSummary
+from moefold.metrics.memory_breakdown import MemoryByPart
+from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, SITE_CURVES
+from moefold.metrics.progress import StepLine
+from moefold.metrics.rank_times import RankTimeMetrics
+from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
+from moefold.metrics.tracker import _LAYER_SCALARS, _SCALARS
+from moefold.objectives.policy import POLICY_METRICS
+from moefold.objectives.preference import KTO_METRICS, PAIR_METRICS
+from moefold.rl.rollout import Group, Rollout
+from moefold.rl.statistics import RoundStatistics
+from tests.metrics.example import LAYER, MEMORY, STEP
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+NAMES = {group.prefix: [one.name for one in group.definitions] for group in GROUPS}
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text(encoding="utf-8") == metrics_page(), (
+        "run: python -m moefold.metrics.definitions > docs/metrics.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "record"),
+    [
+        ("moe_layers.", MoELayerMetrics),
+        ("replicas.", ReplicaMetrics),
+        ("offload.", OffloadMetrics),
+        ("rank_times.", RankTimeMetrics),
+    ],
+)
+def test_each_field_of_a_record_has_one_definition_in_its_order(prefix, record):
+    assert NAMES[prefix] == [field.name for field in fields(record)]
+
+
+def test_each_number_of_a_step_has_one_definition():
+    assert NAMES[""] == [*(field.name for field in fields(StepMetrics)), "nonfinite"]
+    assert NAMES["memory_by_part."][:2] == [field.name for field in fields(MemoryByPart)]
+    layers = [name.removeprefix("layers.") for name in NAMES["inspect."] if name.startswith("layers.")]
+    assert layers == [field.name for field in fields(LayerSummary)]
+
+
+def test_metrics_of_losses_and_rollouts_are_those_that_are_computed():
+    rollout = Rollout(0, 0, np.zeros(2, np.int64), np.zeros(3, np.int64), np.zeros(3), "eos")
+    group = Group(Prompt("p", "p", (1, 2)), (rollout,), np.ones(1), np.ones(1))
+    computed = set(RoundStatistics().add([group], 1.0, 1.0).metrics([group]))
+    by_loader = {"staleness", "rollout_wait_s", "eval_reward"}
+    assert set(NAMES["rl."]) == computed | by_loader | {metric.name for metric in POLICY_METRICS}
+    assert set(NAMES["loss_metrics."]) == {metric.name for metric in (*PAIR_METRICS, *KTO_METRICS)} | {"*"}
+
+
+def test_what_trackers_and_inspect_show_is_of_the_record():
+    extra = {"worst_expert_load"}
+    assert {name for _, name in _SCALARS} - extra <= set(NAMES[""])
+    assert {name for _, name in _LAYER_SCALARS} <= set(NAMES["moe_layers."])
+    assert set(RL_CURVES) <= set(NAMES["rl."])
+    assert set(SITE_CURVES) <= set(NAMES["sites."])
+    assert set(ATTENTION_CURVES) <= set(NAMES[""])
+
+
+def test_each_word_of_the_line_of_a_step_is_defined():
+    step = replace(STEP, indexer_loss=0.5, rl={"reward": 0.25}, dropped_fraction=0.5, moe_layers=(LAYER,))
+    line = StepLine(100, is_gpu=True, evaluates=True)
+    parts = [text for mfu in (None, 0.5) for text in line.columns(replace(step, mfu=mfu), 2.5, 60.0).values()]
+    words = {part: [name for name in NAMES["log."] if name in part] for part in parts}
+    assert all(words.values()), words
+    others = {"parameters", "active for each token", "tokens to train on", "checkpointing blocked training"}
+    assert {name for names in words.values() for name in names} == set(NAMES["log."]) - others
+
+
+def test_a_record_with_an_unknown_name_is_found():
+    record = replace(STEP, memory_by_part=MEMORY, moe_layers=(LAYER,)).to_record()
+    assert undefined(record) == []
+    record["moe_layers"][0]["guess"] = 1
+    record["rl"] = {"reward": 1.0, "rewards": 1.0}
+    assert undefined(record | {"flops": 1}) == ["moe_layers.guess", "rl.rewards", "flops"]
+    assert undefined({"layers": [{"share": 1}], "rl": {"reward": {"start": 1, "stop": 1}}}, "inspect") == [
+        "inspect.rl.reward.stop"
+    ]
+
+
+def test_the_terminal_has_the_same_definitions():
+    text = definitions_text()
+    for group in GROUPS:
+        assert all(one.counts in text for one in group.definitions)
+        assert len({one.name for one in group.definitions}) == len(group.definitions)
+    assert all(line in text and line in PAGE.read_text(encoding="utf-8") for line in MISREAD)
