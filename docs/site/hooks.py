@@ -20,6 +20,7 @@ LINK = re.compile(r"(?<!\\)(!?\[[^\]]*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^\s*(```|~~~)")
 KEY_HEADING = re.compile(r'^### <a id="([\w.]+)"></a>(.+)$', re.MULTILINE)
 LOG_HEADING = re.compile(r"^## (\d{4})(-\d\d-\d\d: .+)$", re.MULTILINE)
+HEADING = re.compile(r"^#{1,6} ")
 LIST_ITEM = re.compile(r"^(\s*)([*-]|\d+\.) +\S")
 PAGES_OF_FILES = {
     "README.md": "index.md",
@@ -135,11 +136,15 @@ def adapt(markdown: str, path: str, uri: str) -> str:
 
 
 def _needs_blank_line(before: str, line: str) -> bool:
-    """Return True at the first line of a list or table that follows a paragraph without a blank line.
+    """Return True at a heading, or at the first line of a list or table, that follows other text without a blank line.
 
-    Code hosts start a list there, Python-Markdown continues the paragraph.
+    Code hosts start a part there, Python-Markdown continues the paragraph or the table.
     """
-    if not before.strip() or before.startswith("#"):
+    if not before.strip():
+        return False
+    if HEADING.match(line):
+        return True
+    if before.startswith("#"):
         return False
     if item := LIST_ITEM.match(line):
         is_in_list = LIST_ITEM.match(before) or before.startswith("  ")

@@ -62,9 +62,9 @@ def browser() -> str:
 
 def test_markdown_of_code_hosts_becomes_that_of_the_site():
     adapt = load("hooks").adapt
-    text = "Words:\n* one\n  goes on\n* two\n\n```\nx:\n* y\n[a](../src)\n```\nTable\n| a |\n| --- |\n"
+    text = "Words:\n* one\n  goes on\n* two\n\n```\nx:\n* y\n[a](../src)\n```\nTable\n| a |\n| --- |\n## b\n"
     adapted = adapt(text, "docs/page.md", "page.md")
-    assert adapted == text.replace("Words:\n", "Words:\n\n").replace("Table\n", "Table\n\n")
+    assert adapted == text.replace("Words:\n", "Words:\n\n").replace("Table\n", "Table\n\n").replace("##", "\n##")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ QUERIES = {
     "long context": "how-to/long-documents.html",
     "reinforcement learning": "rl.html",
     "tensorboard": "board.html",
+    "mfu": "metrics.html",
     "nan": "silent-faults.html",
     "moefold plan": "planner.html",
 }
