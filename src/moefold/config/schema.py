@@ -436,7 +436,7 @@ class CheckpointConfig:
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
-    folder. May be remote, or hf://ORG/NAME ([hub.md](hub.md))."""
+    folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change
     nothing ([conversion.md](conversion.md#keys-of-json-files))."""
