@@ -1,7 +1,7 @@
 """Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
 
-The interface is that of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models, /server_info,
-/collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
+The interface is that of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
+/server_info, /collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
 """
 
 import json
@@ -135,7 +135,7 @@ class VllmServer:
         if self.returns_experts and _at(config, "aux_output_config", "enable_return_routed_experts") is not True:
             if _at(config, "device_config", "device_type") == "cpu":
                 raise VllmError(
-                    f"rollout.url={self.url!r} runs on a CPU, where vLLM returns no experts (it needs Triton for that), "
+                    f"rollout.url={self.url!r} runs on a CPU, where vLLM has no Triton and returns no experts, "
                     "and rl.replay needs them; set rl.replay='off'"
                 )
             raise VllmError(
@@ -156,7 +156,7 @@ class VllmServer:
             return
         other = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
         raise VllmError(
-            f"rollout.url={self.url!r} computes in {served}, and training in run.dtype={self.dtype!r}, so that sampling "
+            f"rollout.url={self.url!r} computes in {served}, and training in run.dtype={self.dtype!r}, so sampling "
             f"would differ by more than rounding; start it by: {self._command()}{other}"
         )
 

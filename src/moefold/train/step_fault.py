@@ -1,4 +1,4 @@
-"""A non-finite step, a spike, or another sampler than training: log message, stop message and record for faults.jsonl."""
+"""A non-finite step, a spike, or another sampler than training: log and stop messages, and record for faults.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

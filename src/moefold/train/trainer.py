@@ -9,7 +9,6 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.job_link import JobLink
 from moefold.config.schema import Config, has_moe_layers
 from moefold.data import ProgramData
-from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallelize import parallelize

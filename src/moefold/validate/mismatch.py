@@ -43,7 +43,5 @@ def mismatch_advice(cfg: Config) -> str:
             f"{dtype} is too coarse for a router whose experts are nearly tied; kernels that compute wrongly here; "
             "stale weights in the copy that samples (rollout.ranks, tp, pp, ep, etp)"
         )
-        way_out = (
-            "set rl.replay='on', run.kernels='plain', run.dtype='float32', or the mapping of training for sampling"
-        )
+        way_out = "set rl.replay='on', run.kernels='plain', run.dtype='float32', or no mapping of its own for sampling"
     return f"likely causes: {causes}; {way_out}; if it does no harm, raise rl.mismatch_limit"
