@@ -151,7 +151,7 @@ def test_a_server_that_fails_ends_the_run_on_all_ranks(pool, tmp_path, served):
             {
                 "vllm_config": {
                     "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
-                    "device_config": {"device_type": "cpu"},
+                    "device_config": {"device": "cpu"},
                 }
             },
             "runs on a CPU, where vLLM returns no experts .*; set rl.replay='off'",

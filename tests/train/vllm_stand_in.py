@@ -63,7 +63,7 @@ class StandIn:
             "vllm_config": {
                 "model_config": {"logprobs_mode": "processed_logprobs", "dtype": f"torch.{self.cfg.run.dtype}"},
                 "aux_output_config": {"enable_return_routed_experts": True},
-                "device_config": {"device_type": "cuda"},
+                "device_config": {"device": "cuda"},
             }
         }
 

@@ -15,8 +15,8 @@ from moefold.validate.mismatch import mismatch_advice, mismatch_limit
         ("float32", True, 1e-6),
         ("bfloat16", True, 1e-6),
         ("float64", False, 1e-6),
-        ("float32", False, 0.02),
-        ("bfloat16", False, 0.2),
+        ("float32", False, 0.01),
+        ("bfloat16", False, 0.1),
     ],
 )
 def test_the_limit_follows_the_rounding(dtype, is_exact, limit):
@@ -27,7 +27,7 @@ def test_the_limit_follows_the_rounding(dtype, is_exact, limit):
 
 def test_dispatch_in_few_bits_rounds_as_coarsely_in_any_dtype():
     cfg = Config(run=RunConfig(dtype="float32"), moe=MoEConfig(dispatch_precision="fp8-blockwise"))
-    assert mismatch_limit(cfg, is_exact=False) == 0.2
+    assert mismatch_limit(cfg, is_exact=False) == 0.1
 
 
 def test_the_causes_are_those_of_the_sampler():

@@ -133,7 +133,7 @@ class VllmServer:
                 f"law that is sampled from; start it by: {self._command()}"
             )
         if self.returns_experts and _at(config, "aux_output_config", "enable_return_routed_experts") is not True:
-            if _at(config, "device_config", "device_type") == "cpu":
+            if _at(config, "device_config", "device") == "cpu":
                 raise VllmError(
                     f"rollout.url={self.url!r} runs on a CPU, where vLLM has no Triton and returns no experts, "
                     "and rl.replay needs them; set rl.replay='off'"

@@ -4,7 +4,7 @@ from moefold.config.schema import Config
 
 EXACT_LIMIT = 1e-6
 """Limit in nats where sampling has the bits of training, in any dtype."""
-ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.02, "bfloat16": 0.2}
+ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
 """Limit in nats by run.dtype where sampling differs by rounding: some tokens go to other experts then."""
 
 
