@@ -226,6 +226,19 @@ def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> 
     return records
 
 
+def token_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
+    """Return the records of `rollout_records` with the ids of prompt and completion, and the sampler's log-probs."""
+    return [
+        {
+            **record,
+            "prompt_ids": rollout.prompt_ids.tolist(),
+            "completion_ids": rollout.tokens.tolist(),
+            "log_probs": rollout.log_probs.tolist(),
+        }
+        for record, rollout in zip(rollout_records(group, completion_text), group.rollouts, strict=True)
+    ]
+
+
 def _to_rollout(request: Request, completion: Completion) -> Rollout:
     return Rollout(
         prompt_number=request.prompt_number,

@@ -10,8 +10,11 @@ MAX_CHECKED_PROBLEMS = 1000
 """Problems of a task that are checked; prompts of files are all checked."""
 
 
-def check_rollout_data(cfg: Config) -> None:
+def check_rollout_data(cfg: Config) -> int:
     """Check that prompts exist and fit into a sample with their completions, and that the reward function works.
+
+    Returns:
+        The tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
         ConfigError: they do not; the message has the line of the prompt.
@@ -26,13 +29,13 @@ def check_rollout_data(cfg: Config) -> None:
             "(rl.updates * train.global_batch_size / rl.group_size); give more prompts, or lower "
             "train.global_batch_size"
         )
-    for source in (prompts.train, prompts.validation):
-        if source is not None:
-            _check_lengths(cfg, source)
+    sources = [source for source in (prompts.train, prompts.validation) if source is not None]
+    longest = max(_check_lengths(cfg, source) for source in sources)
     check_reward(cfg, [prompts.train.prompt(i) for i in range(min(len(prompts.train), _num_checked(cfg)))])
+    return longest
 
 
-def _check_lengths(cfg: Config, source: PromptSource) -> None:
+def _check_lengths(cfg: Config, source: PromptSource) -> int:
     longest = max(
         (source.prompt(i) for i in range(min(len(source), _num_checked(cfg)))), key=lambda prompt: len(prompt.ids)
     )
@@ -43,6 +46,7 @@ def _check_lengths(cfg: Config, source: PromptSource) -> None:
             f"tokens, with rollout.max_tokens={cfg.rollout.max_tokens}; set train.seq_len to {length - 1} or more, or "
             "lower max_tokens"
         )
+    return length
 
 
 def _num_checked(cfg: Config) -> int:
