@@ -20,12 +20,12 @@ from moefold.checkpoint.peer_snapshot import (
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.sharded_tensor import local_slice
 from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.cost.shard_boxes import Box
 from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import RunError
-from moefold.model.init import local_slice
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.save_load import checkpoint_state, load_weights, write_checkpoint
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.sharded_tensor import local_slice
 from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
-from moefold.model.init import local_slice
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
