@@ -171,7 +171,13 @@ DAMAGES = {
 
 def _recipe(world_size: int, **changes: Any) -> Config:
     return tiny(
-        model={"num_layers": 2, "router_score": "sigmoid", "expert_bias": True, "tie_embeddings": True},
+        model={
+            "num_layers": 2,
+            "vocab_size": 25,
+            "router_score": "sigmoid",
+            "expert_bias": True,
+            "tie_embeddings": True,
+        },
         moe={"bias_update_rate": 0.1},
         train={"global_batch_size": 24},
         world_size=world_size,
