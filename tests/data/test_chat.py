@@ -5,6 +5,7 @@ import pytest
 
 from moefold.config.schema import DataConfig
 from moefold.data.chat import BYTES_TEMPLATE, ChatTemplate, load_chat_template
+from moefold.data.limited_process import LimitedProcess
 from moefold.data.template_process import TemplateLimits
 from moefold.errors import ConfigError
 
@@ -120,13 +121,13 @@ def test_a_template_without_measure_is_one_message(source: str, reason: str):
     assert chat.render(CHAT, None, "f:3").text == "fine"
 
 
-def test_conversations_after_a_refused_one_cost_nothing():
+def test_conversations_after_a_refused_one_cost_nothing(monkeypatch):
     """Each of them would cost the full CPU limit, before the first refusal is reported."""
     slow = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
     chat = ChatTemplate(slow, location="here", special_tokens={}, limits=TemplateLimits(cpu_s=0.2))
     asked: list[int] = []
-    send = chat._process._send
-    chat._process._send = lambda data: (asked.append(len(data)), send(data))[1]
+    send = LimitedProcess.send
+    monkeypatch.setattr(LimitedProcess, "send", lambda self, data: (asked.append(len(data)), send(self, data))[1])
     with pytest.raises(ConfigError, match=r"f:0: .*takes more than 0.2 s"):
         list(chat.render_all([(CHAT, None, f"f:{i}") for i in range(50)]))
     # One batch of conversations, and the template for the process that was started again.

@@ -7,8 +7,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+AGENT_PAGES = [ROOT / "AGENTS.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))]
+"""Instructions for coding agents."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *AGENT_PAGES,
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 RECORDS = [page for page in PAGES if page.name == "log.md" or page.parent.name == "design"]

@@ -19,6 +19,7 @@ from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
 from moefold.errors import ConfigError, format_list
+from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -208,7 +209,8 @@ def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], t
     if (own := str(meta.order.get("chat_template", ""))) and meta.data_files.get(own):
         wanted[CHAT_TEMPLATE_FILE] = (own, _expand_user(own))
     reasons = {
-        name: _unusable_reason(path, meta.data_files.get(recorded, "")) for name, (recorded, path) in wanted.items()
+        name: _unusable_reason(path, meta.data_files.get(recorded, "")) or unsendable_reason(path.parent, path)
+        for name, (recorded, path) in wanted.items()
     }
     notes = [f"{wanted[name][1]} is not written: it {reason}" for name, reason in reasons.items() if reason]
     return {name: path for name, (_, path) in wanted.items() if not reasons[name]}, tuple(notes)

@@ -6,12 +6,10 @@ conversation.
 
 Standard input: a line of JSON with the template and the limits, then batches: a line with the batch size, then one line
 per conversation. Standard output: a line of JSON for the template and for each conversation. A batch is read completely
-before it is answered, to avoid a deadlock of full pipes.
+before it is answered, to avoid a deadlock of full pipes. It is run by `limited_worker.py`.
 """
 
-import contextlib
 import json
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,6 @@ class TemplateRenderError(Exception):
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = sys.stdin.buffer
     answers = sys.stdout.buffer
 
@@ -42,7 +39,6 @@ def main() -> None:
         answers.flush()
 
     start = json.loads(requests.readline())
-    _set_limits(start["memory_bytes"])
     signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
     try:
         render = _compile(start["source"], start["marks"], datetime.fromisoformat(start["date"]))
@@ -56,14 +52,6 @@ def main() -> None:
             # The timer's SIGPROF kills the process when the time is over.
             signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
             answer(_render_request(json.loads(line), render, start))
-
-
-def _set_limits(memory_bytes: int) -> None:
-    """Limit memory and forbid writing files; macOS does not support the memory limit."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
 def _render_request(request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]) -> Answer:

@@ -1,10 +1,10 @@
 """Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,10 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bytes, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess
 from moefold.errors import ConfigError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 # End-of-document tokens of published tokenizers, in order of preference: the plain end of text comes before the end
 # of a chat turn, which a tokenizer may declare as its eos token.
@@ -98,77 +96,76 @@ class JsonTokenizer:
 
     Documents are separated by its end-of-text token: the first of the common names in its vocabulary, else the
     eos_token of a tokenizer_config.json in the same folder. If there is neither, documents are joined without a
-    separator. Special tokens that occur in the text become their ids.
+    separator. Special tokens that occur in the text become their ids. It runs in a subprocess with limited memory and
+    time, since the file may be a stranger's.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
         """Load a tokenizer.json, or the one in a folder.
+
+        Args:
+            path: the file or the folder.
+            limits: resource limits of the subprocess that runs it; None for the defaults.
 
         Raises:
             ConfigError: the file is missing or is not a tokenizer.
         """
-        import tokenizers
-
         file = path / "tokenizer.json" if path.is_dir() else path
         self._file = file
-        try:
-            content = read_bytes(file, MAX_TOKENIZER_BYTES)
-        except OSError as error:
-            raise ConfigError(
-                f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
-            ) from error
+        self._limits = limits or TokenizerLimits()
         with self._translate_errors("is not a tokenizer.json of the tokenizers package"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # A file may enable both (sentence embedding models do), which would truncate and pad documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._post_processor: Any = self._tokenizer.post_processor
-        # Without special tokens, a post-processor would only trim the offsets.
-        self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
+            try:
+                self._process = TokenizerProcess(partial(read_bytes, file, MAX_TOKENIZER_BYTES), self._limits)
+            except OSError as error:
+                raise ConfigError(
+                    f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
+                ) from error
+            vocabulary = self._process.vocabulary(_END_OF_TEXT)
+            ids = vocabulary["ids"]
+            found = [ids[name] for name in _END_OF_TEXT if name in ids]
+            if not found and (eos := _declared_eos(file.with_name("tokenizer_config.json"))) is not None:
+                found = list(self._process.vocabulary([eos])["ids"].values())
+        if not vocabulary["entries"]:
             raise ConfigError(f"data.tokenizer={str(file)!r} has an empty vocabulary; name a trained tokenizer.json")
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.separator_id: int | None = _find_separator(vocabulary, file.with_name("tokenizer_config.json"))
-        self.identity = f"{hashlib.sha256(content).hexdigest()} separator={self.separator_id}"
+        self.vocab_size: int = vocabulary["vocab_size"]
+        self.separator_id: int | None = found[0] if found else None
+        self.identity = f"{self._process.sha256} separator={self.separator_id}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path: another process starts its own subprocess."""
+        return JsonTokenizer, (self._file, self._limits)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], without added special tokens."""
-        with self._translate_errors("cannot make tokens of a text"):
-            return _ids(self._tokenizer.encode(text, add_special_tokens=False))
+        return self.encode_batch([text])[0]
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text that begins a document, [tokens], with the special tokens of the post-processor."""
         with self._translate_errors("cannot make tokens of a text"):
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-            return _ids(
-                encoding if self._post_processor is None else self._post_processor.process(encoding, None, True)
-            )
+            return next(self._process.encode([text], start=True))[0]
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the ids of several texts, on all cores."""
         with self._translate_errors("cannot make tokens of a text"):
-            return [_ids(encoding) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+            return [ids for ids, _ in self._process.encode(texts)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return the ids of several texts, and the character offset of each id, on all cores."""
         with self._translate_errors("cannot make tokens of a text"):
-            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [(_ids(e), np.array([start for start, _ in e.offsets], dtype=np.int64)) for e in encodings]
+            return list(self._process.encode(texts, offsets=True))
 
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ids, including special tokens."""
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
-        return self._tokenizer.decode(flat.tolist(), skip_special_tokens=False)
+        with self._translate_errors("cannot make text of tokens"):
+            return self._process.decode(flat)
 
     @contextmanager
     def _translate_errors(self, failure: str) -> Iterator[None]:
-        """Turn exceptions of the package, including panics of its Rust core, into a ConfigError."""
+        """Turn errors of the tokenizer, and texts that are not Unicode, into a ConfigError."""
         try:
             yield
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+        except (TokenizerError, UnicodeError) as error:
             raise ConfigError(
                 f"data.tokenizer={str(self._file)!r} {failure} ({error}); name another tokenizer.json, "
                 'or use data.tokenizer="bytes"'
@@ -234,14 +231,8 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _ids(encoding: "tokenizers.Encoding") -> NDArray[np.int64]:
-    return np.array(encoding.ids, dtype=np.int64)
-
-
-def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None:
-    for name in _END_OF_TEXT:
-        if name in vocabulary:
-            return vocabulary[name]
+def _declared_eos(config_file: Path) -> str | None:
+    """Return the eos_token of a tokenizer_config.json."""
     try:
         declared = read_json(config_file, MAX_CONFIG_BYTES).get("eos_token")
     except FileNotFoundError:
@@ -252,4 +243,4 @@ def _find_separator(vocabulary: dict[str, int], config_file: Path) -> int | None
         ) from error
     if isinstance(declared, dict):
         declared = declared.get("content")
-    return vocabulary.get(declared) if isinstance(declared, str) else None
+    return declared if isinstance(declared, str) else None

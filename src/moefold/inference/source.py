@@ -75,7 +75,7 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
     if (checkpoint := newest_checkpoint(path)) is not None:
         skipped = skipped_checkpoints(path, checkpoint)
         notices = tuple(f"skipped a damaged checkpoint, {description}" for description in skipped)
-        return replace(_checkpoint_source(checkpoint), notices=notices)
+        return replace(checkpoint_source(checkpoint), notices=notices)
     if is_hf_folder(path):
         return _hf_source(path, ignored_keys)
     raise ConfigError(
@@ -85,7 +85,12 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
     )
 
 
-def _checkpoint_source(path: Path) -> ModelSource:
+def checkpoint_source(path: Path) -> ModelSource:
+    """Return the model of a checkpoint folder.
+
+    Raises:
+        ConfigError: its metadata cannot be read, or is of another version.
+    """
     meta = read_meta(path)
     sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")

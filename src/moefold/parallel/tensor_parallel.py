@@ -244,7 +244,7 @@ class _AllGatherLinear(torch.autograd.Function):
                 gemm.matmul_out(out[source], block.flatten(0, -2), weight)
         ctx.save_for_backward(gathered.flatten(0, 1), *weights)
         ctx.args = tp, wgrad_sink, gemm
-        return tuple(out.view(tp.size * x.shape[0], *x.shape[1:-1], -1) for out in outs)
+        return tuple(out.view(tp.size * x.shape[0], *x.shape[1:-1], -1).detach() for out in outs)
 
     @staticmethod
     @once_differentiable
@@ -285,7 +285,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.args = tp, wgrad_sink, gemm
         parts = x.flatten(0, -2).unflatten(0, (tp.size, -1))
         total = ring_reduce_scatter(lambda member: gemm.matmul(parts[member], weight), tp)
-        return total.view(len(x) // tp.size, *x.shape[1:-1], -1)
+        # No view, as in `linear`.
+        return total.view(len(x) // tp.size, *x.shape[1:-1], -1).detach()
 
     @staticmethod
     @once_differentiable

@@ -191,7 +191,7 @@ class RunLog:
             else:
                 self._progress.message(line)
         if curves is not None and not self._is_pipe_broken:
-            self._progress.message(f"curves: {curves}; beside other runs: moefold board {self._board_folder}")
+            self._progress.message(f"curves: {curves}; all runs: moefold board {self._board_folder}")
 
     def _stop_on_broken_pipe(self) -> None:
         self._is_pipe_broken = True
