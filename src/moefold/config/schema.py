@@ -591,12 +591,17 @@ class Config:
         """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
         return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary on a rank, V/tp rounded up."""
+        return -(-self.model.vocab_size // self.parallel.tp)
+
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:
             return self.train.loss_chunk
         logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
-        return max(MIN_LOSS_CHUNK_TOKENS, logits * self.parallel.tp // self.model.vocab_size)
+        return max(MIN_LOSS_CHUNK_TOKENS, logits // self.vocab_rows)
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,7 +7,6 @@ from dataclasses import astuple, dataclass, field, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
@@ -582,8 +581,3 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded tensor, on every rank of its mesh; collective over that mesh."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
