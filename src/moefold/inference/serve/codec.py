@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from moefold.data.chat import ChatTemplate
+from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, TokenTable
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
@@ -31,7 +31,6 @@ from moefold.inference.text import (
     StopStringFilter,
     TextStream,
     encode_prompts,
-    end_of_turn_marker,
     open_chat_template,
     stop_token_ids,
 )
@@ -116,17 +115,20 @@ class PromptEncoder:
     def _encode_chat(self, request: ApiRequest) -> EncodedRequest:
         template = self._template
         use = request.tool_use
+        tools = None if use is None else use.tools
+        source = template.source_for(tools)
+        template.check_roles(ChatRequest(request.messages, tools, "messages"))
         tool_format = None
         if use is not None and use.forced:
-            check_takes_tools(template.source, template.location)
+            check_takes_tools(source, template.location)
         elif use is not None:
-            tool_format = find_format(template.source, template.location)
+            tool_format = find_format(source, template.location)
         text = template.render_prompt(
             request.messages,
             "messages",
             add_generation_prompt=not request.continues_last,
-            tools=None if use is None else use.tools,
-            variables=_known_variables(request.template_variables, template),
+            tools=tools,
+            variables=_known_variables(request.template_variables, source, template.location),
         )
         ids = tuple(self._tokenizer.encode(text).tolist())
         if not ids:
@@ -179,7 +181,7 @@ class PromptEncoder:
             raise ApiError(f"{param}: id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param=param)
 
 
-def _known_variables(given: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
+def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
     """Return the variables of a request for its template; false and null are what a template without them reads.
 
     Raises:
@@ -189,9 +191,9 @@ def _known_variables(given: Mapping[str, Any], template: ChatTemplate) -> Mappin
         param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
         if name in _RESERVED_VARIABLES:
             raise ApiError(f"chat_template_kwargs.{name} is a field of the request itself; set that", param=param)
-        if value not in (None, False) and not re.search(rf"\b{re.escape(name)}\b", template.source):
+        if value not in (None, False) and not re.search(rf"\b{re.escape(name)}\b", source):
             raise ApiError(
-                f"{param}: the chat template of {template.location} does not read {name!r}; leave it out", param=param
+                f"{param}: the chat template of {location} does not read {name!r}; leave it out", param=param
             )
     return given
 
