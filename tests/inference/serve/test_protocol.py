@@ -32,7 +32,7 @@ def test_fields_reach_the_sampler():
     assert greedy.max_tokens == 5
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parsed("chat", messages=[{"role": "user", "content": parts}]).messages == (
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": parts},
     )
 
 

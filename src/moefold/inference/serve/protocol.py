@@ -297,7 +297,11 @@ def _turn(message: Message, index: int) -> dict[str, Any]:
             raise ApiError(f"{place}.content is required", param="messages")
         content = ""
     turn: dict[str, Any] = {"role": message.role}
-    turn["content"] = "".join(part.text for part in content) if isinstance(content, list) else content
+    if isinstance(content, list):
+        # Several parts are joined as the template asks, see `join_parts`.
+        turn["content"] = [part.model_dump() for part in content] if len(content) != 1 else content[0].text
+    else:
+        turn["content"] = content
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
