@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.load import AUTO, Tree, apply_overrides, config_from_dict
+from moefold.config.method_defaults import LR_KEY
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
@@ -209,6 +210,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return load_recipe(path, overrides).cfg
 
 
+RESOLVED_KEYS = frozenset({LR_KEY})
+"""Keys whose defaults depend on other keys or on the version: a run keeps what it has resolved."""
+
+
 class LoadedRecipe(NamedTuple):
     """Loaded recipe, with the explicitly set keys and the messages on adapted settings."""
 
@@ -217,6 +222,8 @@ class LoadedRecipe(NamedTuple):
     """Keys that the recipe and the overrides set, as "section.key"."""
     messages: tuple[str, ...]
     """Messages on settings that were adapted."""
+    left_out: frozenset[str] = frozenset()
+    """Keys of RESOLVED_KEYS that neither the recipe nor an override sets."""
 
 
 def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -239,7 +246,8 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecip
     cfg = config_from_dict(tree)
     check_unused_keys(explicit_keys, cfg)
     cfg, message = infer_vocab_size(cfg, explicit_keys)
-    return LoadedRecipe(cfg, explicit_keys, (*messages, message) if message else tuple(messages))
+    found = (*messages, message) if message else tuple(messages)
+    return LoadedRecipe(cfg, explicit_keys, found, RESOLVED_KEYS - explicit_keys)
 
 
 def read_recipe(path: Path) -> Tree:

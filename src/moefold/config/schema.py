@@ -259,7 +259,7 @@ class TrainConfig:
     """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
     (arXiv:2306.10015); larger ones are clamped."""
     lr: float = 3e-4
-    """Peak learning rate."""
+    """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0

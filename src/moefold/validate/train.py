@@ -4,6 +4,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
 from moefold.cost.optimizers import optimizer_of
@@ -20,7 +21,9 @@ def validate_learning_rate(cfg: Config) -> Iterator[str]:
     train = cfg.train
     steps = cfg.run.steps
     if train.min_lr > train.lr:
-        yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}; choose 0.0 to {train.lr}"
+        method = describe_method(method_settings(cfg))
+        default = f", the default of {method}" if train.lr == default_learning_rate(cfg) else ""
+        yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}"
     if train.warmup_steps > steps:
         yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
     elif train.lr_schedule == "wsd" and train.warmup_steps + train.decay_steps > steps:
