@@ -40,6 +40,9 @@ class RunConfig:
     """Seed of the initial weights and of the data order."""
     steps: int = 100
     """Total optimizer steps, including those before a resume."""
+    epochs: float = 0.0
+    """Length in passes over the training data, instead of run.steps: the steps follow from its samples and
+    train.global_batch_size, rounded up, and the log says them. For data of known length. 0: run.steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where a GPU is visible, else cpu."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"

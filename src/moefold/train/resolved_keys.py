@@ -24,13 +24,17 @@ from moefold.config.schema import Config
 def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[str]) -> Config:
     """Return a recipe with the values that a run has resolved for keys that the recipe leaves out.
 
-    The learning rate is kept if the method of training is the same.
+    The learning rate is kept if the method of training is the same, and the steps of run.epochs if files of the data
+    may be lost meanwhile.
 
     Args:
         cfg: the recipe.
         settings: the keys of the run as "section.key"; it may lack some, and hold anything.
         left_out: keys of `recipe.RESOLVED_KEYS` that the recipe leaves out.
     """
+    same_length = all(settings.get(key) == value for key, value in _length_settings(cfg).items())
+    if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
+        cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
     rate = settings.get(LR_KEY)
     before = method_settings(Config()) | {key: settings[key] for key in METHOD_KEYS if key in settings}
     ours = method_settings(cfg)
@@ -39,6 +43,14 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     if describe_method(before) != describe_method(ours):
         return cfg
     return replace(cfg, train=replace(cfg.train, lr=float(rate)))
+
+
+def _length_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings that determine the number of steps, with the files of the data."""
+    train = cfg.train
+    sizes = {"train.seq_len": train.seq_len, "train.global_batch_size": train.global_batch_size}
+    path = list(cfg.data.path) if isinstance(cfg.data.path, tuple) else cfg.data.path
+    return {"run.epochs": cfg.run.epochs, "data.kind": cfg.data.kind, "data.path": path} | sizes
 
 
 def settings_of_checkpoint(meta: CheckpointMeta, cfg: Config) -> dict[str, Any]:

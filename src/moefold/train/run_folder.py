@@ -276,7 +276,7 @@ def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
 def _is_free_to_change(key: str) -> bool:
     """Return whether a run stays the same run if a key changes: folder, length, mapping, logging and saving."""
     section = key.partition(".")[0]
-    if key in ("run.dir", "run.steps", "sites.meet", "sites.secret", "sites.grace_s", "sites.timeout_s"):
+    if key in ("run.dir", "run.steps", "run.epochs", "sites.meet", "sites.secret", "sites.grace_s", "sites.timeout_s"):
         return True
     return section in ("parallel", "metrics", "faults") or (section == "checkpoint" and key != "checkpoint.init_from")
 

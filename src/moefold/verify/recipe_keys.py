@@ -83,7 +83,7 @@ data.validation_split data.subset data.revision data.streaming data.chat_templat
 align.reward align.threshold align.beta align.weight_cap align.template align.want
 """,
         "files, logs and failures: no part of a step": """
-run.dir moe.trace_every train.eval_every train.eval_samples
+run.dir run.epochs moe.trace_every train.eval_every train.eval_samples
 checkpoint.dir checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.keep_every checkpoint.verify
 checkpoint.async_save checkpoint.peer_every checkpoint.resume
 metrics.tensorboard metrics.wandb metrics.wandb_project metrics.wandb_entity metrics.wandb_name metrics.wandb_group
