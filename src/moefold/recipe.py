@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
-from moefold.config.limits import MAX_STEPS
+from moefold.config.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.load import AUTO, Tree, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
@@ -63,6 +63,11 @@ def _int_or_zero(tree: Mapping[str, Any], section: str, key: str) -> int:
     return value if type(value) is int else 0
 
 
+def _is_count(value: Any) -> bool:
+    """Return whether a value of an unvalidated tree is a number of steps or epochs."""
+    return type(value) in (int, float) and 0 < value <= MAX_NUMBER
+
+
 def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Keep one of run.steps and run.epochs: that of the command line, if the recipe has the other one.
 
@@ -80,7 +85,8 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
         ConfigError: the recipe has both, or the command line has.
     """
     run = tree.get("run")
-    if not isinstance(run, dict) or not run.get("epochs"):
+    if not isinstance(run, dict) or not _is_count(run.get("epochs")) or not _is_count(run.get("steps", 1)):
+        # Values that are none are refused by name later.
         return []
     overridden = {override.partition("=")[0].strip() for override in overrides}
     given = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]

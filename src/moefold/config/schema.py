@@ -425,6 +425,10 @@ class CheckpointConfig:
     """Number of newest complete checkpoints to keep; older ones are deleted after each save. 0 keeps all."""
     keep_every: int = 0
     """Also keep the checkpoint of every this many steps, whatever `keep` is; 0: none."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is; RUN/best names it in the commands
+    that read a model ([checkpoints.md](checkpoints.md#the-best-checkpoint)). checkpoint.every must be a multiple of
+    train.eval_every."""
     verify: bool = True
     """Before a resume, compare every file with the hash recorded when it was written. false: compare only its size."""
     async_save: bool = False

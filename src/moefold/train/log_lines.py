@@ -4,7 +4,14 @@ import shlex
 from pathlib import Path
 from signal import Signals
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
+from moefold.checkpoint.checkpoint_dir import (
+    BEST_NAME,
+    best_of,
+    checkpoint_folder,
+    complete_checkpoints,
+    read_meta,
+    step_of,
+)
 from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
@@ -155,8 +162,9 @@ def _describe_saves(cfg: Config) -> str:
     every = [f"every {checkpoint.every:,} steps"] if checkpoint.every else []
     when = " and ".join([*every, *(["at the end"] if checkpoint.at_end else [])])
     retained = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
+    best = ", and the one with the lowest held-out loss" if checkpoint.keep and checkpoint.keep_best else ""
     more = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
-    return f"{when}{retained}{more}"
+    return f"{when}{retained}{more}{best}"
 
 
 EXAMPLE_PROMPTS = {
@@ -189,7 +197,15 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
         return [done + f"no model was saved, as {_not_saved_reason(cfg)}; set checkpoint.at_end=true to save one"]
     if step_of(newest) < step:
         done += f"not saved since step {step_of(newest)}, as {_not_saved_reason(cfg)}; "
-    return [f"{done}model in {newest}", *next_commands(cfg)]
+    return [f"{done}model in {newest}", *_best_line(cfg, complete), *next_commands(cfg)]
+
+
+def _best_line(cfg: Config, complete: list[Path]) -> list[str]:
+    """Return the line about the checkpoint with the lowest held-out loss, if the run keeps it."""
+    best = best_of(complete) if cfg.checkpoint.keep_best else None
+    if best is None:
+        return []
+    return [f"best: {best.name}, held-out loss {read_meta(best).eval_loss:.4f}; {best.parent / BEST_NAME} names it"]
 
 
 def next_commands(cfg: Config) -> list[str]:
