@@ -251,7 +251,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return load_recipe(path, overrides).cfg
 
 
-RESOLVED_KEYS = frozenset({LR_KEY})
+RESOLVED_KEYS = frozenset({LR_KEY, "train.loss_chunk"})
 """Keys whose defaults depend on other keys or on the version: a run keeps what it has resolved."""
 
 

@@ -64,3 +64,18 @@ def test_random_weights_under_a_method_for_trained_ones_are_said(tmp_path):
     setup = set_up_run(recipe, None)
     assert setup.folder.cfg.train.lr == 2e-5
     assert [line for line in setup.messages if "2e-05 is the default of supervised fine-tuning; the run begins" in line]
+
+
+def test_a_run_of_an_older_version_keeps_its_loss_in_one_piece(tmp_path):
+    write_run(tmp_path / "run", "train.loss_chunk=0", steps=5, saved=5)
+    run = f"run.dir={tmp_path / 'run'}"
+    setup = started(run)
+    assert (setup.cfg.train.loss_chunk, setup.folder.cfg.run.dir, setup.folder.message) == (
+        0,
+        str(tmp_path / "run"),
+        "",
+    )
+    assert started(run, "train.loss_chunk=-1").cfg.train.loss_chunk == -1
+    # A chunk that another batch does not have is no chunk.
+    write_run(tmp_path / "other", "train.loss_chunk=16", steps=5, saved=5)
+    assert started(f"run.dir={tmp_path / 'other'}", "train.seq_len=16").cfg.train.loss_chunk == -1

@@ -23,6 +23,8 @@ def has_dense_layers(model: ModelConfig) -> bool:
     return "D" in model.layer_pattern
 
 
+LARGE_LOGITS = 1 << 28
+"""Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
 LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
@@ -328,10 +330,10 @@ class TrainConfig:
     precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
     """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
-    loss_chunk: int = 0
+    loss_chunk: int = -1
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
-    micro-batch, without recomputation. -1: as many as give 2**24 logits on a CPU and 2**28 on a GPU, at least 256;
-    without recomputation if that is all tokens."""
+    micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
+    above, as many tokens as give 2**28 logits on a GPU and 2**24 on a CPU, at least 256, and the log says so."""
     mtp_loss: float = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     indexer_stage: Literal["sparse", "warmup"] = "sparse"
@@ -599,8 +601,16 @@ class Config:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:
             return self.train.loss_chunk
+        rows = max(1, self.model.vocab_size // self.parallel.tp)
+        if self.loss_tokens * rows <= LARGE_LOGITS:
+            return 0
         logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
-        return max(MIN_LOSS_CHUNK_TOKENS, logits * self.parallel.tp // self.model.vocab_size)
+        return max(MIN_LOSS_CHUNK_TOKENS, logits // rows)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens of a micro-batch whose losses a rank computes: tensor parallelism shards the vocabulary."""
+        return self.train.seq_len * self.train.micro_batch_size // self.parallel.cp
 
     @property
     def tokens_per_step(self) -> int:

@@ -42,10 +42,23 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
+        *_loss_lines(cfg, device_type),
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
         *([f"sites  {_describe_sites(cfg)}"] if cfg.sites.is_active else []),
         *_warmup_lines(cfg),
+    ]
+
+
+def _loss_lines(cfg: Config, device_type: str) -> list[str]:
+    """Return the line about a loss whose logits are computed in chunks, if the recipe leaves the choice open."""
+    chunk = cfg.loss_chunk_tokens(device_type)
+    if cfg.train.loss_chunk >= 0 or not 0 < chunk < cfg.loss_tokens:
+        return []
+    gib = cfg.loss_tokens * cfg.model.vocab_size // cfg.parallel.tp * 4 / 2**30
+    return [
+        f"loss   logits of {chunk:,} of {cfg.loss_tokens:,} tokens at a time, recomputed in the backward pass; all "
+        f"would be {gib:.1f} GiB in float32 (train.loss_chunk=-1)"
     ]
 
 

@@ -20,6 +20,8 @@ from moefold.config.method_defaults import (
 )
 from moefold.config.schema import Config
 
+CHUNK_KEY = "train.loss_chunk"
+
 
 def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[str]) -> Config:
     """Return a recipe with the values that a run has resolved for keys that the recipe leaves out.
@@ -35,6 +37,9 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     same_length = all(settings.get(key) == value for key, value in _length_settings(cfg).items())
     if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
         cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
+    chunk = settings.get(CHUNK_KEY)
+    if CHUNK_KEY in left_out and type(chunk) is int and -1 <= chunk < cfg.loss_tokens:
+        cfg = replace(cfg, train=replace(cfg.train, loss_chunk=chunk))
     rate = settings.get(LR_KEY)
     before = method_settings(Config()) | {key: settings[key] for key in METHOD_KEYS if key in settings}
     ours = method_settings(cfg)
