@@ -72,9 +72,11 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
 
         tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)
         return len(open_prompts(data, tokenizer, seed=cfg.run.seed).train)
-    sizes = {"seq_len": cfg.train.seq_len, "vocab_size": cfg.model.vocab_size, "seed": cfg.run.seed}
+    seq_len = cfg.train.seq_len
+    vocab_size = cfg.model.vocab_size
+    seed = cfg.run.seed
     if is_first and (data.kind != "tokens" or data.corrupt == "fatal"):
-        prepare(data, **sizes, align=cfg.align)
-    samples = open_dataset(data, **sizes, align=cfg.align).train
+        prepare(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align)
+    samples = open_dataset(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align).train
     sites = cfg.sites
     return len(StridedSampler(samples, sites.count, sites.number) if sites.count > 1 else samples)

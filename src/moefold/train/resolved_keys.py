@@ -43,7 +43,12 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     rate = settings.get(LR_KEY)
     before = method_settings(Config()) | {key: settings[key] for key in METHOD_KEYS if key in settings}
     ours = method_settings(cfg)
-    if LR_KEY not in left_out or type(rate) not in (int, float) or not 0 <= rate < math.inf:
+    if (
+        LR_KEY not in left_out
+        or not isinstance(rate, int | float)
+        or isinstance(rate, bool)
+        or not 0 <= rate < math.inf
+    ):
         return cfg
     if describe_method(before) != describe_method(ours):
         return cfg
