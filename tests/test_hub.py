@@ -11,6 +11,8 @@ from moefold.cli.main import main
 from moefold.convert.preflight import weights_path
 from moefold.errors import ConfigError
 from moefold.hub import check_repo_name, files_to_push, parse_hub_url, push_folder, repo_of_snapshot, snapshot
+from moefold.remote_copy import upload_folder
+from moefold.remote_path import RemotePath
 from tests.hub_server import Hub, Repo, hub_server
 
 FILES = {
@@ -153,6 +155,49 @@ def test_a_pushed_folder_can_be_read_back(hub: Hub, folder, monkeypatch):
     back = weights_path("hf://me/new")
     assert (back / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert files_to_push(folder) == {name: len(FILES[name]) for name in sorted(FILES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "reason"),
+    [
+        ("notes.txt", "../id_rsa", "'notes.txt' is a link that leads out of the folder; remove it, or copy the file"),
+        ("sub/notes.txt", "../../id_rsa", "'sub/notes.txt' is a link that leads out"),
+        ("etcdir", "/etc", "'etcdir' is a link to no file"),
+        ("inner", ".", "'inner' is a link to no file"),
+        ("zero", "/dev/zero", "'zero' is a link to no file"),
+        ("broken", "gone", "'broken' is a link to no file"),
+    ],
+)
+def test_no_link_takes_another_file_along(hub: Hub, folder, monkeypatch, name, target, reason):
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    (folder.parent / "id_rsa").write_text("PRIVATE KEY")
+    (folder / "sub").mkdir()
+    (folder / name).symlink_to(target)
+    with pytest.raises(ConfigError, match=reason):
+        _push(folder, "me/new")
+    assert not hub.blobs
+    assert "me/new" not in hub.repos
+    store = RemotePath(f"memory://links-{folder.parent.name}")
+    with pytest.raises(ConfigError, match=reason):
+        upload_folder(folder, store, last=())
+    assert not store.exists()
+
+
+def test_links_within_the_folder_and_a_cache_of_the_hub_are_sent_as_files(tmp_path):
+    snapshot_dir = tmp_path / "models--org--name" / "snapshots" / "abcd"
+    snapshot_dir.mkdir(parents=True)
+    blob = snapshot_dir.parent.parent / "blobs" / "0123"
+    blob.parent.mkdir()
+    blob.write_text("{}")
+    (snapshot_dir / "config.json").symlink_to("../../blobs/0123")
+    (snapshot_dir / "again.json").symlink_to("config.json")
+    assert files_to_push(snapshot_dir) == {"again.json": 2, "config.json": 2}
+    # A folder named like a snapshot, in one of a stranger's making, is no cache.
+    other = tmp_path / "snapshots" / "x"
+    other.mkdir(parents=True)
+    (other / "key.txt").symlink_to("../../models--org--name/blobs/0123")
+    with pytest.raises(ConfigError, match="leads out"):
+        files_to_push(other)
 
 
 def test_an_edited_card_is_kept_and_sent_files_are_not_sent_again(hub: Hub, folder, monkeypatch):

@@ -109,8 +109,50 @@ def test_local_functions_refuse_a_remote_path(use):
         use(RemotePath("memory://bucket/file"))
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("reference://::file://refs.json", "reference://::memory://x", "simplecache://::http://127.0.0.1:1/x"),
+        *("zip://a.txt::file:///tmp/x.zip", "tar://x::file:///tmp/a.tar", "jar://x", "libarchive://x"),
+        *("blockcache://::file:///etc/passwd", "filecache://::file:///etc/passwd", "dir://::file:///tmp"),
+        *("ssh://127.0.0.1/x", "github://a:b@/x", "git:///tmp/x:main@f", "generic://x", "data://x", "jlab://x"),
+        *("dask://x", "python://x", "smb://x/y", "ftp://x/y", "S3://bucket/x", "wandb://x"),
+    ],
+)
+def test_a_protocol_that_is_not_in_the_list_is_one_line(url):
+    for use in (lambda: to_path(url).exists(), lambda: check_protocol(url, "data.path"), lambda: local_copy(url)):
+        with pytest.raises(ConfigError, match="has the protocol '.*', which is none of") as refused:
+            use()
+        assert "\n" not in str(refused.value)
+
+
+def test_two_colons_are_part_of_a_name_and_chain_nothing(tmp_path, cache):
+    """fsspec would open `file:///etc/passwd` for the second name, and fill the templates of a reference file."""
+    root = RemotePath(f"file://{tmp_path}/store")
+    for name in ("a::b.txt", "simplecache::file:", "reference::x"):
+        (root / name).write_text(name)
+        assert (root / name).read_text() == name
+        assert name in [entry.name for entry in root.entries()]
+        assert Path(local_copy(str(root / name))).read_text() == name
+    assert not RemotePath("memory://none::file:///etc/passwd").exists()
+    with pytest.raises(ConfigError, match="has '::' in the name of its server or bucket; write one address"):
+        RemotePath("s3://bucket::file:///etc/passwd").exists()
+
+
+def test_a_file_system_that_cannot_connect_is_one_line(monkeypatch):
+    import fsspec.implementations.memory
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no route\nto host")
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "__init__", refuse)
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cachable", False)
+    with pytest.raises(ConfigError, match="^data.path: 'memory://x' cannot be used: RuntimeError: no route to host"):
+        check_protocol("memory://x", "data.path")
+
+
 def test_a_missing_package_or_protocol_is_named(monkeypatch):
-    with pytest.raises(ConfigError, match="Protocol not known: nope; use s3://, gs:// or a path"):
+    with pytest.raises(ConfigError, match="has the protocol 'nope', which is none of abfs, .*; use one of them, or a"):
         RemotePath("nope://x/y").exists()
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"needs a package that is not installed: pip install s3fs"):

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from moefold import __version__
 from moefold.errors import ConfigError
 from moefold.extras import install_command
+from moefold.folder_files import list_files
 from moefold.remote_path import HUB_SCHEME
 
 HubKind = Literal["model", "dataset"]
@@ -140,14 +141,9 @@ def files_to_push(folder: Path) -> dict[str, int]:
     """Return the size of each file of a folder in bytes, by relative name; hidden files are left out.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or one is a link that leads out of the folder.
     """
-    names = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {
-        name.as_posix(): path.stat().st_size
-        for name, path in names.items()
-        if not any(part.startswith(".") for part in name.parts)
-    }
+    files = {name: path.stat().st_size for name, path in list_files(folder, hidden=False).items()}
     if not files:
         raise ConfigError(f"{str(folder)!r} has no file to push")
     return files
@@ -177,9 +173,11 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
         overwrites_card: replace a README.md of the repository that differs, which somebody may have edited.
 
     Raises:
-        ConfigError: the hub denies access, the repository is public and `public` is not set, or a transfer fails.
+        ConfigError: the folder has no file or a link that leads out, the hub denies access, the repository is public
+            and `public` is not set, or a transfer fails.
     """
     check_hub_package(repo)
+    names = [escape(name) for name in files_to_push(folder)]
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -200,7 +198,7 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
             folder_path=folder,
             commit_message=message,
             revision=revision or None,
-            allow_patterns=[escape(name) for name in files_to_push(folder)],
+            allow_patterns=names,
             ignore_patterns=[CARD_FILE] if keeps_card else None,
         )
     except ConfigError:

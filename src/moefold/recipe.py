@@ -104,14 +104,14 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
 
 
 VOCAB_MULTIPLE = 64
-"""Multiple to which the vocabulary is rounded up: divisible by usual tp degrees, and efficient for kernels."""
+"""Multiple to which the vocabulary is rounded up: efficient for kernels, and the same under every mapping."""
 
 
 def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
-    The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64 and of
-    parallel.tp; a preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
+    The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64; a
+    preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
     keep the default.
 
     Args:
@@ -142,13 +142,12 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
     if preset_size is not None and num_ids <= preset_size:
         return cfg, ""
-    multiple = math.lcm(VOCAB_MULTIPLE, max(1, cfg.parallel.tp))
-    size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / multiple) * multiple
+    size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if size == model.vocab_size:
         return cfg, ""
     message = (
         f"model.vocab_size is {size}: data.tokenizer={data.tokenizer!r} has {num_ids} ids, rounded up to a multiple "
-        f"of {multiple}"
+        f"of {VOCAB_MULTIPLE}"
     )
     return replace(cfg, model=replace(model, vocab_size=size)), message
 

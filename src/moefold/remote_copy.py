@@ -15,6 +15,7 @@ from pathlib import Path
 from moefold.cache_dir import cache_folders
 from moefold.errors import ConfigError
 from moefold.file_lock import hold_lock
+from moefold.folder_files import list_files
 from moefold.remote_path import RemoteEntry, RemotePath
 
 CACHE_SUBFOLDER = "remote"
@@ -64,11 +65,12 @@ def upload_folder(source: Path, target: RemotePath, *, last: Sequence[str]) -> N
     """Send the files of a folder, those named in `last` after all others.
 
     Raises:
+        ConfigError: a file is a link that leads out of the folder; nothing is sent.
         RemoteError: a file cannot be sent; those that were sent stay, without the last ones.
     """
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    for path in sorted(files, key=lambda path: path.name in last and path.parent == source):
-        (target / str(path.relative_to(source))).upload(path)
+    files = list_files(source)
+    for name in sorted(files, key=lambda name: name in last):
+        (target / name).upload(files[name])
 
 
 def _file_entry(remote: RemotePath) -> RemoteEntry:

@@ -1,4 +1,4 @@
-"""Paths of remote files (`s3://`, `gs://`, any protocol of fsspec) with the methods of `pathlib.Path`. Torch-free.
+"""Paths of remote files, of one of `PROTOCOLS` such as `s3://`, with the methods of `pathlib.Path`. Torch-free.
 
 A `RemotePath` is a `Path` whose operations go through fsspec. Functions that need a local file (`open`, `os.*`,
 `shutil.*`, memory mapping) raise TypeError for it, so that no local folder of that name is created by mistake.
@@ -24,9 +24,13 @@ from moefold.extras import install_command
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 HUB_SCHEME = "hf://"
 """Prefix of a name on the Hugging Face hub, see `hub`."""
-OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2"})
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"})
 """Protocols of stores without folders: a key may contain slashes, and no folder is created before a file."""
 _ABSOLUTE_SCHEMES = frozenset({"file", "local"})
+_HOSTLESS_SCHEMES = _ABSOLUTE_SCHEMES | {"memory"}
+PROTOCOLS = OBJECT_STORES | _ABSOLUTE_SCHEMES | {"memory", "hdfs", "webhdfs", "sftp", "http", "https"}
+"""Protocols that may be used. fsspec has others that read an archive, a cache or a program's output, start a shell, or
+fill templates of a file, and it chains several by `::`, which is plain text here."""
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _MAX_REASON_CHARS = 300
 _READ_BUFFER_BYTES = 1 << 17
@@ -101,20 +105,29 @@ class RemotePath(PosixPath):
         The whole name is the key: "::" chains no file systems.
 
         Raises:
-            ConfigError: the protocol is unknown, or its package is not installed.
+            ConfigError: the protocol is none of `PROTOCOLS`, its package is not installed, or it cannot connect.
         """
+        if self.scheme not in PROTOCOLS:
+            raise ConfigError(
+                f"{str(self)!r} has the protocol {self.scheme!r}, which is none of {', '.join(sorted(PROTOCOLS))}; "
+                "use one of them, or a path"
+            )
+        if self.scheme not in _HOSTLESS_SCHEMES and "::" in "".join(self.parts[1:2]):
+            raise ConfigError(f"{str(self)!r} has '::' in the name of its server or bucket; write one address")
         try:
-            from fsspec import get_filesystem_class
+            from fsspec.core import strip_protocol, url_to_fs
 
-            store = get_filesystem_class(self.scheme)
-            filesystem = store(**store._get_kwargs_from_urls(str(self)))
-            key = str(store._strip_protocol(str(self)))
+            # `url_to_fs` would take a key with `::` apart, so it gets the address of the server alone.
+            host = "" if self.scheme in _HOSTLESS_SCHEMES else "".join(self.parts[1:2])
+            filesystem = url_to_fs(f"{self.scheme}://{host}/")[0]
+            key = str(strip_protocol(str(self)))
         except ImportError as error:
             package = _PACKAGES.get(self.scheme)
             way_out = f"pip install {package}, or the extra: {install_command('remote')}" if package else str(error)
             raise ConfigError(f"{str(self)!r} needs a package that is not installed: {way_out}") from None
-        except ValueError as error:
-            raise ConfigError(f"{str(self)!r} cannot be opened: {_reason(error)}; use s3://, gs:// or a path") from None
+        except Exception as error:
+            # Some file systems connect here, each with error classes of its own.
+            raise RemoteError(errno.EIO, _reason(error), str(self)) from error
         filesystem.invalidate_cache()
         return filesystem, key
 

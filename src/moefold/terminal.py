@@ -30,7 +30,7 @@ def printable(text: object, allowed: str = "") -> str:
     plain = str(text)
     if plain.isprintable():
         return plain
-    return "".join(char if _is_safe(char) or char in allowed else _escaped(char) for char in plain)
+    return "".join(char if _is_safe(char) or char in allowed else escape_char(char) for char in plain)
 
 
 LABEL_COLORS = {
@@ -97,7 +97,8 @@ def _is_safe(char: str) -> bool:
     return char in _JOINERS or unicodedata.category(char) not in _UNSAFE_CATEGORIES
 
 
-def _escaped(char: str) -> str:
+def escape_char(char: str) -> str:
+    """Return the escape of a character in a literal of Python and of YAML."""
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 

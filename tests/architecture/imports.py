@@ -16,6 +16,7 @@ FLOORS = (
         "extras",
         "progress",
         "cache_dir",
+        "folder_files",
         "remote_path",
         "remote_copy",
         "hub",

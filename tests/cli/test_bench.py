@@ -5,6 +5,9 @@ import pytest
 from moefold.cli.main import main
 from tests.e2e.command import moefold
 
+BELOW_A_FILE = f"{__file__}/x"
+"""Path that not even root can create."""
+
 
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -18,11 +21,11 @@ from tests.e2e.command import moefold
         (["plot", "nowhere.json", "x.png"], "nowhere.json: No such file"),
         (["--tokens", "-5"], "--tokens -5 must be at least 1; leave it out for 2048"),
         (["--experts", "-1"], "--experts -1 must be at least"),
-        (["--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written: No such file"),
-        (["--picture", "/nonexistent/x.png"], "--picture /nonexistent/x.png cannot be written: No such file"),
-        (["ranks", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
-        (["scaling", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
-        (["dispatch", "--json", "/nonexistent/x.json"], "--json /nonexistent/x.json cannot be written"),
+        (["--json", f"{BELOW_A_FILE}.json"], f"--json {BELOW_A_FILE}.json cannot be written: Not a directory"),
+        (["--picture", f"{BELOW_A_FILE}.png"], f"--picture {BELOW_A_FILE}.png cannot be written: Not a directory"),
+        (["ranks", "--json", f"{BELOW_A_FILE}.json"], f"--json {BELOW_A_FILE}.json cannot be written"),
+        (["scaling", "--json", f"{BELOW_A_FILE}.json"], f"--json {BELOW_A_FILE}.json cannot be written"),
+        (["dispatch", "--json", f"{BELOW_A_FILE}.json"], f"--json {BELOW_A_FILE}.json cannot be written"),
         (["--picture", "x.xyz"], "--picture x.xyz must end in .png, .svg or .pdf"),
         (["ranks", "--picture", "x.xyz"], "--picture x.xyz must end in .png, .svg or .pdf"),
         (["scaling", "--picture", "x.xyz"], "--picture x.xyz must end in .png, .svg or .pdf"),
@@ -69,7 +72,7 @@ def test_the_small_shape(capfd, tmp_path):
 @pytest.mark.e2e
 def test_a_large_shape_cut_down(capfd):
     words = ["--shape", "qwen3-30b-a3b-layer", "--tokens", "16", "--experts", "8", "--steps", "1", "--threads", "1"]
-    assert main(["bench", *words, "--dtype", "bfloat16", "--json", "-"]) == 0
+    assert main(["bench", *words, "--dtype", "float32", "--json", "-"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert (found["shape"], found["num_experts"], found["tokens"]) == ("qwen3-30b-a3b-layer", 8, 16)
     assert [row["name"].split(",")[0] for row in found["rows"]][:3] == ["moefold", "plain torch", "transformers"]

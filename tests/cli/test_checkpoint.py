@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moefold.checkpoint.checkpoint_dir import META_FILE
+from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.cli.main import main
 from tests.train.test_trainer import _train, recipe
 
@@ -86,6 +88,49 @@ def test_a_checkpoint_without_a_step_in_its_name_is_listed_and_verified(copy, ca
     assert capsys.readouterr().out == f"{imported}: sound\n"
     _flip(imported)
     assert main(_words("verify", imported)) == 1
+
+
+def _seal(checkpoint: Path) -> None:
+    """Write the manifest of what the folder has now, as a stranger who changed it would."""
+    names = [file.name for file in checkpoint.iterdir() if file.is_file() and file.name != MANIFEST_FILE]
+    write_manifest(checkpoint, {name: digest_file(checkpoint / name) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda meta: meta.clear(), "has a broken moefold.json"),
+        (lambda meta: meta.update(format=99), "has format 99"),
+        (lambda meta: meta.update(step="two"), "has a broken moefold.json: step is 'two'"),
+        (lambda meta: meta["model"].update(hidden_size=2**50), "model.hidden_size=1125899906842624 must be"),
+        (lambda meta: meta["model"].update(num_experts=2**40), "model.num_experts=1099511627776 must be"),
+        (
+            lambda meta: meta["model"].update(vocab_size=4),
+            "describes tensors that it does not have: embedding.weight of",
+        ),
+        (
+            lambda meta: meta["model"].update(num_layers=9_000, layer_kinds="M" * 9_000, layer_pattern="M"),
+            "describes 9000 layers, and it has",
+        ),
+        (lambda meta: meta["model"].update(layer_pattern="M999999999999"), "layer_pattern"),
+        (lambda meta: meta["model"].update(nope=3), "has a model that this version does not know"),
+        (lambda meta: meta["parallel"].update(world_size=0), "parallel.world_size is 0"),
+        (lambda meta: meta.update(lora={"rank": "x"}), "lora.rank is 'x'"),
+    ],
+)
+def test_verify_names_a_description_that_cannot_be_loaded(copy, capsys, change, fault):
+    """Its files are as the manifest says: it was written, or sealed again, with that description."""
+    checkpoint = copy / "checkpoints" / STEPS[0]
+    meta = json.loads((checkpoint / META_FILE).read_text())
+    change(meta)
+    (checkpoint / META_FILE).write_text(json.dumps(meta))
+    assert main(_words("verify", checkpoint)) == 1
+    assert "file moefold.json has" in capsys.readouterr().out
+    _seal(checkpoint)
+    assert main(_words("verify", checkpoint)) == 1
+    out, error = capsys.readouterr()
+    assert fault in out
+    assert (out.count("\n"), error) == (1, "")
 
 
 def test_verify_names_what_is_damaged(copy, capsys):

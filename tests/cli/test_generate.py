@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 WRONG = {
-    "/nowhere/at/all x": "does not exist",
+    "{run}/nowhere x": "does not exist",
     "{run} x --max-tokens 0": "--max-tokens 0 must be at least 1",
     "{run} x --temperature -0.5": "--temperature -0.5 must be at least 0",
     "{run} x --top-p 0": "--top-p 0 must lie in (0, 1]",

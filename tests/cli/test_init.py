@@ -73,7 +73,7 @@ def test_list_describes_each_recipe(capsys):
         (["qwen3"], "these match: finetune/qwen3-30b-a3b-dpo, "),
         (["xxxxxxx", "folder"], "`moefold init --list` shows the recipes"),
         (["sft", "a", "b"], "one argument too many"),
-        (["sft", "/proc/none"], "DIR='/proc/none' cannot be written"),
+        (["sft", f"{__file__}/none"], f"DIR='{__file__}/none' cannot be written"),
     ],
 )
 def test_invalid_arguments_are_one_message(capsys, words, message):

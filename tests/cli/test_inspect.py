@@ -127,7 +127,7 @@ def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
         (["absent"], "run 'absent' does not exist"),
         (["RUN", "--layer", "7"], "--layer 7 is no MoE layer of"),
         (["RUN", "--picture", "balance.jpg"], "--picture balance.jpg must end in .png, .svg or .pdf"),
-        (["RUN", "--picture", "/nonexistent/balance.png"], "--picture /nonexistent/balance.png cannot be written"),
+        (["RUN", "--picture", f"{__file__}/balance.png"], f"--picture {__file__}/balance.png cannot be written"),
     ],
 )
 def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):

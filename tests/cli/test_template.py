@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from moefold.cli.main import main
+from moefold.launch.job_text import _check_escaped
 from tests.cli.example_command import ROOT, check_command
 
 RECIPE = str(ROOT / "recipes/mixtral-8x7b.toml")
@@ -97,6 +99,8 @@ def test_slurm(capsys):
         "nodes=8",
         "ntasks-per-node=8",
         "gpus-per-node=8",
+        "exclusive",
+        "mem=0",
         "time=2-00:00:00",
         "signal=TERM@120",
         "requeue",
@@ -107,7 +111,50 @@ def test_slurm(capsys):
     assert text.rindex("#SBATCH") < text.index("set -euo")
     assert "for attempt in {0..2}" in text
     (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("srun ")]
-    assert shlex.split(line.removesuffix(" || status=$?")) == ["srun", "--kill-on-bad-exit=0", "--wait=120", *TRAIN]
+    assert shlex.split(line.removesuffix(" || status=$?")) == [
+        "srun",
+        "--cpus-per-task=$cpus_per_task",
+        "--kill-on-bad-exit=0",
+        "--wait=120",
+        *TRAIN,
+    ]
+    # srun gives a task one core unless it is told otherwise.
+    assert "cpus_per_task=$((SLURM_CPUS_ON_NODE / 8))" in text
+
+
+def test_slurm_keys_of_a_shared_node(capsys):
+    text = template(
+        capsys,
+        "slurm",
+        *("--no-exclusive", "--cpus-per-task", "12", "--mem", "200G", "--partition", "gpu", "--account", "a.b-c"),
+        *("--qos", "high"),
+    )
+    directives = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"cpus-per-task=12", "mem=200G", "partition=gpu", "account=a.b-c", "qos=high"} <= set(directives)
+    assert "exclusive" not in directives
+    assert "\ncpus_per_task=12\n" in text
+
+
+def test_a_slurm_job_has_a_time_limit_and_memory_only_if_the_node_is_its_own(capsys):
+    words = ["template", "slurm", RECIPE, *WORDS, *SIZE]
+    assert main(words) == 0
+    assert "#SBATCH --time=24:00:00" in capsys.readouterr().out
+    assert main([*words, "--no-exclusive", "--cpus-per-task", "8"]) == 0
+    assert "--mem" not in capsys.readouterr().out
+
+
+def test_cores_and_memory_of_the_other_schedulers(capsys):
+    node = ["--cpus-per-task", "12", "--mem", "512G"]
+    resources = {"limits": {"nvidia.com/gpu": 8, "memory": "512Gi"}, "requests": {"cpu": 96}}
+    trainer = yaml.safe_load(template(capsys, "trainjob", *node))["spec"]["trainer"]
+    assert trainer["resourcesPerNode"] == resources
+    for role in yaml.safe_load(template(capsys, "pytorchjob", *node))["spec"]["pytorchReplicaSpecs"].values():
+        assert role["template"]["spec"]["containers"][0]["resources"] == resources
+    asked = yaml.safe_load(template(capsys, "skypilot", *node))["resources"]
+    assert (asked["cpus"], asked["memory"]) == ("96+", "512+")
+    assert "resources_per_worker={'CPU': 12, 'GPU': 1 if USE_GPU else 0}" in ast.unparse(
+        ast.parse(template(capsys, "ray", *node[:2]))
+    )
 
 
 @pytest.mark.parametrize("source", ["slurm", "skypilot", "recipes/slurm.sbatch", ".ci/run"])
@@ -236,7 +283,15 @@ def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
         ("trainjob", ["--claim", "My_Claim"], "--claim='My_Claim' is not a legal name"),
         ("trainjob", ["run.dir=/run"], "run.dir='/run' must be a folder inside the mounted volume"),
         ("trainjob", ["checkpoint.dir=/other/c"], "checkpoint.dir='/other/c' must be inside /shared"),
-        ("trainjob", ["data.path=$(HOME)"], "has $( or {{, which Kubernetes or SkyPilot would expand"),
+        ("slurm", ["--cpus-per-task", "0"], "--cpus-per-task=0 must be 1 to 4096"),
+        ("slurm", ["--no-exclusive"], "--no-exclusive leaves each rank one CPU core at most sites"),
+        ("slurm", ["--mem", "512"], "--mem='512' must be the memory of a node as a number with M, G or T"),
+        ("slurm", ["--partition", "a b"], "--partition='a b' is not a legal name"),
+        ("slurm", ["--account", "x\n#SBATCH --uid=0"], "is not a legal name"),
+        ("trainjob", ["--qos", "high"], "--qos has no effect on trainjob, only on slurm"),
+        ("skypilot", ["--mem", "100000M"], "--mem=100000M must be in G or T on skypilot"),
+        ("ray", ["--mem", "512G"], "--mem has no effect on ray, only on slurm, trainjob, pytorchjob, skypilot"),
+        ("ray", ["--no-exclusive"], "--exclusive has no effect on ray, only on slurm"),
         ("slurm", ["parallel.tp=3"], "parallel.tp=3 must divide"),
         ("ray", ["--time", "1:00:00"], "--time has no effect on ray, only on slurm, pytorchjob"),
         ("slurm", ["sites.count=2"], "sites.count=2 without a number starts all sites on one machine"),
@@ -254,3 +309,102 @@ def test_contradictions_are_one_message(capsys, scheduler, more, message):
 
 def test_no_restarts_need_no_checkpoints(capsys):
     assert "{0..0}" in template(capsys, "slurm", "--restarts", "0", "checkpoint.every=0")
+
+
+NAMES = [
+    'x"""; import os; os.system("touch PWNED"); """.toml',
+    "it's a `touch PWNED` $HOME $(touch PWNED) $$ ${X} recipe.toml",
+    "a\\N{bad}\\x41\\.toml",
+    "#x: y - [1] {a: b} & *c !d %e @f.toml",
+    "emoji\U0001f600.toml",
+    'q".toml',
+    "line\nfeed\r\ttab\x1b\x7f.toml",
+    "separators\x85\u2028\u2029\ufeff\u202e\ufffe\U000e0001.toml",
+    "{{ job }} {{{ {% raw %} {# #}.toml",
+    "null.toml",
+    "1e5.toml",
+    "~.toml",
+]
+HOSTILE_DIR = "/shared/a b'c\"d${X}`id`$(id)\u2028é/run"
+
+
+def expand(word):
+    """Return a word of a pod's arguments as Kubernetes passes it on, where no variable is set."""
+    return re.sub(r"\$\$", "$", re.sub(r"(?<!\$)(?:\$\$)*\$\(\w+\)", "EXPANDED", word))
+
+
+def words_of_bash(line, tmp_path):
+    """Return the words that bash makes of a command."""
+    show = 'python3() { printf "%s\\0" "$@"; }; '
+    done = subprocess.run(["bash", "-c", show + "python3 " + line], cwd=tmp_path, capture_output=True, check=True)
+    return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
+
+
+def words_of(scheduler, text, tmp_path):
+    """Return the words of the command `moefold train` as a job file's scheduler would start them."""
+    if scheduler == "ray":
+        tree = ast.parse(text)
+        assert all(
+            isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.FunctionDef | ast.If | ast.Expr)
+            for node in tree.body
+        )
+        statements = [node.value for node in tree.body if isinstance(node, ast.Expr)]
+        assert [type(node) for node in statements] == [ast.Constant]
+        values = {
+            node.targets[0].id: ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
+        }
+        assert set(values) == {"RECIPE", "OVERRIDES", "USE_GPU"}
+        return ["moefold", "train", values["RECIPE"], *values["OVERRIDES"]]
+    if scheduler == "slurm":
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        return words_of_bash(text[text.index("moefold train") : text.index(" || status=")], tmp_path)
+    tree = yaml.safe_load(text)
+    if scheduler == "skypilot":
+        assert "{{" not in tree["run"]
+        return words_of_bash(tree["run"].split("--no-python ")[1], tmp_path)
+    if scheduler == "trainjob":
+        args = tree["spec"]["trainer"]["args"]
+    else:
+        pod = tree["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+        assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == str(Path(HOSTILE_DIR).parent)
+        args = pod["containers"][0]["args"]
+    return [expand(word) for word in args[args.index("--no-python") + 1 :]]
+
+
+@pytest.mark.parametrize("scheduler", OPTIONS)
+def test_no_name_or_value_reaches_a_job_file_unescaped(capsys, scheduler, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = Path(RECIPE).read_text()
+    overrides = [f"run.dir={HOSTILE_DIR}", "data.path=/shared/$$a$(b)\n'\\\".bin"]
+    for name in [*NAMES, "bytes\udcff.toml"]:
+        Path(name).write_text(content)
+        status = main(["template", scheduler, name, *overrides, *SIZE, *OPTIONS[scheduler]])
+        if name == "bytes\udcff.toml" and scheduler in ("trainjob", "pytorchjob"):
+            assert status == 2
+            assert "is not text in UTF-8, and YAML holds nothing else; rename" in capsys.readouterr().err
+            continue
+        assert status == 0, name
+        text = capsys.readouterr().out
+        assert text.isascii() or not any(char != "\n" and not char.isprintable() for char in text), (
+            "no character that ends a line or reorders it"
+        )
+        assert words_of(scheduler, text, tmp_path) == ["moefold", "train", name, *overrides]
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("scheduler", FIELDS)
+def test_names_that_yaml_would_read_as_other_types_stay_text(capsys, scheduler, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("no.toml").write_text(Path(RECIPE).read_text())
+    options = [word if word != "shared" else "1e3" for word in OPTIONS[scheduler]]
+    assert main(["template", scheduler, "no.toml", *WORDS, *SIZE, *options]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["name"] if scheduler == "skypilot" else tree["metadata"]["name"]) == "no"
+    assert "'1e3'" in str(tree)
+
+
+def test_a_template_cannot_insert_a_value_without_a_filter():
+    with pytest.raises(AssertionError, match="without a filter"):
+        _check_escaped("text")
+    for file in (ROOT / "src/moefold/launch/job_templates").glob("*.jinja"):
+        assert not re.search(r"\bsafe\b|autoescape", file.read_text())

@@ -396,7 +396,7 @@ def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
     (tmp_path / "secret.json").write_text("mine")
     (folder / "extra.json").symlink_to(tmp_path / "secret.json")
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
-    assert "extra.json is a link that leads out of it" in capsys.readouterr().err
+    assert "extra.json is a link that leads out of the folder" in capsys.readouterr().err
     assert not (tmp_path / "ckpt").exists()
 
 

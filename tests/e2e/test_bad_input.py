@@ -30,14 +30,14 @@ BAD = {
         ],
         "parallel.order",
     ),
-    "missing file": (["data.kind=text", "data.path=/nonexistent/file.txt"], "/nonexistent/file.txt"),
+    "missing file": (["data.kind=text", "data.path={folder}/absent/file.txt"], "absent/file.txt"),
     "empty data": (["data.kind=text", "data.path={folder}/empty.toml"], "empty.toml"),
     "vocabulary": (["data.kind=python-docs", "model.vocab_size=100"], "model.vocab_size=100"),
     "no held-out text": (
         ["train.eval_every=1", "data.validation_fraction=0"],
         "train.eval_every=1 needs held-out text",
     ),
-    "missing checkpoint": (["checkpoint.resume=/nonexistent/step-000001"], "checkpoint.resume="),
+    "missing checkpoint": (["checkpoint.resume={folder}/absent/step-000001"], "checkpoint.resume="),
     "unwritable run folder": (["run.dir={folder}/empty.toml/run"], "run.dir="),
 }
 

@@ -86,6 +86,7 @@ def test_a_killed_rank_is_started_again_and_resumes(tmp_path: Path, capsys):
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
         "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_CPUS_ON_NODE": "2",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "KILLED": str(tmp_path / "killed"),

@@ -62,6 +62,23 @@ def test_two_sites_meet_and_a_lost_one_ends_the_wait(server):
     first.close()
 
 
+def test_a_site_is_answered_beside_more_silent_connections_than_the_server_takes(capfd):
+    with Server(SECRET, most=10).running() as server:
+        first = hello(server, 0)
+        silent = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(40)]
+        for i, stranger in enumerate(silent):
+            stranger.sendall((b"", b'{"non', b'{"nonce": "%s"}\n' % (b"0" * 32))[i % 3])
+        second = hello(server, 1)
+        # The signed connection of the first site was not closed for the others.
+        assert first.ask({"do": "set", "key": "a", "value": "b"}) is not None
+        for client in (first, second, *silent):
+            client.close()
+    assert [line for line in server.log if "connections are open" in line] == [
+        "10 connections are open, the most that this server takes"
+    ]
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_store_passes_bytes_between_ranks(server):
     writer, reader = (MeetStore(connection(server), 5.0) for _ in range(2))
     found = []

@@ -62,3 +62,29 @@ def test_several_ranks_read_the_weights_in_exponents_as_one_does(pool, mapping):
             assert not torch.equal(weight, weight.bfloat16().float())
         for gradient, theirs in zip(gradients, expected[1], strict=bool(gradients)):
             torch.testing.assert_close(gradient, theirs, rtol=0.05, atol=1e-3 * float(theirs.abs().max()))
+
+
+def _modules_that_return_views(cfg: Config) -> set[str]:
+    """Modules of FSDP whose output is a view: an operation in place on it would drop the hook that gathers weights."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.modules.module import register_module_forward_hook
+
+    found: set[str] = set()
+
+    def look(module: torch.nn.Module, _: object, output: object) -> None:
+        if isinstance(module, FSDPModule) and isinstance(output, Tensor) and output.is_leaf is False:
+            found.update([type(module).__name__] if output._base is not None else [])
+
+    with register_module_forward_hook(look):
+        run_distributed(cfg, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [{"world_size": 2}, *slow([({"world_size": 4, "tp": 2},), ({"world_size": 4, "tp": 2, "overlap_tp": True},)])],
+    ids=str,
+)
+def test_no_module_of_fsdp_returns_a_view(pool, mapping):
+    cfg = _in_bfloat16(tiny(model=HYBRID, zero=3, **mapping))
+    assert pool.run(mapping["world_size"], _modules_that_return_views, cfg) == [set()] * mapping["world_size"]

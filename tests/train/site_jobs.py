@@ -18,8 +18,9 @@ from moefold.testing.pool import WorkerPool
 class Server:
     """A meeting point in a thread of this process; `log` has its lines."""
 
-    def __init__(self, secret: bytes = b"") -> None:
+    def __init__(self, secret: bytes = b"", most: int | None = None) -> None:
         self.log: list[str] = []
+        self._most = most
         self._secret = secret
         self._is_up = threading.Event()
         self._watched: tuple[Callable[[str], bool], Path] | None = None
@@ -38,7 +39,7 @@ class Server:
         self._stopped = asyncio.Event()
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
-        async with MeetServer(listener, self._secret, self._log):
+        async with MeetServer(listener, self._secret, self._log, self._most):
             self._is_up.set()
             await self._stopped.wait()
 

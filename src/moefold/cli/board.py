@@ -51,10 +51,9 @@ def run(argv: list[str]) -> int:
         )
     _check_packages()
     # numpy and starlette take a tenth of a second to import, which --help does not need.
-    import uvicorn
-
     from moefold.board.app import make_app
     from moefold.board.run_list import RunList
+    from moefold.host.http_protocol import make_server
 
     runs = RunList([Path(name) for name in arguments.runs])
     token = secrets.token_urlsafe(24) if arguments.allow_remote or arguments.token else ""
@@ -66,8 +65,8 @@ def run(argv: list[str]) -> int:
         address = f"{url}/{f'?token={token}' if token else ''}"
         found = f"{count} run{'s' if count > 1 else ''}" if count else "no runs yet; they appear when they start,"
         print_escaped(f"moefold: {found} at {address}", flush=True)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        http, sockets = make_server(app, listener)
+        http.run(sockets=sockets)
     return 0
 
 

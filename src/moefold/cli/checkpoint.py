@@ -251,7 +251,7 @@ def _rm(arguments: argparse.Namespace) -> int:
 def _validate_checkpoint(path: Path) -> list[str]:
     """List the faults of a checkpoint; hash every file unless the file sizes are wrong already.
 
-    Intact files may still not form a checkpoint, so the index and each part are checked as well.
+    Intact files may still not form a checkpoint, so the index, each part and the description are checked as well.
     """
     if faults := quick_validate(path):
         return faults
@@ -259,8 +259,9 @@ def _validate_checkpoint(path: Path) -> list[str]:
     if faults := validate_hashes(path, manifest, manifest):
         return faults
     from moefold.checkpoint.inspect import validate_content
+    from moefold.inference.loadable import loading_faults
 
-    return validate_content(path)
+    return validate_content(path) or loading_faults(path)
 
 
 def _resolve_checkpoints(path: Path) -> list[Path]:
@@ -329,7 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     verify_parser = add(
         "verify",
         _verify,
-        "check the hash of every file, the index and the parts; exit 1 if one is wrong",
+        "check the hash of every file, the index, the parts and the description; exit 1 if one is wrong",
     )
     verify_parser.add_argument("checkpoint", type=to_path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
     diff_parser = add("diff", _diff, "compare the metadata and values of two checkpoints; exit 1 if they differ")

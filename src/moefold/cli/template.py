@@ -4,7 +4,14 @@ import argparse
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.launch.job_file import DEFAULT_GRACE_S, SCHEDULERS, JobRequest, write_job_file
+from moefold.launch.job_file import (
+    DEFAULT_GRACE_S,
+    DEFAULT_SLURM_TIME,
+    SCHEDULERS,
+    SITE_KEYS,
+    JobRequest,
+    write_job_file,
+)
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
@@ -50,7 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="R", help="starts after a failure, from the newest checkpoint (3)"
     )
-    parser.add_argument("--time", default="", metavar="T", help="time limit, [DAYS-]HH:MM:SS (slurm, pytorchjob)")
+    parser.add_argument(
+        "--time",
+        default="",
+        metavar="T",
+        help=f"time limit, [DAYS-]HH:MM:SS (slurm: {DEFAULT_SLURM_TIME}; pytorchjob)",
+    )
     parser.add_argument(
         "--grace",
         type=int,
@@ -64,4 +76,17 @@ def _parser() -> argparse.ArgumentParser:
         "--claim", default="", metavar="NAME", help="shared volume with run.dir (trainjob, pytorchjob, skypilot)"
     )
     parser.add_argument("--gpu", default="", metavar="NAME", help="name of the GPU, such as H100 (skypilot)")
+    parser.add_argument(
+        "--cpus-per-task", type=int, metavar="C", help="CPU cores of a rank (slurm: those of the node, shared)"
+    )
+    parser.add_argument(
+        "--mem", default="", metavar="M", help="memory of a node, such as 512G, in GiB; not ray (slurm: all)"
+    )
+    parser.add_argument(
+        "--exclusive",
+        action=argparse.BooleanOptionalAction,
+        help="whole nodes, or a share of them with --cpus-per-task (slurm: whole nodes)",
+    )
+    for key in SITE_KEYS:
+        parser.add_argument(f"--{key}", default="", metavar="NAME", help=f"{key} of the site, as for sbatch (slurm)")
     return parser

@@ -410,6 +410,9 @@ class DataConfig:
     """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
     overlong: Literal["cut", "refuse"] = "cut"
     """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
+    skip_bad_rows: bool = False
+    """Skip rows that are no conversation or that the template refuses, and log their number; false: the first one ends
+    the run (sft, preference)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,7 +445,7 @@ class CheckpointConfig:
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
-    folder. May be remote, or hf://ORG/NAME ([hub.md](hub.md))."""
+    folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change
     nothing ([conversion.md](conversion.md#keys-of-json-files))."""
@@ -597,15 +600,19 @@ class Config:
         """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
         return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary on a rank, V/tp rounded up."""
+        return -(-self.model.vocab_size // self.parallel.tp)
+
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:
             return self.train.loss_chunk
-        rows = max(1, self.model.vocab_size // self.parallel.tp)
-        if self.loss_tokens * rows <= LARGE_LOGITS:
+        if self.loss_tokens * self.vocab_rows <= LARGE_LOGITS:
             return 0
         logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
-        return max(MIN_LOSS_CHUNK_TOKENS, logits // rows)
+        return max(MIN_LOSS_CHUNK_TOKENS, logits // self.vocab_rows)
 
     @property
     def loss_tokens(self) -> int:

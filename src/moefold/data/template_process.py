@@ -1,16 +1,13 @@
 """Subprocess that renders chat templates: started on first use, and restarted if it was killed."""
 
 import json
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import batch_by_size
+from moefold.data.limited_process import LimitedProcess
 from moefold.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
@@ -25,7 +22,7 @@ class TemplateLimits:
     cpu_s: float = 30.0
     """CPU time to compile the template, and for one conversation.
 
-    Templates take milliseconds; a conversation of 1,000 turns is rendered 2,001 times, which takes some seconds.
+    Templates take milliseconds; a conversation of 1,000 turns is rendered some 2,000 times, which takes seconds.
     """
     memory_bytes: int = 1 << 30
     """Address space of the process, of which the interpreter takes 30 MB."""
@@ -37,10 +34,11 @@ class TemplateLimits:
 class TemplateProgram:
     """A template and its settings, as sent to the process."""
 
-    source: str
+    sources: tuple[tuple[str, bool], ...]
+    """The programs, each with whether it has `{% generation %}` marks: the only one, or those for conversations without
+    and with tools."""
     special_tokens: dict[str, str]
     marks: tuple[str, str]
-    has_marks: bool
     date: str
     """Output of `strftime_now`, in ISO form."""
 
@@ -83,66 +81,43 @@ class TemplateProcess:
 
         A refusal restarts the process, so that no answer to a later request is left in the pipe.
         """
-        self._send(b"%d\n" % len(lines) + b"".join(lines))
+        if not self._process.is_usable:
+            self._process = self._start_process()
+        self._process.send(b"%d\n" % len(lines) + b"".join(lines))
         answers: list[dict[str, Any]] = []
         for _ in lines:
             found = self._read()
             answers.append({"refused": self._end_reason()} if found is None else found)
             if "refused" in answers[-1]:
                 if found is None or len(answers) < len(lines):
-                    self._process.kill()
+                    self._process.end()
                     self._process = self._start_process()
                 break
+        self._process.finish()
         return answers
 
-    def _start_process(self) -> "subprocess.Popen[bytes]":
-        # -P: the script's folder is not on sys.path, since its modules would shadow others.
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        weakref.finalize(self, _kill_process, process)
+    def _start_process(self) -> LimitedProcess:
+        limit = self._limits.memory_bytes
+        process = LimitedProcess(_WORKER, memory_bytes=limit, hard_bytes=limit)
         self._process = process
-        self._send(self._start_line)
+        process.send(self._start_line)
         found = self._read()
+        process.finish()
         reason = self._end_reason() if found is None else found.get("refused")
         if reason is not None:
             raise ConfigError(f"the chat template of {self._location} is not a Jinja template ({reason}); fix it")
         return process
 
-    def _send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            # The process was killed while reading; _read detects the missing answer.
-            return
-
     def _read(self) -> dict[str, Any] | None:
         """Return the next answer; None if the process was killed, or the answer is too long."""
-        assert self._process.stdout is not None
         # A character takes at most 6 bytes of JSON, as \\u001f does.
-        limit = 6 * self._limits.most_characters + (1 << 20)
-        line = self._process.stdout.readline(limit)
-        if not line.endswith(b"\n"):
+        line = self._process.read_line(6 * self._limits.most_characters + (1 << 20))
+        if line is None:
             return None
         found: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
         return found
 
     def _end_reason(self) -> str:
-        self._process.kill()
-        status = self._process.wait()
-        if status == -signal.SIGPROF:
+        if self._process.end() == "time":
             return f"it takes more than {self._limits.cpu_s:g} s of CPU time"
-        return f"the process that renders it has ended ({status}); it may use {self._limits.memory_bytes:,} bytes"
-
-
-def _kill_process(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-    process.wait()
+        return f"the process that renders it has ended; it may use {self._limits.memory_bytes:,} bytes of memory"

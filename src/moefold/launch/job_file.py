@@ -1,19 +1,14 @@
-"""Job files of cluster schedulers, filled from a recipe and checked against it. Torch-free.
+"""Job files of cluster schedulers, filled from a recipe and checked against it. Torch-free."""
 
-A template is a Jinja file in `job_templates/`.
-"""
-
-import json
 import re
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from moefold.config.limits import MAX_RANKS
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.launch.job_text import fill_template
 from moefold.remote_path import is_remote
 
 SCHEDULERS = {
@@ -29,11 +24,23 @@ OPTIONS = {
     "gpu": ("skypilot",),
     "time": ("slurm", "pytorchjob"),
     "grace": ("slurm", "pytorchjob"),
+    "cpus_per_task": tuple(SCHEDULERS),
+    "mem": ("slurm", "trainjob", "pytorchjob", "skypilot"),
+    "exclusive": ("slurm",),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "qos": ("slurm",),
 }
 """Schedulers that read each option."""
 REQUIRED = ("image", "claim", "gpu")
 """Options that the schedulers which read them need."""
 
+SITE_KEYS = ("partition", "account", "qos")
+"""Options whose names and values are those of sbatch."""
+
+DEFAULT_SLURM_TIME = "24:00:00"
+"""Time limit of a SLURM job: the default of a partition may be minutes, and an ended job is submitted again."""
+MAX_CPUS_PER_TASK = 4096
 DEFAULT_GRACE_S = 300
 MIN_GRACE_S = 30
 """Least time from SIGTERM to the end: the limit of torchrun, in which a step is finished and saved."""
@@ -44,6 +51,8 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _IMAGE = re.compile(r"[a-z0-9][\w.\-/:@]*", re.ASCII)
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9\-]{0,61}[a-z0-9])?")
 _GPU = re.compile(r"[A-Za-z0-9][\w\-]*", re.ASCII)
+_MEM = re.compile(r"([1-9]\d{0,6})([MGT])")
+_SITE_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,15 @@ class JobRequest:
     """Time limit, [DAYS-]HOURS:MINUTES:SECONDS."""
     grace: int | None = None
     """Seconds from SIGTERM to the end."""
+    cpus_per_task: int | None = None
+    """CPU cores of a rank; None for all of the node's, shared by its ranks."""
+    mem: str = ""
+    """Memory of a node, such as 512G (GiB)."""
+    exclusive: bool | None = None
+    """Whether the job has its nodes alone; None for the default: it has."""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +103,19 @@ class _Job:
     mount: str
     overrides: list[str]
     words: list[str]
-    command: str
+    roles: list[tuple[str, int]]
+    """Roles of the pods of a PyTorchJob, with their numbers."""
+    cpus_per_task: int
+    """0 if it is not set."""
+    mem: str
+    mem_gib: int
+    exclusive: bool
+    site_keys: list[tuple[str, str]]
+
+    @property
+    def cpus_per_node(self) -> int:
+        """CPU cores of the ranks of a node."""
+        return self.cpus_per_task * self.gpus_per_node
 
 
 def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: JobRequest) -> str:
@@ -100,14 +130,16 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
     Raises:
         ConfigError: the request contradicts the recipe or itself.
     """
-    _check_words(recipe, overrides)
     _check_options(request)
+    _check_node(request)
     _check_size(cfg, request)
     _check_start(cfg)
     _check_storage(cfg, request)
+    if request.scheduler == "slurm" and not request.time:
+        request = replace(request, time=DEFAULT_SLURM_TIME)
     time_s = _parse_time(request.time)
     _check_times(cfg, request, time_s)
-    words = ["moefold", "train", recipe, *overrides]
+    is_exclusive = request.exclusive is not False
     job = _Job(
         recipe=recipe,
         name=job_name(recipe),
@@ -123,37 +155,22 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
         wait_s=SRUN_WAIT_S,
         mount=str(PurePosixPath(cfg.run.dir).parent),
         overrides=list(overrides),
-        words=words,
-        command=shlex.join(words),
+        words=["moefold", "train", recipe, *overrides],
+        roles=[("Master", 1), ("Worker", request.nodes - 1)][: 1 if request.nodes == 1 else 2],
+        cpus_per_task=request.cpus_per_task or 0,
+        # SLURM reads 0 as all memory of the node, and its default is a share for each core.
+        mem=request.mem or ("0" if request.scheduler == "slurm" and is_exclusive else ""),
+        mem_gib=_parse_mem_gib(request.mem),
+        exclusive=is_exclusive,
+        site_keys=[(key, getattr(request, key)) for key in SITE_KEYS if getattr(request, key)],
     )
-    return _fill(request.scheduler, job)
+    return fill_template(request.scheduler, job)
 
 
 def job_name(recipe: str) -> str:
     """Return the name of the job: the recipe's, in the characters that Kubernetes accepts."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")[:MAX_NAME_CHARS].strip("-")
     return name if name[:1].isalpha() else f"moefold-{name}".strip("-")
-
-
-def _fill(scheduler: str, job: _Job) -> str:
-    # Lazy import: an error of the request is reported without it.
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, autoescape=False
-    )
-    # jinja's own tojson escapes <, >, & and ' for HTML.
-    environment.filters["tojson"] = json.dumps
-    text = (files("moefold.launch") / "job_templates" / f"{scheduler}.jinja").read_text(encoding="utf-8")
-    return environment.from_string(text).render(job=job)
-
-
-def _check_words(recipe: str, overrides: Sequence[str]) -> None:
-    for word in (recipe, *overrides):
-        if not word.isprintable():
-            raise ConfigError(f"{word!r} has control characters, which a job file cannot hold; remove them")
-        if "$(" in word or "{{" in word:
-            raise ConfigError(f"{word!r} has $( or {{{{, which Kubernetes or SkyPilot would expand; write it without")
 
 
 def _check_options(request: JobRequest) -> None:
@@ -163,10 +180,12 @@ def _check_options(request: JobRequest) -> None:
         value = getattr(request, option)
         is_set = value not in ("", None)
         if is_set and scheduler not in readers:
-            raise ConfigError(f"--{option} has no effect on {scheduler}, only on {', '.join(readers)}; leave it out")
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} has no effect on {scheduler}, only on {', '.join(readers)}; leave it out")
         if not is_set and option in REQUIRED and scheduler in readers:
             raise ConfigError(f"{scheduler} needs --{option}; {_MEANING[option]}")
-    for option, pattern in (("image", _IMAGE), ("claim", _CLAIM), ("gpu", _GPU)):
+    names = (("image", _IMAGE), ("claim", _CLAIM), ("gpu", _GPU), *((key, _SITE_NAME) for key in SITE_KEYS))
+    for option, pattern in names:
         value = getattr(request, option)
         if value and not pattern.fullmatch(value):
             raise ConfigError(f"--{option}={value!r} is not a legal name; {_MEANING[option]}")
@@ -178,7 +197,33 @@ _MEANING = {
     "image": "name a container image that contains moefold, such as registry/team/moefold:1",
     "claim": "name the shared volume that holds run.dir: lower-case letters, digits and hyphens",
     "gpu": "name the GPU as `sky show-gpus` does, such as H100",
+    "partition": "name a partition as `sinfo` does",
+    "account": "name an account as `sacctmgr` does",
+    "qos": "name a quality of service as `sacctmgr` does",
 }
+
+
+def _check_node(request: JobRequest) -> None:
+    """Check the cores and the memory of the nodes."""
+    cpus = request.cpus_per_task
+    if cpus is not None and not 0 < cpus <= MAX_CPUS_PER_TASK:
+        raise ConfigError(f"--cpus-per-task={cpus} must be 1 to {MAX_CPUS_PER_TASK}")
+    if request.exclusive is False and not cpus:
+        raise ConfigError(
+            "--no-exclusive leaves each rank one CPU core at most sites; add --cpus-per-task=N, the cores of a rank"
+        )
+    if request.scheduler == "skypilot" and request.mem.endswith("M"):
+        raise ConfigError(f"--mem={request.mem} must be in G or T on skypilot, which counts GiB, such as 512G")
+
+
+def _parse_mem_gib(text: str) -> int:
+    """Return the memory of a node in GiB, rounded down; 0 if it is not set."""
+    if not text:
+        return 0
+    found = _MEM.fullmatch(text)
+    if not found:
+        raise ConfigError(f"--mem={text!r} must be the memory of a node as a number with M, G or T, such as 512G")
+    return int(found[1]) * {"M": 1, "G": 1 << 10, "T": 1 << 20}[found[2]] >> 10
 
 
 def _check_size(cfg: Config, request: JobRequest) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from moefold.host.connections import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
 from moefold.launch.meeting import BadRequestError, Meeting
 from moefold.launch.signed_lines import (
     MAX_LINE_BYTES,
@@ -21,9 +22,6 @@ from moefold.launch.signed_lines import (
     parse_object,
 )
 
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Longest wait for the first signed line of a connection."""
-MAX_CONNECTIONS = 2**14
 TICK_S = 0.5
 """Interval in which timeouts are looked at."""
 
@@ -35,13 +33,16 @@ class MeetServer:
         listener: socket that is bound to the address.
         secret: the shared secret.
         log: called with each line of the log.
+        most: most connections; None for what the descriptors allow.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes, log: Callable[[str], None], most: int | None = None
+    ) -> None:
         self._listener = listener
+        self._guard = ConnectionGuard(log, most)
         self._secret = secret
         self._log = log
-        self._last_closed = ""
         self._meeting = Meeting(log)
         self._changed = asyncio.Condition()
         self._num_opened = 0
@@ -49,7 +50,8 @@ class MeetServer:
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
     async def __aenter__(self) -> "MeetServer":
-        self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_LINE_BYTES, backlog=1024)
+        listener = GuardedListener(self._listener, self._guard)
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=MAX_LINE_BYTES, backlog=1024)
         self._ticker = asyncio.create_task(self._tick())
         return self
 
@@ -90,19 +92,18 @@ class MeetServer:
         self._writers[connection] = writer
         address = str(writer.get_extra_info("peername")[0])
         try:
-            if len(self._tasks) <= MAX_CONNECTIONS:
-                await self._serve(reader, writer, connection, address)
+            self._guard.add_silent(connection, writer.transport.abort)
+            await self._serve(reader, writer, connection, address)
         except BadLineError as error:
+            # A site with another secret tries again every second.
             reason = f"a connection from {address} is closed: {error}"
-            if reason != self._last_closed:
-                # A site with another secret tries again every second.
-                self._log(reason)
-            self._last_closed = reason
+            self._guard.log_once(str(error), reason)
         except (OSError, ValueError, TimeoutError):
             # The other side has closed the connection, or sends no lines.
             pass
         finally:
             self._tasks.discard(task)
+            self._guard.remove_silent(connection)
             del self._writers[connection]
             self._meeting.close_connection(connection)
             writer.close()
@@ -113,7 +114,7 @@ class MeetServer:
     ) -> None:
         server_nonce = new_nonce()
         writer.write(b'{"nonce": "%s"}\n' % server_nonce.encode())
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        async with asyncio.timeout(FIRST_WORDS_TIMEOUT_S):
             client_nonce = parse_object(await reader.readline()).get("nonce")
             if not is_nonce(client_nonce):
                 raise BadLineError("it sends no random number")
@@ -121,6 +122,7 @@ class MeetServer:
         lines = SignedLines(self._secret, server_nonce, str(client_nonce), is_server=True)
         while line:
             message = lines.open(line)
+            self._guard.remove_silent(connection)
             following = asyncio.create_task(reader.readline())
             answering = asyncio.create_task(self._respond(message, connection, address))
             try:

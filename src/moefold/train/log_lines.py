@@ -55,7 +55,7 @@ def _loss_lines(cfg: Config, device_type: str) -> list[str]:
     chunk = cfg.loss_chunk_tokens(device_type)
     if cfg.train.loss_chunk >= 0 or not 0 < chunk < cfg.loss_tokens:
         return []
-    gib = cfg.loss_tokens * cfg.model.vocab_size // cfg.parallel.tp * 4 / 2**30
+    gib = cfg.loss_tokens * cfg.vocab_rows * 4 / 2**30
     return [
         f"loss   logits of {chunk:,} of {cfg.loss_tokens:,} tokens at a time, recomputed in the backward pass; all "
         f"would be {gib:.1f} GiB in float32 (train.loss_chunk=-1)"

@@ -403,9 +403,9 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     if cfg.is_rl:
         from moefold.rl.preflight import check_rollout_data
 
-        check_rollout_data(cfg)
+        longest = check_rollout_data(cfg)
         if cfg.rollout.engine == "vllm":
-            check_vllm(cfg, rank_env)
+            check_vllm(cfg, rank_env, max_tokens=longest)
         else:
             check_rollout_cache(cfg)
         check_saved_rollouts(setup)
@@ -415,6 +415,10 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
+    if setup.resume is not None:
+        from moefold.convert.run_tokenizer import check_run_tokenizer
+
+        check_run_tokenizer(cfg, setup.resume)
 
 
 def check_saved_rollouts(setup: RunSetup) -> None:
@@ -434,8 +438,13 @@ def check_saved_rollouts(setup: RunSetup) -> None:
         check_headers(table_headers(meta.rl), cfg)
 
 
-def check_vllm(cfg: Config, rank_env: RankEnv | None) -> None:
+def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:
     """Check that rollout.folder is of the model of the recipe, and that a vLLM server runs with it.
+
+    Args:
+        cfg: the recipe.
+        rank_env: the rank; None where the ranks are yet to start.
+        max_tokens: tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
         ConfigError: it is of another model, the server cannot be reached, or it was started with other options.
@@ -451,7 +460,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None) -> None:
         raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
     replays, _ = replays_routing(cfg, is_exact=False)
     try:
-        vllm_server(cfg, returns_experts=replays).check(max_tokens=cfg.train.seq_len + 1)
+        vllm_server(cfg, returns_experts=replays).check(max_tokens=max_tokens)
     except VllmError as error:
         raise ConfigError(str(error)) from None
 

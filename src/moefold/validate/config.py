@@ -186,6 +186,7 @@ RANGES = (
     RangeRule("must lie in [0, 1]", lambda bound: 0 <= bound <= 1, "rl", "correction_low"),
     RangeRule(*_at_least(1), "rl", "correction_high"),
     RangeRule("must be at least 0 (0: off)", lambda value: value >= 0, "rl", "kl reset_patience length_penalty_from"),
+    RangeRule("must be at least 0 (0: by dtype and sampler)", lambda value: value >= 0, "rl", "mismatch_limit"),
     RangeRule("must be at least 0 (0: the newest weights sample)", lambda steps: steps >= 0, "rl", "staleness"),
     RangeRule("must name 'start', a checkpoint, a run or a Hugging Face folder", bool, "rl", "reference"),
     RangeRule("must be at least 0 (0: the training ranks sample)", lambda count: count >= 0, "rollout", "ranks"),

@@ -96,8 +96,8 @@ sites.count sites.number sites.meet sites.secret sites.method sites.quorum sites
 """,
         "rollouts: `moefold verify` says that it compares none; an objective is judged by its own settings": """
 rl.group_size rl.objective rl.advantage rl.loss_mean rl.updates rl.staleness rl.clip_low rl.clip_high rl.correction
-rl.correction_low rl.correction_high rl.replay rl.kl rl.kl_kind rl.reference rl.reset_patience rl.mixed_only
-rl.most_rounds rl.truncated rl.length_penalty_from
+rl.correction_low rl.correction_high rl.replay rl.mismatch_limit rl.kl rl.kl_kind rl.reference rl.reset_patience
+rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from
 rollout.engine rollout.url rollout.folder rollout.timeout_s rollout.ranks rollout.tp rollout.pp rollout.ep rollout.etp
 rollout.experts rollout.max_tokens rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache
 reward.use reward.timeout_s reward.workers reward.on_error

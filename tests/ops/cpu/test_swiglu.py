@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -219,6 +220,34 @@ def test_where_no_folder_can_be_written_a_library_is_compiled_for_this_process(m
     monkeypatch.setattr(build, "__file__", str(tmp_path / "c_library.py"))
     (tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
     assert build.load_library("two").two() == 2
+
+
+@needs_compiler
+def test_a_compilation_that_takes_long_says_what_happens(monkeypatch, tmp_path, capfd):
+    """On a loaded machine it takes a minute, in which a job seems to hang."""
+    monkeypatch.setattr(build, "cache_folders", lambda named: (tmp_path / "cache",))
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "c_library.py"))
+    monkeypatch.setattr(build, "SILENCE_S", 0.0)
+    (tmp_path / "four.c").write_text("int four(void) { return 4; }\n")
+    compile_source = build._compile
+    shown: list[str] = []
+
+    def wait_until_shown(command: list[str], source: object) -> bytes:
+        deadline = time.monotonic() + 60
+        while "compiling C kernels for this processor, once: four" not in "".join(shown):
+            assert time.monotonic() < deadline, shown
+            time.sleep(0.01)
+            shown.append(capfd.readouterr().err)
+        return compile_source(command, source)
+
+    monkeypatch.setattr(build, "_compile", wait_until_shown)
+    build.build_libraries("four")
+    assert build.load_library("four").four() == 4
+    # Nothing is said where nothing is compiled.
+    build.load_library.cache_clear()
+    capfd.readouterr()
+    build.build_libraries("four")
+    assert capfd.readouterr().err == ""
 
 
 PLANTED = """

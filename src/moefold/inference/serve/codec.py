@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from moefold.data.chat import ChatTemplate
+from moefold.data.chat import ChatTemplate, end_of_turn_marker
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import NewToken, Request
@@ -15,7 +15,6 @@ from moefold.inference.text import (
     StopStringFilter,
     TextStream,
     encode_prompts,
-    end_of_turn_marker,
     open_chat_template,
     stop_token_ids,
 )

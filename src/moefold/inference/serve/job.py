@@ -107,7 +107,7 @@ def prepare_server(
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
-        open_tokenizer(source, options.tokenizer)
+        open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
     with reworded_errors(*ENGINE_OPTIONS):
         settings.check()

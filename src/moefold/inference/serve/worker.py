@@ -3,8 +3,7 @@
 import socket
 import threading
 
-import uvicorn
-
+from moefold.host.http_protocol import make_server
 from moefold.host.listen import listen, url_of
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
@@ -35,20 +34,20 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         with engine.open(job.num_pages) as generation:
             loop = EngineLoop(generation, loaded.groups)
             if listener is not None:
+                url = url_of(listener)
                 _start_http(CompletionServer(job, tokenizer, loop), loop, listener)
-                print_escaped(f"moefold: {job.name} at {url_of(listener)}/v1", flush=True)
+                print_escaped(f"moefold: {job.name} at {url}/v1", flush=True)
             loop.run()
     return 0
 
 
 def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:
     """Serve HTTP on a thread; when it ends, for whatever reason, so does the engine loop."""
-    config = uvicorn.Config(server.app(), log_level="warning", access_log=False, lifespan="off")
-    http = uvicorn.Server(config)
+    http, sockets = make_server(server.app(), listener)
 
     def run() -> None:
         try:
-            http.run(sockets=[listener])
+            http.run(sockets=sockets)
         finally:
             loop.stop()
 

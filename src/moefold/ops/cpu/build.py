@@ -18,10 +18,14 @@ from pathlib import Path
 
 from moefold.cache_dir import cache_folders
 from moefold.file_lock import FileLock
+from moefold.progress import WorkProgress
 
 COMPILERS = ("gcc", "cc", "clang")
 """In order of preference; on Linux gcc uses the same thread library (libgomp) as torch."""
-COMPILE_TIMEOUT_S = 60
+COMPILE_TIMEOUT_S = 600
+"""Longest time of one compilation: seconds on a quiet machine, minutes where many jobs share a core."""
+SILENCE_S = 3.0
+"""Time after which a compilation, or the wait for that of another process, is reported."""
 VECTORIZATION_FLAGS = ("-fno-trapping-math", "-fno-math-errno", "-ffinite-math-only", "-fno-signed-zeros")
 """Flags that let comparisons become min and max instructions: without them gcc 12 vectorises these with AVX-512 only,
 and SwiGLU takes four to eight times as long with AVX2. The order of sums is kept; sources must not use floating-point
@@ -75,9 +79,12 @@ def build_libraries(*names: str) -> None:
     """
     missing = [name for name in names if not _is_cached(_build_spec(name)[2])]
     if missing:
-        with _build_lock(), ThreadPoolExecutor(len(missing)) as pool:
-            for _ in pool.map(load_library, missing):
-                pass
+        with WorkProgress("moefold", show_after_s=SILENCE_S) as progress:
+            progress.report("waiting for another process of this machine that compiles the C kernels")
+            with _build_lock(), ThreadPoolExecutor(len(missing)) as pool:
+                progress.report(f"compiling C kernels for this processor, once: {', '.join(missing)}")
+                for _ in pool.map(load_library, missing):
+                    pass
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from moefold.cost.activation_columns import (
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
+from moefold.cost.param_spec import shard_rows
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -276,7 +277,8 @@ class ActivationMemoryTable:
                 if point not in WGRAD_POINTS:
                     table[0, columns.layer_column(point) + kind] = table[0, columns.layer_column("saved") + kind]
                     table[1, columns.layer_column(point) + kind] = dispatch
-        table[2, columns.end_column("head")] = tokens * self.model_spec.vocab_size / mapping.tp * 4
+        _, vocab_rows = shard_rows(self.model_spec.vocab_size, mapping.tp, 0)
+        table[2, columns.end_column("head")] = tokens * vocab_rows * 4
         table[3, columns.end_column("hidden")] = tokens / mapping.tp * self.model_spec.hidden_size * BF16_BYTES
         return saved, table
 

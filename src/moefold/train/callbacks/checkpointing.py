@@ -24,6 +24,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.config.sites import SitesConfig
 from moefold.convert.init_from import load_initial_weights
+from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError, RunError
 from moefold.launch.failure import is_collective_error
@@ -124,6 +125,8 @@ class Checkpointing(Callback):
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
                     "to start with trained ones"
                 )
+        if run.is_first_rank and run.cfg.checkpoint.saves:
+            save_run_tokenizer(run.cfg, is_resumed=resume.path is not None)
         if resume.path is None:
             if run.training.outer is not None:
                 run.training.outer.start()

@@ -1,0 +1,189 @@
+"""Client of the subprocess that runs a tokenizer: started again after it exceeded a limit, and after a fork."""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.bounded_read import batch_by_size
+from moefold.data.limited_process import LimitedProcess
+
+BATCH_BYTES = 4 << 20
+"""Size of texts sent at once: bounds the memory that a batch may take, and is enough work for many cores."""
+_WORKER = Path(__file__).with_name("tokenizer_worker.py")
+_LINE_BYTES = 64 << 20
+_MAX_ID = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerLimits:
+    """Resource limits of a tokenizer: several times what those of published models take."""
+
+    cpu_s: float = 60.0
+    """CPU time of a request, without its bytes."""
+    cpu_s_per_byte: float = 20e-6
+    """CPU time of a byte of text; byte pair encoding takes 0.2e-6 to 2e-6."""
+    memory_bytes: int = 1 << 30
+    """Memory without file and text."""
+    memory_per_file_byte: int = 32
+    memory_per_text_byte: int = 512
+
+
+class TokenizerError(ValueError):
+    """A tokenizer refuses a file or a text, or exceeds a limit; the message is the reason."""
+
+
+class TokenizerProcess:
+    """A tokenizer in a subprocess with limited memory and time. Threads may share it."""
+
+    def __init__(self, read: Callable[[], Sequence[bytes]], limits: TokenizerLimits) -> None:
+        """Start the process and load the tokenizer in it.
+
+        Args:
+            read: returns the content of a tokenizer.json, or those of a vocab.json and a merges.txt; called again for
+                each start of the process.
+            limits: its limits.
+
+        Raises:
+            TokenizerError: it is no tokenizer.
+            OSError: `read` failed.
+        """
+        self._read_files = read
+        self._limits = limits
+        files = read()
+        self.sha256 = _hash(files)
+        """Hash of the files."""
+        self._base_bytes = limits.memory_bytes + limits.memory_per_file_byte * sum(map(len, files))
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._declarations = b""
+        self._process, answer = self._start(files)
+        self.model: str = answer["model"]
+        """Class of its model, such as "BPE"."""
+        self.is_byte_level: bool = answer["is_byte_level"]
+        """Whether its file names a byte-level part."""
+
+    def declare(self, declarations: Mapping[str, Any]) -> dict[str, Any]:
+        """Apply what the files next to a tokenizer declare. It is done once, before any text.
+
+        Args:
+            declarations: `settings`, `tokens_map` and `added_tokens`, as in their files; the `class` that rebuilds the
+                tokenizer, or None; `is_slow`: it has no tokenizer.json; `asked_tokens` and `asked_ids`: to look up.
+
+        Returns:
+            `special_tokens` by name; the `ids` of these and of asked tokens that are in the vocabulary; asked ids that
+            are, `known_ids`; one more than the largest id, `vocab_size`; `added_ids`.
+
+        Raises:
+            TokenizerError: the tokenizer refuses them.
+        """
+        self._declarations = json.dumps(declarations).encode()
+        self._base_bytes += self._limits.memory_per_file_byte * len(self._declarations)
+        return self._exchange(self._process, {"do": "declare"}, self._declarations)[0]
+
+    def encode(
+        self, texts: Sequence[str], *, offsets: bool = False, start: bool = False
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the ids of each text, [tokens], and the character range of each id, [tokens, 2] or [0].
+
+        Args:
+            texts: the texts.
+            offsets: return the ranges.
+            start: add the special tokens of the post-processor, as at the start of a document.
+
+        Raises:
+            TokenizerError: the tokenizer fails.
+        """
+        empty = np.empty(0, dtype=np.int64)
+        for batch in batch_by_size((text.encode() for text in texts), len, BATCH_BYTES):
+            request = {"do": "encode", "sizes": [len(text) for text in batch], "offsets": offsets, "start": start}
+            header, data = self._ask(request, b"".join(batch))
+            numbers = np.frombuffer(data, dtype=np.uint32).astype(np.int64)
+            ends = np.cumsum(header["counts"]).tolist()
+            total = ends[-1]
+            for end, count in zip(ends, header["counts"], strict=True):
+                first = end - count
+                yield numbers[first:end], _pairs(numbers[total:], first, end) if offsets else empty
+
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        """Return the text of ids; those that are no token are left out."""
+        known = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
+        return self._ask({"do": "decode"}, known.tobytes())[1].decode()
+
+    def serialize(self) -> bytes:
+        """Return a tokenizer.json with the declarations."""
+        return self._ask({"do": "serialize"}, b"")[1]
+
+    def content_hash(self) -> str:
+        """Return a hash of what makes the ids of a text and the text of ids, whatever the bytes of the files."""
+        found: str = self._ask({"do": "content_hash"}, b"")[0]["sha256"]
+        return found
+
+    def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
+        if self._owner != os.getpid():
+            # The lock may be held by a thread that the fork left.
+            self._owner = os.getpid()
+            self._lock = threading.Lock()
+        with self._lock:
+            if not self._process.is_usable:
+                self._process = self._restart()
+            return self._exchange(self._process, request, payload)
+
+    def _restart(self) -> LimitedProcess:
+        try:
+            files = self._read_files()
+        except OSError as error:
+            raise TokenizerError(f"its file cannot be read again: {error.strerror or error}") from error
+        if _hash(files) != self.sha256:
+            raise TokenizerError("its file has changed since it was loaded")
+        process = self._start(files)[0]
+        if self._declarations:
+            self._exchange(process, {"do": "declare"}, self._declarations)
+        return process
+
+    def _start(self, files: Sequence[bytes]) -> tuple[LimitedProcess, dict[str, Any]]:
+        process = LimitedProcess(_WORKER, memory_bytes=self._base_bytes)
+        request = {"do": "load", "sizes": [len(content) for content in files]}
+        return process, self._exchange(process, request, b"".join(files))[0]
+
+    def _exchange(
+        self, process: LimitedProcess, request: dict[str, Any], payload: bytes
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request and return the answer and its data.
+
+        Raises:
+            TokenizerError: the tokenizer refuses it, or the process ended.
+        """
+        limits = self._limits
+        is_text = request["do"] not in ("load", "declare")
+        memory = self._base_bytes + (limits.memory_per_text_byte * len(payload) if is_text else 0)
+        cpu_s = limits.cpu_s + limits.cpu_s_per_byte * len(payload)
+        header = request | {"bytes": len(payload), "memory_bytes": memory, "cpu_s": cpu_s}
+        process.send(json.dumps(header).encode() + b"\n" + payload)
+        line = process.read_line(_LINE_BYTES)
+        answer: dict[str, Any] | None = None if line is None else json.loads(line)
+        data = None if answer is None else process.read(answer["bytes"])
+        if answer is None or data is None:
+            if process.end() == "time":
+                raise TokenizerError(f"it takes more than {cpu_s:.3g} s of CPU time")
+            raise TokenizerError(f"the process that runs it has ended; it may use {memory:,} bytes of memory")
+        process.finish()
+        if "refused" in answer:
+            raise TokenizerError(answer["refused"])
+        return answer, data
+
+
+def _hash(files: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+def _pairs(numbers: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+    """Return the pairs `first` to `end` of numbers, [end - first, 2]."""
+    return numbers[2 * first : 2 * end].reshape(-1, 2)

@@ -1,0 +1,168 @@
+"""HTTP server of uvicorn with limits: connections, time of headers, bodies and unread answers. Needs uvicorn."""
+
+import asyncio
+import copy
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+from h11 import SEND_BODY
+from uvicorn.config import LOGGING_CONFIG
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moefold.host.connections import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
+from moefold.terminal import print_escaped
+
+BODY_TIMEOUT_S = 60.0
+"""Longest time in which the body of a request may come."""
+UNREAD_ANSWER_TIMEOUT_S = 60.0
+"""Longest wait for a client that does not read its answer."""
+LINGER_S = 2.0
+"""Time in which the rest of a refused body is discarded, so that the client reads why."""
+LINGER_BYTES = 16 << 20
+
+
+def make_server(
+    app: Any, listener: socket.socket, *, most: int | None = None, **timeouts: float
+) -> tuple[uvicorn.Server, list[socket.socket]]:
+    """Return a server with limits, and the sockets to run it with.
+
+    Args:
+        app: the ASGI application.
+        listener: listening socket, which is taken over.
+        most: most connections; None for what the descriptors allow.
+        timeouts: of a connection, by the names of `GuardedProtocol`'s arguments.
+    """
+    guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), most)
+
+    def protocol(**keywords: Any) -> GuardedProtocol:
+        return GuardedProtocol(guard, keywords, **timeouts)
+
+    logs = copy.deepcopy(LOGGING_CONFIG)
+    logs["filters"] = {"once": {"()": lambda: _OncePerReason(guard)}}
+    logs["handlers"]["default"]["filters"] = ["once"]
+    # asyncio's own loop: another one would not call the listener's accept.
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="asyncio",
+        log_config=logs,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+    )
+    return uvicorn.Server(config), [GuardedListener(listener, guard)]
+
+
+class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
+    """HTTP connection that is closed when its request does not come, or its answer is not read."""
+
+    def __init__(
+        self,
+        guard: ConnectionGuard,
+        keywords: dict[str, Any],
+        *,
+        header_s: float = FIRST_WORDS_TIMEOUT_S,
+        body_s: float = BODY_TIMEOUT_S,
+        unread_s: float = UNREAD_ANSWER_TIMEOUT_S,
+        linger_s: float = LINGER_S,
+    ) -> None:
+        """Create the protocol of one connection.
+
+        Args:
+            guard: of the listener.
+            keywords: arguments of uvicorn.
+            header_s: longest time in which the header of a request may come.
+            body_s: see `BODY_TIMEOUT_S`.
+            unread_s: see `UNREAD_ANSWER_TIMEOUT_S`.
+            linger_s: see `LINGER_S`.
+        """
+        super().__init__(**keywords)
+        self._guard = guard
+        self._times = {"header": header_s, "body": body_s, "linger": linger_s}
+        self._unread_s = unread_s
+        self._phase = "new"
+        self._last_cycle: object = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._num_discarded = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Start the time of the first header."""
+        super().connection_made(transport)
+        self._enter("header")
+
+    def data_received(self, data: bytes) -> None:
+        """Pass data on, and start the time of what is to come next."""
+        if self._phase == "linger":
+            self._num_discarded += len(data)
+        if self._phase == "idle":
+            self._enter("header")
+        if self._num_discarded > LINGER_BYTES:
+            self._end()
+            return
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        """Give the rest of an unread body a short time."""
+        super().on_response_complete()
+        self._follow()
+
+    def pause_writing(self) -> None:
+        """Start the time of an answer that is not read."""
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self._unread_s, self._end)
+
+    def resume_writing(self) -> None:
+        """Stop the time of an answer that is not read."""
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all times."""
+        self._enter("done")
+        super().connection_lost(exc)
+
+    def _follow(self) -> None:
+        """Enter the phase that uvicorn has reached."""
+        if self._phase == "done" or (self._phase == "header" and self.cycle is self._last_cycle):
+            return
+        self._last_cycle = self.cycle
+        needs_more = self.conn.their_state is SEND_BODY
+        if self.cycle.response_complete:
+            self._enter("linger" if needs_more else "idle")
+        else:
+            self._enter("body" if needs_more else "answer")
+
+    def _enter(self, phase: str) -> None:
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if phase in ("header", "idle"):
+            self._guard.add_silent(self, self._end)
+        else:
+            self._guard.remove_silent(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self._times[phase], self._end) if phase in self._times else None
+
+    def _end(self) -> None:
+        self.transport.abort()
+
+
+class _OncePerReason(logging.Filter):
+    """Filter of uvicorn's log: a client may cause the same warning any number of times."""
+
+    def __init__(self, guard: ConnectionGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether no such record was logged a short time ago."""
+        kind = record.exc_info[0] if record.exc_info else None
+        return self._guard.is_due(f"{record.msg} {kind}")
