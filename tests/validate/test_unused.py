@@ -299,6 +299,7 @@ CASES = [
     ("rl.correction=mask", EXACT, [*RL, "run.device=cpu"]),
     ("rl.correction_low=0.5", RL, [*RL, "rl.correction=mask"]),
     ("rl.correction_high=5", RL, [*RL, "rl.correction=sequence_mask"]),
+    ("rl.mismatch_limit=0.1", [], RL),
     ("rl.replay=off", [], RL),
     ("rl.replay=off", [*RL, "model.layer_pattern=D"], RL),
     ("rl.replay=on", EXACT, [*EXACT, "rl.updates=2"]),
