@@ -30,8 +30,8 @@ def mismatch_advice(cfg: Config) -> str:
     """Return the likely causes of a larger mismatch, and the ways out."""
     if cfg.rollout.engine == "vllm":
         causes = (
-            f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or broke those of the "
-            f"experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has another RoPE, length, "
+            f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or "
+            f"broke those of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has another RoPE, length, "
             "vocabulary or tokenizer than this run"
         )
         way_out = (
