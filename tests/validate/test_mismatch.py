@@ -37,6 +37,6 @@ def test_the_causes_are_those_of_the_sampler():
     assert "rl.replay" not in mismatch_advice(replace(own, rl=RLConfig(replay="on")))
     assert "run.dtype='float32'" in mismatch_advice(own)
     assert "run.dtype" not in mismatch_advice(replace(own, run=RunConfig(dtype="float32")))
-    assert "rollout.ranks" in mismatch_advice(replace(own, rollout=RolloutConfig(tp=2)))
+    assert "rollout.ranks" in mismatch_advice(replace(own, rl=RLConfig(group_size=4), rollout=RolloutConfig(ranks=1)))
     assert "rollout.folder='hf'" not in mismatch_advice(own)
     assert "rollout.folder='hf' has another RoPE" in mismatch_advice(served)
