@@ -156,3 +156,33 @@ def test_declarations_that_do_not_fit_are_one_message(tmp_path):
         file.with_name("tokenizer_config.json").write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match="tokenizer.json' has parts or added tokens that do not fit it"):
             JsonTokenizer(file)
+
+
+def sentencepiece_like(file: Path) -> None:
+    """A vocabulary with byte pieces and visible spaces, as of Llama 2."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    entries = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "b"]
+    vocab = {entry: i for i, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(file))
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_the_pieces_of_ids_are_the_bytes_of_the_text(make_tokenizer_file, tmp_path, kind):
+    file = tmp_path / "tokenizer.json"
+    if kind == "sentencepiece":
+        sentencepiece_like(file)
+    else:
+        file = make_tokenizer_file("<|endoftext|>")
+    tokenizer = JsonTokenizer(file)
+    table = tokenizer.token_table()
+    assert len(table.pieces) == tokenizer.vocab_size
+    text = " a ab b\u5317\u4eac \U0001f642 a"
+    assert b"".join(table.pieces[i] for i in tokenizer.encode(text)) == text.encode()
+    specials = {table.pieces[i].decode() for i in table.special_ids}
+    assert specials
+    assert all(mark.startswith("<") for mark in specials)

@@ -208,7 +208,8 @@ def _complete(
         (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
     else:
         _fsync_folder(final.parent)
-    remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every, writer.may_replace)
+    keeping = cfg.checkpoint
+    remove_older(final, keeping.keep, keeping.keep_every, writer.may_replace, keeps_best=keeping.keep_best)
 
 
 def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:

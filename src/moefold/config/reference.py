@@ -4,7 +4,7 @@ import ast
 import inspect
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from textwrap import TextWrapper
@@ -14,6 +14,7 @@ from moefold.config import model as model_schema
 from moefold.config import rl as rl_schema
 from moefold.config.aliases import KEY_OF
 from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
+from moefold.config.method_defaults import LR_KEY, rates_table, rates_text
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import closest_match, default_of, describe_type, key_types, sections
 from moefold.errors import ConfigError
@@ -34,9 +35,13 @@ class RecipeKey:
 def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     """Return the keys of one section, in schema order."""
     help_texts = _field_help()[sections()[section].__name__]
-    return tuple(
+    keys = (
         RecipeKey(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
         for key, hint in key_types(section).items()
+    )
+    return tuple(
+        replace(key, default="by method", help=f"{key.help} {rates_text()}") if key.name == LR_KEY else key
+        for key in keys
     )
 
 
@@ -126,6 +131,9 @@ def recipe_page() -> str:
         "| --- | --- |",
     ]
     lines += [f"| {maximum} | {', '.join(f'`{key}`' for key in keys)} |" for maximum, keys in _keys_by_max().items()]
+    lines += ["", "## Learning rates by method", ""]
+    lines += ["Peak learning rates of recipes that leave `train.lr` out; the log says which one a run takes. A resumed"]
+    lines += ["run keeps the one it began with, also if another version has another default.", "", *rates_table()]
     lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
     lines += ["| preset | what it is |", "| --- | --- |"]
     lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]

@@ -144,7 +144,7 @@ class ChatTemplate:
         """Render conversations in batches; one that cannot be rendered gives the error with the reason."""
         requests = []
         for one in conversations:
-            messages = join_parts([dict(message) for message in one.messages], self._source_for(one.tools))
+            messages = join_parts([dict(message) for message in one.messages], self.source_for(one.tools))
             assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
             targets = assistant if one.targets is None else list(one.targets)
             requests.append({"messages": messages, "tools": one.tools, "prompts": None, "targets": targets})
@@ -153,13 +153,22 @@ class ChatTemplate:
 
     def check_roles(self, conversation: ChatRequest) -> None:
         """Raise ConfigError if a message has a role that neither chat templates in general nor this one name."""
-        source = self._source_for(conversation.tools)
+        source = self.source_for(conversation.tools)
         check_roles([dict(message) for message in conversation.messages], source, conversation.location)
 
-    def _source_for(self, tools: Any) -> str:
+    def source_for(self, tools: Any) -> str:
+        """Return the source of the template that writes conversations with these tools; None for none."""
         return self.source if tools is None else self._tool_source
 
-    def render_prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        location: str,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt that a model continues.
 
         Args:
@@ -167,14 +176,22 @@ class ChatTemplate:
             location: description of the conversation, for messages.
             add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
                 open.
+            tools: descriptions of tools; None for none.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.
         """
         if self.reward_prompt is not None:
             messages = self.reward_prompt.fill_message(messages, len(messages) - (1 if add_generation_prompt else 2))
-        messages = join_parts([dict(message) for message in messages], self.source)
-        request = {"messages": messages, "tools": None, "prompts": add_generation_prompt, "targets": []}
+        messages = join_parts([dict(message) for message in messages], self.source_for(tools))
+        request = {
+            "messages": messages,
+            "tools": None if tools is None else list(tools),
+            "prompts": add_generation_prompt,
+            "targets": [],
+            "variables": dict(variables or {}),
+        }
         (answer,) = self._process.process_requests([request])
         rendered = self._to_rendered_chat(answer, location)
         if isinstance(rendered, ConfigError):

@@ -66,7 +66,7 @@ def _render_request(
     """Return {text, spans, prompts, is_marked, altered}, {refused: reason} or {moved: turn}."""
     messages: list[Message] = request["messages"]
     render, has_marks = programs[0 if request["tools"] is None else -1]
-    conversation = _Conversation(messages, request["tools"], render, settings)
+    conversation = _Conversation(messages, request, render, settings)
     try:
         if request["prompts"] is not None:
             text, _ = conversation.write(len(messages), prompts=request["prompts"])
@@ -91,9 +91,12 @@ class TurnMovedError(Exception):
 class _Conversation:
     """A conversation, as a template writes it and its beginnings."""
 
-    def __init__(self, messages: Sequence[Message], tools: Any, render: Render, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, messages: Sequence[Message], request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]
+    ) -> None:
         self._messages = messages
-        self._tools = tools
+        self._tools = request["tools"]
+        self._variables: Mapping[str, Any] = request.get("variables", {})
         self._render = render
         self._settings = settings
 
@@ -112,7 +115,7 @@ class _Conversation:
             "tools": self._tools,
             "add_generation_prompt": prompts,
         }
-        text = self._render({**self._settings["special_tokens"], **values})
+        text = self._render({**self._settings["special_tokens"], **self._variables, **values})
         if len(text) > (limit := self._settings["most_characters"]):
             raise TemplateRenderError(f"it writes more than {limit:,} characters")
         return _split_at_marks(text, *self._settings["marks"])

@@ -1,6 +1,8 @@
 """Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +17,16 @@ from moefold.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _CANNOT_ENCODE = "cannot make tokens of a text"
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Table of what each id of a tokenizer writes."""
+
+    pieces: Sequence[bytes]
+    """Bytes of each id, [ids]; empty for those that are no token."""
+    special_ids: frozenset[int]
+    """Ids of the tokens that are marks and no text."""
 
 
 class Tokenizer(Protocol):
@@ -45,6 +57,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ids."""
+        ...
+
+    def token_table(self) -> TokenTable:
+        """Return what each id writes."""
         ...
 
 
@@ -106,6 +122,10 @@ class ByteTokenizer:
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
         return octets.decode("utf-8", errors="replace")
+
+    def token_table(self) -> TokenTable:
+        """Return the bytes; none is special."""
+        return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
 
 class JsonTokenizer:
@@ -173,6 +193,11 @@ class JsonTokenizer:
         with translate_tokenizer_errors(self._file, "cannot make text of tokens"):
             return self._process.decode(flat)
 
+    def token_table(self) -> TokenTable:
+        """Return what each id writes; takes about a second for a large vocabulary."""
+        with translate_tokenizer_errors(self._file, "cannot list its tokens"):
+            return TokenTable(*self._process.pieces())
+
 
 class NumberTokenizer:
     """Ids written as decimal numbers separated by spaces, for data without text."""
@@ -208,6 +233,10 @@ class NumberTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         """Return ids as decimal numbers."""
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
+
+    def token_table(self) -> TokenTable:
+        """Return the numbers; none is special."""
+        return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())
 
 
 def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:

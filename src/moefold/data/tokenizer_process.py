@@ -126,6 +126,13 @@ class TokenizerProcess:
         found: str = self._ask({"do": "content_hash"}, b"")[0]["sha256"]
         return found
 
+    def pieces(self) -> tuple[list[bytes], frozenset[int]]:
+        """Return the bytes of each id in a text, empty for those that are no token, and the ids of special tokens."""
+        header, data = self._ask({"do": "pieces"}, b"")
+        ends = np.cumsum(header["sizes"], dtype=np.int64).tolist()
+        found = [data[end - size : end] for end, size in zip(ends, header["sizes"], strict=True)]
+        return found, frozenset(header["special"])
+
     def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         if self._owner != os.getpid():
             # The lock may be held by a thread that the fork left.

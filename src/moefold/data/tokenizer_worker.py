@@ -13,15 +13,17 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 # The threads of the package do not survive a fork, but there is none here.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 import tokenizers
 
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SetMemoryLimit = Callable[[int], None]
 Answer = tuple[dict[str, Any], bytes]
 _STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -80,6 +82,27 @@ class Worker:
         del request
         ids = array.array("I", payload).tolist()
         return {}, self._tokenizer.decode(ids, skip_special_tokens=False).encode()
+
+    def pieces(self, request: dict[str, Any], payload: bytes) -> Answer:
+        """Return the bytes of each id in a text, and the ids of special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        decoders = {step["type"] for step in _steps(json.loads(self._tokenizer.to_str())["decoder"])}
+        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        found = []
+        for number in range(size):
+            piece = self._tokenizer.id_to_token(number)
+            if number in added or piece is None:
+                found.append((added[number].content if number in added else "").encode())
+            elif "ByteLevel" in decoders:
+                found.append(_unmapped(piece))
+            elif not decoders & {"Metaspace", "ByteFallback"}:
+                found.append(self._tokenizer.decode([number], skip_special_tokens=False).encode())
+            elif "ByteFallback" in decoders and (match := _BYTE_PIECE.fullmatch(piece)):
+                found.append(bytes([int(match[1], 16)]))
+            else:
+                found.append(piece.replace("\u2581", " ").encode())
+        special = sorted(number for number, token in added.items() if token.special)
+        return {"sizes": [len(piece) for piece in found], "special": special}, b"".join(found)
 
     def serialize(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return a tokenizer.json with the declarations."""
@@ -257,6 +280,32 @@ def _split(payload: bytes, sizes: Sequence[int]) -> list[bytes]:
     """Return parts of the given sizes."""
     ends = list(itertools.accumulate(sizes))
     return [payload[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _steps(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a decoder, or the decoders of a sequence."""
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _steps(step)
+    else:
+        yield decoder
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for, as in GPT-2."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_of_character()
+
+
+def _unmapped(piece: str) -> bytes:
+    """Return the bytes of an entry of a byte-level vocabulary."""
+    return bytes(_BYTES[one] for one in piece) if all(one in _BYTES for one in piece) else piece.encode()
 
 
 def main(set_memory_limit: SetMemoryLimit) -> None:

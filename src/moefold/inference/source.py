@@ -8,6 +8,7 @@ from typing import Any, Literal
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     CheckpointMeta,
+    names_best,
     newest_checkpoint,
     read_meta,
     skipped_checkpoints,
@@ -67,14 +68,14 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
 
     Args:
         name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, of which the newest complete
-            checkpoint is used; or a Hugging Face folder.
+            checkpoint is used, or RUN/best, the one with the lowest held-out loss; or a Hugging Face folder.
         ignored_keys: keys of the JSON files of a Hugging Face folder that may have any value.
 
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
     """
-    path = weights_path(name) if is_remote(name) else existing_path("MODEL", name)
-    if not path.is_dir():
+    path = _path_of_model(name)
+    if not path.is_dir() and not names_best(path):
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
         skipped = skipped_checkpoints(path, checkpoint)
@@ -87,6 +88,13 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
         f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does. "
         "A run saves its model at its end (checkpoint.at_end=true, the default) and every checkpoint.every steps"
     )
+
+
+def _path_of_model(name: str) -> Path:
+    """Return the path that a name of a model means; RUN/best needs not exist."""
+    if is_remote(name):
+        return weights_path(name)
+    return Path(name) if names_best(Path(name)) else existing_path("MODEL", name)
 
 
 def checkpoint_source(path: Path) -> ModelSource:

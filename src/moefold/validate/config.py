@@ -60,6 +60,7 @@ RANGES = (
     RangeRule("must name a folder", bool, "run", "dir"),
     RangeRule("must be at least 0 and below 2**63", lambda seed: 0 <= seed < 2**63, "run", "seed"),
     RangeRule(*_at_least(1), "run", "steps"),
+    RangeRule("must be at least 0 (0: run.steps)", lambda epochs: epochs >= 0, "run", "epochs"),
     RangeRule(*_at_least(1), "model", "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size"),
     RangeRule(*_at_least(1), "model", "vocab_size num_experts top_k moe_ffn_hidden_size rope_original_seq_len"),
     RangeRule("must be at least 0 (0: hidden_size/num_attention_heads)", lambda size: size >= 0, "model", "head_dim"),

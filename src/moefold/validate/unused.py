@@ -564,6 +564,12 @@ UNUSED_KEY_RULES = (
         "set checkpoint.init_from",
     ),
     UnusedKeyRule(
+        "checkpoint.keep_best",
+        lambda cfg: cfg.checkpoint.keep == 0 or cfg.checkpoint.every == 0,
+        "no checkpoint is deleted: checkpoint.keep=0 keeps all, and checkpoint.every=0 saves one",
+        "set checkpoint.keep and checkpoint.every",
+    ),
+    UnusedKeyRule(
         "checkpoint.verify",
         lambda cfg: cfg.checkpoint.resume == "never",
         "checkpoint.resume='never' reads none",

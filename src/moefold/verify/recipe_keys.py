@@ -83,9 +83,9 @@ data.validation_split data.subset data.revision data.skip_bad_rows data.streamin
 align.reward align.threshold align.beta align.weight_cap align.template align.want
 """,
         "files, logs and failures: no part of a step": """
-run.dir moe.trace_every train.eval_every train.eval_samples
-checkpoint.dir checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.keep_every checkpoint.verify
-checkpoint.async_save checkpoint.peer_every checkpoint.resume
+run.dir run.epochs moe.trace_every train.eval_every train.eval_samples
+checkpoint.dir checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.keep_every checkpoint.keep_best
+checkpoint.verify checkpoint.ignore_keys checkpoint.async_save checkpoint.peer_every checkpoint.resume
 metrics.tensorboard metrics.wandb metrics.wandb_project metrics.wandb_entity metrics.wandb_name metrics.wandb_group
 metrics.wandb_tags metrics.per_layer metrics.peak_tflops metrics.memory_every metrics.expert_counts_every
 metrics.rollouts_every

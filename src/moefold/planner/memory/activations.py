@@ -197,10 +197,23 @@ class ActivationMemoryTable:
             )
         return self._recompute_tables[key]
 
+    def _has_fixed_head_sizes(self, mapping: ParallelMapping) -> bool:
+        """Return whether the loss of a mapping, or of the one of its table, is computed in chunks or tiles."""
+        cfg = self.cfg
+        if self.kernel_profile.tiled_loss or cfg.train.loss_chunk >= 0:
+            return self.kernel_profile.tiled_loss or cfg.train.loss_chunk > 0
+        return any(
+            replace(
+                cfg,
+                parallel=replace(cfg.parallel, tp=mapping.tp, cp=cp),
+                train=replace(cfg.train, micro_batch_size=mbs),
+            ).loss_chunk_tokens(self.kernel_profile.device_type)
+            for cp, mbs in ((1, 1), (mapping.cp, mapping.mbs))
+        )
+
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
         """Replace the head columns for these tokens: chunks and tiles of the loss have a fixed size."""
-        has_fixed_sizes = self.cfg.train.loss_chunk != 0 or self.kernel_profile.tiled_loss
-        if not has_fixed_sizes or self.model_spec.config is None:
+        if self.model_spec.config is None or not self._has_fixed_head_sizes(mapping):
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
         for name, parts in end_columns(formula).items():

@@ -1,5 +1,6 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,6 +84,7 @@ class Checkpointing(Callback):
         self.checkpoint_dp: int | None = None
         self.resume_messages: tuple[str, ...] = ()
         self._adapters: AdapterWeights | None = None
+        self._eval_loss: float | None = None
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
             self._history.snapshots = PeerSnapshots()
         self.snapshots = self._history.snapshots
@@ -210,6 +212,8 @@ class Checkpointing(Callback):
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Save if it is due; collective."""
         run.save_s = 0.0
+        is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
+        self._eval_loss = step.eval_loss if is_finite else None
         if is_save_due(run.cfg.checkpoint, step):
             self.save(run)
         if is_due(run.cfg.checkpoint.peer_every, step.number):
@@ -259,6 +263,7 @@ class Checkpointing(Callback):
             moment_updates=training.moment_updates,
             lora={} if self._adapters is None else self._adapters.settings,
             sites=None if training.outer is None else training.outer.state(),
+            eval_loss=self._eval_loss,
             **run.data.data_state(),
         )
 
