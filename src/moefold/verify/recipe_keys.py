@@ -74,7 +74,7 @@ model.linear_gate_rank model.linear_value_head_dim train.seq_len train.global_ba
 """,
         "initial weights and random numbers: both sides begin with the same": """
 run.seed model.init_std model.upcycle_from model.upcycle_router model.upcycle_scaling model.upcycle_noise lora.init_from
-lora.targets checkpoint.init_from checkpoint.ignore_keys
+lora.targets checkpoint.init_from
 """,
         "samples: both sides read the same, and the oracle takes tokens, documents, weights and columns from them": """
 data.kind data.path data.task data.task_size data.weights data.tokenizer data.token_dtype data.validation_fraction
