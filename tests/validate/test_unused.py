@@ -339,8 +339,6 @@ CASES = [
     ("reward.on_error=drop", [*RL, "reward.use=exact"], [*RL, "reward.use=reward.py:f"]),
     ("metrics.rollouts_every=5", [], RL),
     ("data.weights=[1.0]", ["data.kind=prompts"], ["data.kind=sft"]),
-    ("data.skip_bad_rows=true", ["data.kind=text"], ["data.kind=sft"]),
-    ("rl.mismatch_limit=0.5", [], RL),
     ("data.shuffle=false", ["data.kind=task"], ["data.kind=prompts"]),
     ("align.reward=score", [], ["align.method=filter"]),
     ("align.reward=score", ["align.method=dpo"], ["align.method=condition"]),
