@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu \
-	bench-gpu-sweep recipes release-check docs docs-serve clean
+	bench-gpu-sweep recipes release-check docs docs-serve pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -96,11 +96,10 @@ bench-gpu-sweep: $(READY) ## compare every large shape on one GPU, 10 minutes a 
 	$(HAS_PY)
 	$(HALF_HOUR) sweep $(ARGS)
 
-# The site needs the packages of the extra `docs`; building it needs no network.
+# The site needs the packages of the extra `docs`, which its first build installs; building it needs no network.
 # The variable silences the advice of mkdocs-material to try its successor.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
-HAS_MKDOCS = @$(BIN)/python -c 'import material, mkdocstrings' 2> /dev/null \
-	|| { echo "the site needs more packages: $(BIN)/python -m pip install -e '.[docs]'" >&2; exit 2; }
+HAS_MKDOCS = @$(BIN)/python -c 'import material, mkdocstrings' 2> /dev/null || $(BIN)/python -m pip install -q -e '.[docs]'
 docs: $(STAMP) ## build the documentation site into build/docs
 	$(HAS_MKDOCS)
 	$(MKDOCS) build --strict --clean
@@ -111,6 +110,12 @@ docs-serve: $(STAMP) ## show the site at http://127.0.0.1:8000, rebuilt when a p
 
 recipes: $(STAMP) ## plan the recipes for 8 to 256 GPUs again, and write their table in docs/recipes.md (ARGS="olmoe": some)
 	$(BIN)/python -m benchmarks.planned_recipes $(ARGS)
+
+# Some need Chromium; the runs that they show are trained once, some minutes on a few cores.
+pictures: $(STAMP) ## draw the pictures of README and the pages again
+	$(BIN)/python docs/site/diagrams.py
+	$(BIN)/python -m tests.docs.draw_pictures
+	$(BIN)/python -m tests.board.draw_pictures
 
 release-check: $(STAMP) ## check what a release needs: version, sdist, wheel, the quickstart from the installed wheel
 	$(BIN)/python -m tests.release.check $(TORCH_ARGS)

@@ -175,7 +175,7 @@ def env(stage: Stage) -> None:
     """Record versions, the device, and the attention kernel that torch selects."""
     stage.add("python", sys.version.split()[0])
     stage.add("torch", torch.__version__)
-    for name in ("triton", "pydantic", "transformers", "datasets", "torchtitan", "megatron", "deep_ep", "xdist"):
+    for name in ("triton", "pydantic", "transformers", "datasets", "torchtitan", "megatron-core", "deep_ep", "xdist"):
         stage.add(name, _version(name))
     if not stage.is_cuda:
         return
@@ -190,12 +190,10 @@ def env(stage: Stage) -> None:
 def _version(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    if find_spec(name) is None:
-        return "absent"
     try:
         return version(name)
     except PackageNotFoundError:
-        return "present"
+        return "absent" if find_spec(name) is None else "present"
 
 
 def rates(stage: Stage) -> None:

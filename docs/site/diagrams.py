@@ -1,5 +1,6 @@
-"""Draw the pictures of docs/concepts: `python docs/site/diagrams.py [FOLDER]` (default docs/images)."""
+"""Draw the diagrams of the pages: `python docs/site/diagrams.py [FOLDER]` (default docs/images)."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -232,7 +233,143 @@ def step() -> plt.Figure:
     return figure
 
 
-DIAGRAMS: dict[str, Callable[[], plt.Figure]] = {"two-views": two_views, "moe-layer": moe_layer, "step": step}
+def floors() -> plt.Figure:
+    """Draw the folders of the code, the lowest at the bottom, from the table of docs/architecture.md."""
+    text = (IMAGES.parent / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w./]+)` \|.*\| (.*?) ?\|$", text.partition("## Floors")[2].partition("## ")[0], re.M)
+    columns = 6
+    height = -(-len(rows) // columns)
+    figure, ax = canvas(8.0, 0.62 * height + 0.85)
+    for number, (name, is_free) in enumerate(rows):
+        color = "green" if is_free else "blue"
+        x = 0.75 + 1.2 * (number % columns)
+        y = 0.55 + 0.62 * (number // columns)
+        box(ax, x, y, 1.1, 0.48, name, fill=TINTS[color], edge=COLORS[color], size=9.5)
+    arrow(ax, (0.4, 0.62 * height + 0.45), (0.4, 0.55))
+    label(ax, 4.3, 0.62 * height + 0.68, "what a person starts: commands and the Python interface", size=9, ink=MUTED)
+    for x, color, words in ((0.75, "green", "without torch"), (2.6, "blue", "with torch")):
+        box(ax, x, 0.12, 0.22, 0.22, fill=TINTS[color], edge=COLORS[color])
+        label(ax, x + 0.32, 0.23, words, size=9, align="left")
+    label(ax, 4.3, 0.23, "imports point down, and to the left in a row", size=9, ink=MUTED, align="left")
+    return figure
+
+
+def chat_loss() -> plt.Figure:
+    """Draw a sample of two packed conversations: which tokens have a loss, and what they see."""
+    figure, ax = canvas(8.0, 2.6)
+    words = (
+        ("user", "What comes after zero?"),
+        ("assistant", "One comes after zero. <end>"),
+        ("user", "And after one?"),
+        ("assistant", "Two. <end>"),
+    )
+    x = 0.2
+    for number, (role, text) in enumerate(words):
+        width = 0.42 + 0.071 * len(text)
+        color = "orange" if role == "assistant" else "grey"
+        edge = COLORS["orange"] if role == "assistant" else "#cccccc"
+        box(ax, x, 1.35, width, 0.6, text, fill=TINTS[color], edge=edge, size=8.5)
+        label(ax, x + width / 2, 2.15, role, size=9, weight="bold")
+        if role == "assistant":
+            label(ax, x + width / 2, 1.12, "loss", size=9, weight="bold", ink=COLORS["orange"])
+        x += width + (0.3 if number == 1 else 0.05)
+        if number == 1:
+            ax.plot([x - 0.17, x - 0.17], [0.65, 2.35], linestyle="--", color=MUTED, linewidth=1)
+    label(ax, 2.3, 0.7, "conversation 1", size=9, ink=MUTED)
+    label(ax, 6.2, 0.7, "conversation 2", size=9, ink=MUTED)
+    label(ax, 4.0, 0.25, "one sample: no token sees the other conversation; user turns have no loss", size=9, ink=MUTED)
+    return figure
+
+
+def grpo() -> plt.Figure:
+    """Draw a group of four answers to one prompt: rewards, advantages, and the direction of the update."""
+    figure, ax = canvas(8.0, 3.1)
+    for x, text in ((1.0, "prompt"), (3.15, "answers of the model"), (5.05, "reward"), (6.7, "reward - mean")):
+        label(ax, x, 2.85, text, size=10, weight="bold")
+    box(ax, 0.15, 1.25, 1.7, 0.6, "sort 3 1 2", fill=TINTS["blue"], edge=COLORS["blue"], size=10)
+    answers = (("1 2 3", 1), ("1 3 2", 0), ("3 2 1", 0), ("1 2 3", 1))
+    for number, (text, reward) in enumerate(answers):
+        y = 2.15 - 0.57 * number
+        color = "green" if reward else "orange"
+        arrow(ax, (1.87, 1.55), (2.45, y + 0.2))
+        box(ax, 2.5, y, 1.3, 0.4, text, fill=TINTS["grey"], edge=MUTED, size=9.5)
+        arrow(ax, (3.85, y + 0.2), (4.6, y + 0.2))
+        box(ax, 4.65, y, 0.8, 0.4, str(reward), fill=TINTS[color], edge=COLORS[color], size=9.5)
+        arrow(ax, (5.5, y + 0.2), (6.0, y + 0.2))
+        words = "+0.5: more probable" if reward else "-0.5: less probable"
+        label(ax, 6.08, y + 0.2, words, size=9.5, align="left", ink=COLORS["green" if reward else "red"])
+    label(ax, 4.0, 0.15, "a group whose answers all score the same teaches nothing, and is left out", size=9, ink=MUTED)
+    return figure
+
+
+def hang() -> plt.Figure:
+    """Draw four ranks over time: one stops, the others wait in a collective until the watchdog ends the run."""
+    figure, ax = canvas(8.0, 3.0)
+    for rank in range(4):
+        y = 2.3 - 0.5 * rank
+        label(ax, 0.5, y + 0.18, f"rank {rank}", size=10, weight="bold")
+        for number in range(2):
+            box(ax, 1.0 + 1.0 * number, y, 0.75, 0.36, "", fill=TINTS["blue"], edge=COLORS["blue"])
+            box(ax, 1.77 + 1.0 * number, y, 0.2, 0.36, "", fill=TINTS["green"], edge=COLORS["green"])
+        if rank == 2:
+            box(ax, 3.0, y, 0.3, 0.36, "", fill=TINTS["blue"], edge=COLORS["blue"])
+            label(ax, 3.4, y + 0.18, "stopped: the rank that is named", size=9.5, align="left", ink=COLORS["red"])
+        else:
+            box(ax, 3.0, y, 0.75, 0.36, "", fill=TINTS["blue"], edge=COLORS["blue"])
+            box(ax, 3.77, y, 3.2, 0.36, "waits in all_to_all", fill=TINTS["grey"], edge=MUTED, size=9)
+    ax.plot([7.0, 7.0], [0.6, 2.8], color=COLORS["red"], linewidth=1.4)
+    label(ax, 7.1, 1.7, "no progress\nfor 20 s:\nthe run ends", size=9, align="left", ink=COLORS["red"])
+    for x, color, words in ((1.0, "blue", "computes"), (2.3, "green", "collective")):
+        box(ax, x, 0.2, 0.22, 0.22, fill=TINTS[color], edge=COLORS[color])
+        label(ax, x + 0.32, 0.31, words, size=9, align="left")
+    arrow(ax, (4.0, 0.31), (7.8, 0.31))
+    label(ax, 5.9, 0.45, "time", size=9, ink=MUTED)
+    return figure
+
+
+def checkpoint() -> plt.Figure:
+    """Draw what a checkpoint has: logical tensors, written under one mapping and read under any other."""
+    figure, ax = canvas(8.0, 2.9)
+    groups = ((0.2, "8 ranks: tp2 cp2 pp2, ep4", 8, "blue"), (5.3, "4 ranks: tp2 pp2, ep2", 4, "orange"))
+    for left, title, number, color in groups:
+        label(ax, left + 1.25, 2.65, title, size=10, weight="bold", ink=COLORS[color])
+        for rank in range(number):
+            width = 2.5 / (number / 2)
+            x = left + width * (rank % (number // 2))
+            y = 1.75 - 0.65 * (rank // (number // 2))
+            box(ax, x + 0.04, y, width - 0.08, 0.55, str(rank), fill=TINTS[color], edge=COLORS[color], size=9.5)
+    box(
+        ax,
+        3.2,
+        1.0,
+        1.6,
+        1.4,
+        "checkpoint\none entry for each\nlogical tensor",
+        fill=TINTS["green"],
+        edge=COLORS["green"],
+    )
+    arrow(ax, (2.75, 1.7), (3.18, 1.7))
+    arrow(ax, (4.77, 1.7), (5.28, 1.7))
+    box(ax, 2.9, 0.12, 2.2, 0.42, "Hugging Face folder", fill=TINTS["purple"], edge=COLORS["purple"])
+    arrow(ax, (3.7, 0.98), (3.7, 0.56))
+    arrow(ax, (4.3, 0.56), (4.3, 0.98))
+    label(ax, 3.6, 0.77, "export", size=9, align="right", ink=MUTED)
+    label(ax, 4.4, 0.77, "import", size=9, align="left", ink=MUTED)
+    label(ax, 2.97, 1.88, "save", size=9, ink=MUTED)
+    label(ax, 5.04, 1.88, "resume", size=9, ink=MUTED)
+    return figure
+
+
+DIAGRAMS: dict[str, Callable[[], plt.Figure]] = {
+    "two-views": two_views,
+    "moe-layer": moe_layer,
+    "step": step,
+    "floors": floors,
+    "chat-loss": chat_loss,
+    "grpo": grpo,
+    "hang": hang,
+    "checkpoint": checkpoint,
+}
 
 
 def add_dark_colors(path: Path) -> None:

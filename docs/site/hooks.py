@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<!\\)(!?\[[^\]]*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^\s*(```|~~~)")
+KEY_HEADING = re.compile(r'^### <a id="([\w.]+)"></a>(.+)$', re.MULTILINE)
+LOG_HEADING = re.compile(r"^## (\d{4})(-\d\d-\d\d: .+)$", re.MULTILINE)
+HEADING = re.compile(r"^#{1,6} ")
 LIST_ITEM = re.compile(r"^(\s*)([*-]|\d+\.) +\S")
 PAGES_OF_FILES = {
     "README.md": "index.md",
@@ -27,6 +30,12 @@ PAGES_OF_FILES = {
 }
 """Files of the repository that have a page of another name."""
 PYTHON_PAGE = "python-reference.md"
+FILES_PAGE = "files.md"
+"""The page of all other files that pages link to: recipes, job files."""
+VERSION_RULE = """.md-header__topic:first-child .md-ellipsis::after {{
+  content: "{}";
+}}
+"""
 LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "sh", ".csv": "text", ".json": "json", ".jsonl": "json"}
 TABS = {
     "Start here": "Start",
@@ -51,14 +60,13 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
         listed.update(pages)
         if pages:
             tabs.setdefault(TABS[section], []).append({section: pages})
-    design = sorted((ROOT / "docs/design").glob("[0-9]*.md"))
     nav = [
         {"Guides": [{"All pages and features": "pages.md"}, *tabs["Guides"]]},
-        {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE]},
+        {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE, FILES_PAGE]},
         {
             "Internals": [
                 *tabs["Internals"],
-                {"Design notes": ["design/README.md", *(f"design/{path.name}" for path in design)]},
+                {"Design notes": ["design/README.md"]},
                 {"Project": ["contributing.md", "changelog.md"]},
             ]
         },
@@ -66,6 +74,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     start, *others = config.nav
     start["Start"] += [path for section in tabs.get("Start", []) for pages in section.values() for path in pages]
     config.nav = [start, *others, *nav]
+    config.copyright = f"moefold {_version()}, Apache-2.0"
     return config
 
 
@@ -77,15 +86,28 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     pages = {f"docs/{file.src_uri}" for file in files.documentation_pages()} | renamed
     linked = {found for path in pages for found in _linked_files(path, (ROOT / path).read_text())}
     others = {path for path in linked if not path.startswith("docs/") and path != "README.md"}
-    for path in sorted(others | renamed):
-        files.append(File.generated(config, _page_of(path), content=_content_of(path)))
+    shown = {path for path in others if _page_of(path) == FILES_PAGE}
+    for path in sorted((others | renamed) - shown):
+        files.append(File.generated(config, _page_of(path), content=(ROOT / path).read_text()))
+    files.append(File.generated(config, FILES_PAGE, content=_files_page(sorted(shown))))
     files.append(File.generated(config, PYTHON_PAGE, content=_python_page()))
+    for year, text in _log_by_year().items():
+        files.append(
+            File.generated(config, f"log/{year}.md", content=f"---\nhide: [toc]\n---\n# Log of {year}\n\n{text}")
+        )
+    files.append(File.generated(config, "site/version.css", content=VERSION_RULE.format(_version())))
     return files
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Adapt a page to the site: links to files outside docs/, and the blank lines that lists and tables need."""
     uri = page.file.src_uri
+    if uri == "log.md":
+        return _log_index(markdown)
+    if uri.startswith("log/"):
+        return adapt(markdown, "docs/log.md", uri)
+    # The anchor of a recipe key is the heading's own, so that the search finds each key by itself.
+    markdown = KEY_HEADING.sub(r"### \2 { #\1 }", markdown)
     names = {site: path for path, site in PAGES_OF_FILES.items() if path != "README.md"}
     if uri in names:
         return adapt(markdown, names[uri], uri)
@@ -114,11 +136,15 @@ def adapt(markdown: str, path: str, uri: str) -> str:
 
 
 def _needs_blank_line(before: str, line: str) -> bool:
-    """Return True at the first line of a list or table that follows a paragraph without a blank line.
+    """Return True at a heading, or at the first line of a list or table, that follows other text without a blank line.
 
-    Code hosts start a list there, Python-Markdown continues the paragraph.
+    Code hosts start a part there, Python-Markdown continues the paragraph or the table.
     """
-    if not before.strip() or before.startswith("#"):
+    if not before.strip():
+        return False
+    if HEADING.match(line):
+        return True
+    if before.startswith("#"):
         return False
     if item := LIST_ITEM.match(line):
         is_in_list = LIST_ITEM.match(before) or before.startswith("  ")
@@ -133,6 +159,8 @@ def _target(link: str, path: str, uri: str) -> str:
         return link
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
     page = _page_of(found)
+    if page == FILES_PAGE:
+        hash_sign, anchor = "#", _anchor_of(found)
     return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
 
 
@@ -143,7 +171,11 @@ def _page_of(path: str) -> str:
     if path.startswith("docs/"):
         name = path.removeprefix("docs/")
         return f"{name}/README.md" if (ROOT / path).is_dir() else name
-    return path if path.endswith(".md") else f"source/{path}.md"
+    return path if path.endswith(".md") else FILES_PAGE
+
+
+def _anchor_of(path: str) -> str:
+    return re.sub(r"[/.]", "-", path)
 
 
 def _linked_files(path: str, markdown: str) -> Iterator[str]:
@@ -155,15 +187,55 @@ def _linked_files(path: str, markdown: str) -> Iterator[str]:
                 yield found
 
 
-def _content_of(path: str) -> str:
-    """Return the page of a file outside docs/: Markdown as it is, other files as a block of code."""
-    source = ROOT / path
-    if source.is_dir():
-        names = sorted(child.name for child in source.iterdir() if not child.name.startswith(("_", ".")))
-        return f"# {path}\n\n" + "\n".join(f"* `{name}`" for name in names) + "\n"
-    if path.endswith(".md"):
-        return source.read_text()
-    return f"# {path}\n\n````{LANGUAGES.get(source.suffix, 'text')}\n{source.read_text()}````\n"
+def _files_page(paths: list[str]) -> str:
+    """Return the page of files outside docs/: the names in a folder, and other files as blocks of code."""
+    lines = ["# Recipes and other files", "", "Files of the repository that the pages link to.", ""]
+    for path in paths:
+        source = ROOT / path
+        lines += [f"## {path} {{ #{_anchor_of(path)} }}", ""]
+        if source.is_dir():
+            names = sorted(child.name for child in source.iterdir() if not child.name.startswith(("_", ".")))
+            lines += [f"* `{name}`" for name in names]
+        else:
+            lines += [f"````{LANGUAGES.get(source.suffix, 'text')}", source.read_text().rstrip("\n"), "````"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    import moefold
+
+    return moefold.__version__
+
+
+def _log_by_year() -> dict[str, str]:
+    """Return the parts of the log by year, newest first."""
+    text = (ROOT / "docs/log.md").read_text()
+    starts = list(LOG_HEADING.finditer(text))
+    ends = [start.start() for start in starts[1:]] + [len(text)]
+    found: dict[str, str] = {}
+    for start, end in zip(starts, ends, strict=True):
+        found[start[1]] = found.get(start[1], "") + text[start.start() : end]
+    return found
+
+
+def _log_index(markdown: str) -> str:
+    """Return the head of the log, and a list of its entries by year, which have pages of their own."""
+    from pymdownx.slugs import slugify
+
+    slug = slugify(case="lower")
+    lines = [markdown[: next(LOG_HEADING.finditer(markdown)).start()]]
+    seen: dict[str, int] = {}
+    for year, text in _log_by_year().items():
+        lines += [f"## {year}", ""]
+        for heading in LOG_HEADING.finditer(text):
+            name = slug((heading[1] + heading[2]).replace("`", ""), "-")
+            seen[name] = seen.get(name, -1) + 1
+            anchor = f"{name}_{seen[name]}" if seen[name] else name
+            date, _, title = heading[2].partition(": ")
+            lines.append(f"* {date[1:]} [{title}](log/{year}.md#{anchor})")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _python_page() -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
+from moefold.config.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.load import AUTO, Tree, apply_overrides, config_from_dict
+from moefold.config.method_defaults import LR_KEY
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
@@ -61,15 +63,55 @@ def _int_or_zero(tree: Mapping[str, Any], section: str, key: str) -> int:
     return value if type(value) is int else 0
 
 
+def _is_count(value: Any) -> bool:
+    """Return whether a value of an unvalidated tree is a number of steps or epochs."""
+    return type(value) in (int, float) and 0 < value <= MAX_NUMBER
+
+
+def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Keep one of run.steps and run.epochs: that of the command line, if the recipe has the other one.
+
+    With epochs, run.steps is the largest legal number until the length of the data is known.
+
+    Args:
+        tree: the sections of the recipe with overrides applied; its [run] is changed in place.
+        recipe: the sections of the recipe alone.
+        overrides: the overrides.
+
+    Returns:
+        A message on what is replaced.
+
+    Raises:
+        ConfigError: the recipe has both, or the command line has.
+    """
+    run = tree.get("run")
+    if not isinstance(run, dict) or not _is_count(run.get("epochs")) or not _is_count(run.get("steps", 1)):
+        # Values that are none are refused by name later.
+        return []
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    given = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]
+    if "steps" not in run:
+        run["steps"] = MAX_STEPS
+        return []
+    if len(given) != 1 or {"epochs", "steps"} <= recipe.get("run", {}).keys():
+        raise ConfigError(
+            f"run.steps={run['steps']} and run.epochs={run['epochs']} both give the length of the run; leave one out"
+        )
+    other = "steps" if given[0] == "epochs" else "epochs"
+    message = f"run.{given[0]}={run[given[0]]} replaces run.{other}={run[other]} of the recipe"
+    run[other] = MAX_STEPS if other == "steps" else 0
+    return [message]
+
+
 VOCAB_MULTIPLE = 64
-"""Multiple to which the vocabulary is rounded up: divisible by usual tp degrees, and efficient for kernels."""
+"""Multiple to which the vocabulary is rounded up: efficient for kernels, and the same under every mapping."""
 
 
 def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
-    The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64 and of
-    parallel.tp; a preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
+    The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64; a
+    preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
     keep the default.
 
     Args:
@@ -100,13 +142,12 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
     if preset_size is not None and num_ids <= preset_size:
         return cfg, ""
-    multiple = math.lcm(VOCAB_MULTIPLE, max(1, cfg.parallel.tp))
-    size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / multiple) * multiple
+    size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if size == model.vocab_size:
         return cfg, ""
     message = (
         f"model.vocab_size is {size}: data.tokenizer={data.tokenizer!r} has {num_ids} ids, rounded up to a multiple "
-        f"of {multiple}"
+        f"of {VOCAB_MULTIPLE}"
     )
     return replace(cfg, model=replace(model, vocab_size=size)), message
 
@@ -209,6 +250,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return load_recipe(path, overrides).cfg
 
 
+RESOLVED_KEYS = frozenset({LR_KEY, "train.loss_chunk"})
+"""Keys whose defaults depend on other keys or on the version: a run keeps what it has resolved."""
+
+
 class LoadedRecipe(NamedTuple):
     """Loaded recipe, with the explicitly set keys and the messages on adapted settings."""
 
@@ -217,6 +262,8 @@ class LoadedRecipe(NamedTuple):
     """Keys that the recipe and the overrides set, as "section.key"."""
     messages: tuple[str, ...]
     """Messages on settings that were adapted."""
+    left_out: frozenset[str] = frozenset()
+    """Keys of RESOLVED_KEYS that neither the recipe nor an override sets."""
 
 
 def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -236,10 +283,12 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecip
     explicit_keys = frozenset(
         f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys
     )
+    messages += choose_length(tree, recipe, overrides)
     cfg = config_from_dict(tree)
     check_unused_keys(explicit_keys, cfg)
     cfg, message = infer_vocab_size(cfg, explicit_keys)
-    return LoadedRecipe(cfg, explicit_keys, (*messages, message) if message else tuple(messages))
+    found = (*messages, message) if message else tuple(messages)
+    return LoadedRecipe(cfg, explicit_keys, found, RESOLVED_KEYS - explicit_keys)
 
 
 def read_recipe(path: Path) -> Tree:

@@ -4,7 +4,7 @@ from tests.architecture import prose, rules
 
 PAGES = sorted(
     page
-    for page in (*(rules.ROOT / "docs").rglob("*.md"), *rules.ROOT.glob("*.md"))
+    for page in (*rules.ROOT.glob("*.md"), *(rules.ROOT / "docs").rglob("*.md"), *(rules.ROOT / "skills").rglob("*.md"))
     if page.name != "log.md" and page.parent.name != "design"
 )
 """The log and the design notes are records: what was written stays as it was."""

@@ -127,7 +127,7 @@ def test_other_maths_does_not_compete(group_of_one, peer):
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
     other = replace(cfg, model=replace(cfg.model, router_scaling_factor=1.1))
-    with pytest.raises(PeerUnavailableError, match="differ from ours by .*something else"):
+    with pytest.raises(PeerUnavailableError, match="failed: its results differ from ours by .*something else"):
         build_peer_layer(peer, ours, other, x)
 
 
@@ -151,9 +151,18 @@ def test_where_a_peer_cannot_run(monkeypatch):
         assert "its MoE layer only" in unavailable_reason(TORCHTITAN, cfg, part, CPU)
 
 
-def test_a_version_without_the_classes_does_not_compete():
+def test_an_installed_version_that_fails_is_not_called_absent(tmp_path, monkeypatch):
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
-    peer = Peer("torch", "torch", "moefold.bench.no_such_layer", lambda *_: "")
-    with pytest.raises(PeerUnavailableError, match="version 2.* is not supported by the bench: No module named"):
-        build_peer_layer(peer, ours, cfg, x)
+    layers = {
+        "builds_nothing": "def build(*_):\n    raise RuntimeError('no device\\nhere')",
+        "runs_nothing": "def build(*_):\n    return lambda x: 1 / 0",
+        "has_no_gradient": "def build(*_):\n    return lambda x: x",
+    }
+    reasons = ["No module named", "RuntimeError: no device$", "ZeroDivisionError: ", "does not require grad"]
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in layers.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    for name, reason in zip(["no_such_layer", *layers], reasons, strict=True):
+        with pytest.raises(PeerUnavailableError, match=f"^failed: version 2.*{reason}"):
+            build_peer_layer(Peer("torch", "torch", name, lambda *_: ""), ours, cfg, x)

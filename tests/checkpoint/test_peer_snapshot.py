@@ -20,12 +20,12 @@ from moefold.checkpoint.peer_snapshot import (
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.sharded_tensor import local_slice
 from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.cost.shard_boxes import Box
 from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import RunError
-from moefold.model.init import local_slice
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
@@ -171,7 +171,13 @@ DAMAGES = {
 
 def _recipe(world_size: int, **changes: Any) -> Config:
     return tiny(
-        model={"num_layers": 2, "router_score": "sigmoid", "expert_bias": True, "tie_embeddings": True},
+        model={
+            "num_layers": 2,
+            "vocab_size": 25,
+            "router_score": "sigmoid",
+            "expert_bias": True,
+            "tie_embeddings": True,
+        },
         moe={"bias_update_rate": 0.1},
         train={"global_batch_size": 24},
         world_size=world_size,

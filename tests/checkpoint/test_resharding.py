@@ -153,6 +153,35 @@ def test_rounded_moments_come_through_other_mappings_bit_for_bit(pool, tmp_path,
         assert differing_tensors(Path(saved[0]), Path(other)) == []
 
 
+UNEVEN_VOCAB = {
+    "vocab_size": 19,
+    "tie_embeddings": False,
+    "head_bias": True,
+    "num_attention_heads": 12,
+    "num_query_groups": 12,
+}
+"""Of 7 + 7 + 5 rows on three tp ranks; the 10 and 9 rows on two are cut over dp = 3 into 4 + 4 + 2 and 3 + 3 + 3."""
+UNEVEN_MAPPINGS = [{"world_size": 6, "tp": 2, "zero": 3}, {}, {"world_size": 3, "tp": 3}, {"world_size": 4, "tp": 4}]
+
+
+@pytest.mark.parametrize("count", [2, *slow([(4,)])])
+def test_a_vocabulary_that_tp_does_not_divide_comes_through_other_mappings_bit_for_bit(pool, tmp_path, count):
+    sizes = {"model": UNEVEN_VOCAB, "train": {"seq_len": 24, "global_batch_size": 6}}
+    recipes = [tiny(**sizes, **mapping) for mapping in UNEVEN_MAPPINGS[:count]]
+    run = RunConfig(dir=str(tmp_path), seed=3, steps=4, device="cpu", dtype="float64")
+    configs = [replace(cfg, run=run, checkpoint=CheckpointConfig()) for cfg in recipes]
+    saved = [str(tmp_path / "checkpoints" / f"step-{step:06d}") for step in range(2, 2 + count)]
+    losses = pool.run(6, _train, configs[0], 0, 2, "")[0]
+    for i, cfg in enumerate(configs[1:]):
+        pool.run(cfg.parallel.world_size, _resave, cfg, saved[i], i + 3)
+        assert differing_tensors(Path(saved[0]), Path(saved[i + 1])) == []
+    assert {tensor.shape[0] for tensor in stored_tensors(Path(saved[-1])) if "head.weight" in tensor.name} == {19}
+    last = replace(configs[-1], run=replace(run, dir=str(tmp_path / "next")))
+    losses += pool.run(last.parallel.world_size, _train, last, 2, 4, saved[0])[0]
+    expected = [step.loss for step in run_oracle(without_mapping(configs[0]), 4).steps]
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
 def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, tmp_path):
     """The last stage of a pipeline has the embedding too, and the checkpoint has it once."""
     first, second = (

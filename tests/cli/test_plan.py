@@ -1,6 +1,6 @@
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
+from moefold.planner.validation import STATED_ERROR
 from moefold.recipe import load_config
 from moefold.train.start import check_data_source
 from moefold.validate.config import check_config
@@ -33,6 +34,7 @@ def refusal(capsys, *words: str) -> str:
 
 def test_json_lists_the_best_mapping_of_every_fold(capsys):
     found = answer(capsys)
+    assert found["stated_error"] == asdict(STATED_ERROR)
     mappings = found["mappings"]
     assert all(set(KEYS) <= set(mapping) for mapping in mappings)
     assert len({tuple(m[axis] for axis in ("tp", "cp", "pp", "ep", "etp")) for m in mappings}) == len(mappings)
@@ -76,6 +78,7 @@ def test_the_table_fits_a_terminal_and_keeps_its_numbers(capsys, monkeypatch, co
         assert float(row.split(f" {m['memory_gib']:.1f} ")[0].split()[-2]) == pytest.approx(m["step_time_s"], rel=0.01)
     text = " ".join(" ".join(lines).split())
     assert "never checked on a GPU by moefold" in text
+    assert str(STATED_ERROR) in text
     assert "4.0 of 79.1 GiB of a GPU (5%) stay free" in text
     assert "seconds" not in text
     # Every degree of the best mapping, in the words of --explain.

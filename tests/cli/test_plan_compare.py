@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moefold.cli.main import EXIT_USER_ERROR, main
+from moefold.planner.validation import STATED_ERROR
 
 FIXED = "pp=1,mbs=1,zero=1,recompute=none,offload=none,overlap=off,dispatcher=alltoall"
 SMALL = [
@@ -26,7 +27,7 @@ def test_the_table_fits_a_terminal_and_has_the_figures_of_the_json(capsys):
         gains = [f"{100 * one[gain]:+.1f}" for gain in ("gain", "gain_within_dp")]
         cells = [str(one["seq_len"]), str(one["global_batch_size"]), steps[0], steps[1], gains[0], "%", steps[2]]
         assert [*cells, gains[1], "%"] in [line.split() for line in lines]
-    assert "none of it is measured" in " ".join(lines)
+    assert f"none of it is measured on GPUs: {STATED_ERROR}" in " ".join(lines)
 
 
 def test_without_lengths_that_of_the_question_is_compared(capsys):

@@ -49,7 +49,7 @@ def test_a_name_of_ours_has_no_other_meaning():
         ("max_steps=3", "override 'max_steps=3' names no section; moefold calls this run.steps"),
         ("--max_steps=3", "moefold calls this run.steps"),
         ("train.warmup_ratio=0.1", "unknown key train.warmup_ratio; moefold sets this by train.warmup_steps"),
-        ("train.num_train_epochs=3", "moefold sets this by run.steps"),
+        ("train.num_train_epochs=3", "moefold calls this run.epochs"),
         ("run.dtype=float16", "must be one of 'bfloat16', 'float32', 'float64'; did you mean 'bfloat16'?"),
         ("run.dtype=fp32", "did you mean 'float32'?"),
         ("parallel.schedule=1F1B", "did you mean '1f1b'?"),
@@ -87,7 +87,7 @@ def test_a_matrix_of_others_is_answered_with_ours(target, ours):
     [
         (["train", "--train.lr", "1e-3"], "settings have no dashes: train.lr=VALUE"),
         (["train", "--learning-rate=1e-3"], "moefold calls this train.lr"),
-        (["train", "--num_train_epochs", "3"], "moefold sets this by run.steps"),
+        (["train", "--num_train_epochs", "3"], "moefold calls this run.epochs"),
         (["generate", "runs/x", "--prompt", "a", "--max-new-tokens", "3"], "moefold calls this --max-tokens"),
         (["generate", "runs/x", "--prompt", "a", "--learning-rate", "3"], "`moefold generate --help`"),
     ],

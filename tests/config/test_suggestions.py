@@ -22,10 +22,6 @@ def test_nearest_multiples_are_positive(value, step, words):
     assert nearest_multiples(value, step) == words
 
 
-def test_nearest_multiples_upwards_only():
-    assert nearest_multiples(50257, 8, up_only=True) == "50264"
-
-
 def test_words_as_a_choice():
     assert [join_with_or(["a"]), join_with_or(["a", "b"]), join_with_or(["a", "b", "c"])] == [
         "a",

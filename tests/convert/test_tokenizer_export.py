@@ -108,7 +108,7 @@ def test_a_tokenizer_goes_out_with_the_run_that_read_text_with_it(place, capsys)
 
 
 def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):
-    """The folder may be named instead of the file; a template that was changed since does not go."""
+    """The folder may be named instead of the file; a template that was changed since is the one of the training."""
     trained = make_tokenizer(Path("words/tokenizer.json"), special=("<stop>",))
     settings = {"eos_token": "<stop>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
     Path("words/tokenizer_config.json").write_text(json.dumps(settings))
@@ -125,15 +125,36 @@ def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):
     Path("words/chat_template.jinja").write_text("another")
     shutil.rmtree(out)
     out, said = export(capsys)
+    assert "note" not in said
+    assert (out / "chat_template.jinja").read_text() == "ours"
+    # A checkpoint without the run's copy has the fingerprints.
+    shutil.rmtree("run/checkpoints/tokenizer")
+    shutil.rmtree(out)
+    out, said = export(capsys)
     assert "note: words/chat_template.jinja is not written: it has other content than at the training" in said
     assert (out / "tokenizer.json").is_file()
     assert not (out / "chat_template.jinja").exists()
 
 
-def test_a_tokenizer_that_cannot_go_out_is_noted(place, capsys):
+def test_a_tokenizer_that_cannot_go_out_is_noted(place, capsys, monkeypatch):
     file = make_tokenizer(Path("words/tokenizer.json"))
     train("data.tokenizer=words/tokenizer.json", "model.vocab_size=320", *SIZES)
+    trained = Path("trained.json")
+    shutil.copyfile(file, trained)
     make_tokenizer(file, merges=10)
+    # A run is complete in itself: whatever lies under the recorded name, on this machine or another.
+    out, said = export(capsys)
+    assert "note" not in said
+    assert_reads_as(out, trained)
+    shutil.move("run", "moved")
+    monkeypatch.chdir(place / "words")
+    assert main(["eval", "../moved", "--text", "../text.txt", "--keep-tail"]) == 0
+    monkeypatch.chdir(place)
+    shutil.move("moved", "run")
+    shutil.rmtree(out)
+    shutil.rmtree("run/checkpoints/tokenizer")
+    assert main(["eval", "run", "--text", "text.txt"]) == 2
+    assert "has other content than at the training: " in capsys.readouterr().err
     out, said = export(capsys)
     assert "data.tokenizer='words/tokenizer.json' has other content than at the training; put the file of" in said
     assert not (out / "tokenizer.json").exists()
@@ -209,15 +230,17 @@ def test_the_folders_tokenizer_stays_where_it_is_the_runs(place, capsys, words):
 
 def test_the_template_of_the_recipe_goes_out(place, capsys):
     """It wins over the one beside the tokenizer; a description that says nothing of its looks opens no file."""
-    make_tokenizer(Path("words/tokenizer.json"))
+    make_tokenizer(Path("words/tokenizer.json"), special=(END, "<turn>"))
     Path("words/chat_template.jinja").write_text("beside")
-    Path("own.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }}<|endoftext|>{% endfor %}")
+    Path("own.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }}<turn>{% endfor %}")
     turns = [{"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "To the sea, it is far."}]
     Path("talk.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
     words = ["data.kind=sft", "data.path=talk.jsonl", "data.chat_template=own.jinja", "train.seq_len=64"]
     train("data.tokenizer=words/tokenizer.json", "model.vocab_size=320", *SIZES, *words)
     out, _ = export(capsys)
     assert (out / "chat_template.jinja").read_bytes() == Path("own.jinja").read_bytes()
+    # Generation ends where the template ends a turn; 0 is <pad>.
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 1]
     meta = read_meta(Path("run/checkpoints/step-000001"))
     assert choose_tokenizer(meta, None).sidecar_files["chat_template.jinja"] == Path("own.jinja")
     unknown = choose_tokenizer(replace(meta, data_files={}), None)

@@ -92,10 +92,11 @@ def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change()
     with pytest.raises(ConfigError, match=r"train.memory_budget_gib=0.0009313 is too small"):
         choose_recompute(_config(budget_gib=10**6 / GIB), 10**6)
     least = _worst(_config(), ("layer",))
-    with pytest.raises(
-        ConfigError, match=r"raise parallel.cp \(now 1\) or parallel.tp \(now 1\), or set train.loss_chunk=-1$"
-    ):
+    with pytest.raises(ConfigError, match=r"raise parallel.cp \(now 1\) or parallel.tp \(now 1\)$"):
         choose_recompute(_config(), least - 1)
+    whole = replace(_config(), train=replace(_config().train, loss_chunk=0))
+    with pytest.raises(ConfigError, match=r"parallel.tp \(now 1\), or set train.loss_chunk=-1$"):
+        choose_recompute(whole, _worst(whole, ("layer",)) - 1)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from moefold.config.schema import DataConfig
-from moefold.data.chat import BYTES_TEMPLATE, ChatTemplate, load_chat_template
+from moefold.data.chat import BYTES_TEMPLATE, ChatRequest, ChatTemplate, load_chat_template
 from moefold.data.limited_process import LimitedProcess
 from moefold.data.template_process import TemplateLimits
 from moefold.errors import ConfigError
@@ -53,10 +55,15 @@ def test_turns_that_the_template_marks_are_believed():
     assert spans(chat, CHAT[1:]) == ["Two.\nThree.</s>", " Five.</s>"]
 
 
-def test_a_template_that_writes_turns_otherwise_later_is_refused():
+def test_a_turn_that_the_template_writes_otherwise_later_is_found():
     assert spans(template(FORGETS), CHAT[:1]) == []
+    assert spans(template(FORGETS), CHAT) == ["Two.\nThree.;", " Five.;"]
+
+
+def test_a_turn_that_cannot_be_found_is_refused():
+    shouted = FORGETS.replace("{{ m.content }}", "{{ m.content[::-1] if loop.last else m.content | length }}")
     with pytest.raises(ConfigError, match=r"f:1: .* renders turn 3 differently .*\{% generation %\}"):
-        template(FORGETS).render(CHAT, None, "f:1")
+        template(shouted).render(CHAT, None, "f:1")
 
 
 def test_it_renders_as_transformers_does():
@@ -114,10 +121,9 @@ def test_a_template_without_measure_is_one_message(source: str, reason: str):
         "{% if tools %}" + source + "{% endif %}fine", location="here", special_tokens={}, limits=limits
     )
     # Those before and after it are rendered: the process is started again where it was ended.
-    answers = iter(chat.render_all([(CHAT, tools, f"f:{i}") for i, tools in enumerate([None, ["t"], None])]))
+    answers = iter(chat.render_all([ChatRequest(CHAT, tools, f"f:{i}") for i, tools in enumerate([None, ["t"], None])]))
     assert next(answers).text == "fine"
-    with pytest.raises(ConfigError, match=f"f:1: .*{reason}"):
-        next(answers)
+    assert re.match(f"f:1: .*{reason}", str(next(answers)))
     assert chat.render(CHAT, None, "f:3").text == "fine"
 
 
@@ -128,8 +134,8 @@ def test_conversations_after_a_refused_one_cost_nothing(monkeypatch):
     asked: list[int] = []
     send = LimitedProcess.send
     monkeypatch.setattr(LimitedProcess, "send", lambda self, data: (asked.append(len(data)), send(self, data))[1])
-    with pytest.raises(ConfigError, match=r"f:0: .*takes more than 0.2 s"):
-        list(chat.render_all([(CHAT, None, f"f:{i}") for i in range(50)]))
+    first = next(iter(chat.render_all([ChatRequest(CHAT, None, f"f:{i}") for i in range(50)])))
+    assert re.match(r"f:0: .*takes more than 0.2 s", str(first))
     # One batch of conversations, and the template for the process that was started again.
     assert len(asked) == 2
 
@@ -165,7 +171,8 @@ def test_what_the_template_refuses_is_said_with_the_line():
 
 
 def tokenizer_folder(folder: Path, **settings: object) -> DataConfig:
-    (folder / "tokenizer.json").write_text("{}")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"E": 0}, unk_token="E"))
+    words.save(str(folder / "tokenizer.json"))
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return DataConfig(kind="sft", tokenizer=str(folder))

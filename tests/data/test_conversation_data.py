@@ -1,6 +1,6 @@
 import pytest
 
-from moefold.data.chat import parse_conversation
+from moefold.data.conversation_format import parse_conversation
 from moefold.data.file_formats import JsonlRecord
 from moefold.errors import ConfigError
 
@@ -14,7 +14,11 @@ def test_both_forms():
     assert read({"messages": list(turns)}).messages == turns
     assert read({"prompt": "hi", "response": "ho"}).messages == turns
     assert read({"prompt": "hi", "completion": "ho", "id": 3}).messages == turns
-    assert read({"messages": list(turns), "tools": [1]}).tools == [1]
+    assert (
+        read({"messages": list(turns), "tools": [1]}).tools
+        == read({"messages": list(turns), "tools": "[1]"}).tools
+        == [1]
+    )
     assert read({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}).messages
 
 

@@ -86,7 +86,7 @@ def test_a_row_that_is_no_pair_is_refused_with_its_line(fields, message):
 
 def test_a_column_given_twice_is_refused():
     line = b'{"prompt": "p", "chosen": "\\"chosen\\"", "rejected": "b", "x": {"rejected": 1}, "chosen": "c"}'
-    with pytest.raises(ConfigError, match="rows.jsonl:3 has the column 'chosen' twice; remove one"):
+    with pytest.raises(ConfigError, match="rows.jsonl:3 has the key 'chosen' twice in one object; remove one"):
         parse_pair(parse_line(line, Path("rows.jsonl"), 3))
     assert parse_pair(parse_line(line.replace(b', "chosen": "c"', b""), Path("rows.jsonl"), 3))
 

@@ -135,5 +135,5 @@ def test_a_column_of_that_name_given_twice_is_refused(files: Path):
     file = files / "rows.jsonl"
     file.write_text('{"prompt": "a", "response": "b", "reward": 1, "reward": 2}\n')
     cfg = DataConfig(kind="sft", path=str(file), validation_fraction=0.0)
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1 has the column 'reward' twice; remove one"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 has the key 'reward' twice in one object; remove one"):
         prepare(cfg, seq_len=200, vocab_size=256, seed=0, align=AlignConfig(method="weight"))

@@ -113,7 +113,7 @@ BROKEN = {
     "cut.csv.bz2": (bz2.compress(b"text\n" + b"abc\n" * 999)[:-9], r"cut.csv.bz2 is not a complete bzip2 file"),
     "cut.csv.zst": (pa.compress(b"text\n" * 999, "zstd", asbytes=True)[:-9], r"cut.csv.zst cannot be read"),
     "a.jsonl": ('{"text": "a"}\n{"text": \n', r"a.jsonl:2 is not JSON"),
-    "twice.jsonl": ('{"text": "a", "text": "b"}\n', r"twice.jsonl:1 has the column 'text' twice"),
+    "twice.jsonl": ('{"text": "a", "text": "b"}\n', r"twice.jsonl:1 has the key 'text' twice"),
     "cut.json": ('[{"text": "a"},\n {"text": "b', r"row 2 of .*cut.json is not JSON"),
     "open.json": ('[{"text": "a"},\n {"text": "b"}', r"open.json has no ',' after row 2"),
     "two.json": ('[{"text": "a"}]\n[{"text": "b"}]', r"two.json has text after its list"),

@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moefold.config.schema import DataConfig
-from moefold.data import check_data, open_dataset
+from moefold.data import check_data, open_dataset, prepare
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenize_job import ShardWriter, TokenizationResult, tokenize_files
 from moefold.errors import ConfigError
@@ -256,3 +257,28 @@ def test_an_index_of_other_tokens_is_refused(tmp_path: Path, ends: list[int]):
     np.array(ends, "<i8").tofile(path.with_suffix(".ends"))
     with pytest.raises(ConfigError, match="a.ends is no index of the 100 tokens of a.npy"):
         open_document_ends(path, 100)
+
+
+def test_token_files_know_their_tokenizer(
+    tmp_path: Path, make_tokenizer_file: Callable[..., Path], caplog: pytest.LogCaptureFixture
+):
+    """It is known by what makes ids: a file that is written again is the same one, another vocabulary is not."""
+    import tokenizers
+
+    (tmp_path / "a.txt").write_text(make_text(400))
+    made, other = make_tokenizer_file("</s>"), make_tokenizer_file("<eos>")
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(json.loads(tokenizers.Tokenizer.from_file(str(made)).to_str()), indent=3))
+    writer = ShardWriter(tmp_path / "out", str(made), "text")
+    tokenize_files([str(tmp_path / "a.txt")], writer, input_format="text", shard_bytes=10**6, num_processes=1)
+    data = DataConfig(kind="tokens", path=str(tmp_path / "out"))
+    check_data(data, seq_len=8, vocab_size=400)
+    for file in (made, again):
+        check_data(replace(data, tokenizer=str(file)), seq_len=8, vocab_size=400)
+    for name, size in ((str(other), 400), ("bytes", 256)):
+        with pytest.raises(ConfigError, match=r"is not the tokenizer that made the ids of .*out: .*tokenizer.json"):
+            check_data(replace(data, tokenizer=name), seq_len=8, vocab_size=size)
+    np.save(tmp_path / "bare.npy", np.arange(100))
+    bare = DataConfig(kind="tokens", path=str(tmp_path / "bare.npy"), tokenizer=str(made))
+    prepare(bare, seq_len=8, vocab_size=400, seed=0)
+    assert "does not say which tokenizer made its ids" in caplog.text

@@ -81,7 +81,7 @@ def test_ids_offsets_and_text_are_those_of_the_package(make_tokenizer_file, monk
         assert ids.dtype == offsets.dtype == np.int64
         untrimmed = tokenizers.Tokenizer.from_str(theirs.to_str())
         untrimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-        assert offsets.tolist() == [start for start, _ in untrimmed.encode(text, add_special_tokens=False).offsets]
+        assert offsets.tolist() == [list(one) for one in untrimmed.encode(text, add_special_tokens=False).offsets]
         assert ours.encode_start(text).tolist() == theirs.encode(text).ids
         assert ours.decode(ids) == theirs.decode(expected.ids, skip_special_tokens=False)
     assert ours.decode([-1, 2**40]) == ""
@@ -135,3 +135,54 @@ def test_a_file_that_changed_is_not_loaded_in_place_of_the_first(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="its file cannot be read again: No such file"):
         tokenizer.encode("b")
+
+
+def test_declarations_are_applied_in_the_process_and_again_after_it_was_ended(tmp_path, monkeypatch):
+    monkeypatch.setitem(VOCABULARY, "<eos>", 95)
+    file = write_tokenizer(tmp_path, normalizer=MANY)
+    settings = {"eos_token": "<eos>", "added_tokens_decoder": {"96": {"content": "<new>", "special": True}}}
+    file.with_name("tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = JsonTokenizer(file, LITTLE_MEMORY)
+    assert (tokenizer.separator_id, tokenizer.vocab_size) == (95, 97)
+    assert tokenizer.encode("b<new><eos>").tolist() == [66, 96, 95]
+    with pytest.raises(ConfigError, match="has ended"):
+        tokenizer.encode("aaa")
+    assert tokenizer.encode("b<new><eos>").tolist() == [66, 96, 95]
+
+
+def test_declarations_that_do_not_fit_are_one_message(tmp_path):
+    file = write_tokenizer(tmp_path)
+    for wrong in ({"added_tokens_decoder": {"x": {"content": "a"}}}, {"extra_special_tokens": 3}):
+        file.with_name("tokenizer_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match="tokenizer.json' has parts or added tokens that do not fit it"):
+            JsonTokenizer(file)
+
+
+def sentencepiece_like(file: Path) -> None:
+    """A vocabulary with byte pieces and visible spaces, as of Llama 2."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    entries = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "b"]
+    vocab = {entry: i for i, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(file))
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_the_pieces_of_ids_are_the_bytes_of_the_text(make_tokenizer_file, tmp_path, kind):
+    file = tmp_path / "tokenizer.json"
+    if kind == "sentencepiece":
+        sentencepiece_like(file)
+    else:
+        file = make_tokenizer_file("<|endoftext|>")
+    tokenizer = JsonTokenizer(file)
+    table = tokenizer.token_table()
+    assert len(table.pieces) == tokenizer.vocab_size
+    text = " a ab b\u5317\u4eac \U0001f642 a"
+    assert b"".join(table.pieces[i] for i in tokenizer.encode(text)) == text.encode()
+    specials = {table.pieces[i].decode() for i in table.special_ids}
+    assert specials
+    assert all(mark.startswith("<") for mark in specials)

@@ -51,16 +51,25 @@ async function measure(page) {{
 
 
 SEARCH = """<!doctype html><body style="margin:0"><script>
-const frame = document.createElement("iframe");
-frame.style = "width:1280px;height:900px;border:0";
-frame.src = "/index.html?q=" + encodeURIComponent({query});
-document.body.append(frame);
-const look = () => {{
-  const found = [...frame.contentDocument.querySelectorAll(".md-search-result__link")].map(link => link.href);
-  if (found.length) fetch("/found", {{method: "POST", body: JSON.stringify(found)}});
-  else setTimeout(look, 100);
-}};
-frame.onload = look;
+const queries = {queries}, found = {{}};
+async function results(query) {{
+  const frame = document.createElement("iframe");
+  frame.style = "width:1280px;height:900px;border:0";
+  frame.src = "/index.html?q=" + encodeURIComponent(query);
+  document.body.append(frame);
+  await new Promise(done => frame.onload = done);
+  let links = [];
+  for (let wait = 0; !links.length && wait < 300; wait++) {{
+    await new Promise(done => setTimeout(done, 100));
+    links = [...frame.contentDocument.querySelectorAll(".md-search-result__link")].map(link => link.href);
+  }}
+  frame.remove();
+  return links;
+}}
+(async () => {{
+  for (const query of queries) found[query] = await results(query);
+  await fetch("/found", {{method: "POST", body: JSON.stringify(found)}});
+}})();
 </script>"""
 
 
@@ -112,9 +121,9 @@ def measure_pages(site: Path, pages: Sequence[str], width: int, profile: Path) -
     return _posted_by(FRAME.format(pages=json.dumps([f"/{page}" for page in pages]), width=width), site, profile)
 
 
-def search(site: Path, query: str, profile: Path) -> list[str]:
-    """Return the addresses of the results of the site's own search, best first."""
-    return _posted_by(SEARCH.format(query=json.dumps(query)), site, profile)
+def search(site: Path, queries: Sequence[str], profile: Path) -> dict[str, list[str]]:
+    """Return the addresses of the results of the site's own search for each query, best first."""
+    return _posted_by(SEARCH.format(queries=json.dumps(list(queries))), site, profile)
 
 
 def _posted_by(program: str, site: Path, profile: Path) -> Any:

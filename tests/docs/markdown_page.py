@@ -7,13 +7,18 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+AGENT_PAGES = [ROOT / "AGENTS.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))]
+"""Instructions for coding agents."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *AGENT_PAGES,
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 RECORDS = [page for page in PAGES if page.name == "log.md" or page.parent.name == "design"]
 """Pages that stay as they were written: their links must work, their commands may be of an earlier version."""
 KINDS = ("device file", "lengths file")
+HTML_LINK = re.compile(r'<(?:a|img)\b[^>]*?\b(?:href|src)="([^"]+)"')
+HTML_ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
 LINK = re.compile(r"(?<!\\)!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 
 
@@ -97,9 +102,11 @@ def prose(page: Path) -> str:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Return the anchors of the headings of a page, as code hosts and the site compute them."""
-    found = set[str]()
+    """Return the anchors of the headings of a page, as code hosts and the site compute them, and those in HTML."""
+    found = set(HTML_ANCHOR.findall(prose(page)))
     for heading in re.findall(r"^#{1,6} +(.+?) *$", prose(page), re.MULTILINE):
+        if HTML_ANCHOR.match(heading):
+            continue
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", text.replace("`", "").lower()).strip().replace(" ", "-")
         name = slug
@@ -113,6 +120,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 def links(page: Path) -> Iterator[str]:
     """Yield the targets of the links and images of a page that are no addresses of the web."""
-    for target in LINK.findall(re.sub(r"`[^`\n]*`", "``", prose(page))):
+    text = re.sub(r"`[^`\n]*`", "``", prose(page))
+    for target in (*LINK.findall(text), *HTML_LINK.findall(text)):
         if not re.match(r"[a-z]+:", target):
             yield target

@@ -83,6 +83,37 @@ def test_commands_and_keys_in_the_text_exist(page):
     assert wrong == []
 
 
+FILES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("src", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+]
+OTHERS = ROOT / "docs/comparison.md"
+"""Its paths are those of other projects."""
+
+
+@pytest.mark.parametrize("page", [page for page in CURRENT if page != OTHERS], ids=name_of)
+def test_names_in_the_text_are_in_the_files_that_it_gives(page):
+    assert misplaced_names(prose(page)) == []
+
+
+def misplaced_names(text: str) -> list[str]:
+    """Return the passages "`name` (`file.py`)" and "`name` in `file.py`" whose file is absent or lacks the name."""
+    wrong = []
+    for passage in re.finditer(r"`(?!torch\.)([\w.]+)` (?:\(|in )`(\w[\w/]*/\w+\.py)`", text):
+        name = passage[1].rpartition(".")[2]
+        defined = re.compile(rf"^\s*(?:(?:async )?def |class )?{name}\b *[:=(]", re.MULTILINE)
+        found = [ROOT / file for file in FILES if f"/{file}".endswith(f"/{passage[2]}")]
+        if not any(defined.search(path.read_text()) for path in found):
+            wrong.append(passage[0])
+    return wrong
+
+
+def test_a_name_in_another_file_is_found():
+    text = "`Batch` (`parallel/gradients.py`), `Batch` (`parallel/batch.py`), `Batch` in `parallel/no.py`"
+    assert misplaced_names(text) == ["`Batch` (`parallel/gradients.py`", "`Batch` in `parallel/no.py`"]
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_data_and_programs_are_valid(page):
     for block in blocks(page):

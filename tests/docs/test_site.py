@@ -3,19 +3,24 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import yaml
 from matplotlib.image import imread
 
+from moefold.config.reference import recipe_keys
+from moefold.config.suggestions import sections
 from tests.docs.browser import chromium, measure_pages, search, take_picture
 from tests.docs.markdown_page import ROOT
 
+STRAY_EMPHASIS = re.compile(r".{0,30}\w<(?:em|strong)>.{0,30}|.{0,30}</(?:em|strong)>\w.{0,30}")
 NARROW = 400
 WIDE = 1280
 
@@ -57,9 +62,9 @@ def browser() -> str:
 
 def test_markdown_of_code_hosts_becomes_that_of_the_site():
     adapt = load("hooks").adapt
-    text = "Words:\n* one\n  goes on\n* two\n\n```\nx:\n* y\n[a](../src)\n```\nTable\n| a |\n| --- |\n"
+    text = "Words:\n* one\n  goes on\n* two\n\n```\nx:\n* y\n[a](../src)\n```\nTable\n| a |\n| --- |\n## b\n"
     adapted = adapt(text, "docs/page.md", "page.md")
-    assert adapted == text.replace("Words:\n", "Words:\n\n").replace("Table\n", "Table\n\n")
+    assert adapted == text.replace("Words:\n", "Words:\n\n").replace("Table\n", "Table\n\n").replace("##", "\n##")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_markdown_of_code_hosts_becomes_that_of_the_site():
         ("../README.md", "docs/README.md", "pages.md", "index.md"),
         ("README.md#features", "docs/index.md", "index.md", "pages.md#features"),
         ("../../README.md", "docs/tutorials/index.md", "tutorials/index.md", "../index.md"),
-        ("../recipes/slurm.sbatch", "docs/cluster.md", "cluster.md", "source/recipes/slurm.sbatch.md"),
+        ("../recipes/slurm.sbatch", "docs/cluster.md", "cluster.md", "files.md#recipes-slurm-sbatch"),
         ("design/", "docs/README.md", "pages.md", "design/README.md"),
         ("docs/gpu.md", "CONTRIBUTING.md", "contributing.md", "gpu.md"),
         ("https://x.org/a.md", "docs/api.md", "api.md", "https://x.org/a.md"),
@@ -92,7 +97,9 @@ def test_every_page_is_in_the_navigation_once():
     config = SimpleNamespace(nav=yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"])
     listed = list(hooks._paths_of(hooks.on_config(config).nav))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
-    generated = {*hooks.PAGES_OF_FILES.values(), hooks.PYTHON_PAGE}
+    # Design notes are listed by their own page.
+    pages = {page for page in pages if not re.match(r"design/\d", page)}
+    generated = {*hooks.PAGES_OF_FILES.values(), hooks.PYTHON_PAGE, hooks.FILES_PAGE}
     assert sorted(pages - set(listed)) == [], "list the page in docs/README.md, in a section of hooks.TABS"
     assert sorted(set(listed) - pages - generated) == []
     assert len(listed) == len(set(listed))
@@ -117,6 +124,21 @@ def test_the_site_has_every_page_and_an_index_for_the_search(site):
 
 
 @pytest.mark.slow
+def test_no_asterisk_became_emphasis_in_a_word(site):
+    found = []
+    for page in sorted(site.rglob("*.html")):
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        found += [f"{page.name}: {match[0]}" for match in STRAY_EMPHASIS.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.slow
+def test_each_recipe_key_has_an_anchor_of_its_name(site):
+    text = (site / "recipe.html").read_text(encoding="utf-8")
+    assert [key.name for section in sections() for key in recipe_keys(section) if f'id="{key.name}"' not in text] == []
+
+
+@pytest.mark.slow
 def test_no_page_is_broken_on_a_narrow_screen(site, browser, tmp_path):
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if path.name != "404.html")
     found = measure_pages(site, pages, NARROW, tmp_path)
@@ -127,9 +149,50 @@ def test_no_page_is_broken_on_a_narrow_screen(site, browser, tmp_path):
     assert [page for page, one in found.items() if not one["heading"] or not one["has_search"]] == []
 
 
+QUERIES = {
+    "oom": "how-to/run-out-of-memory.html",
+    "out of memory": "how-to/run-out-of-memory.html",
+    "lr": "recipe.html#train.lr",
+    "learning rate": "recipe.html#train.lr",
+    "train.lr": "recipe.html#train.lr",
+    "learning_rate": "recipe.html#train.lr",
+    "batch size": "recipe.html#train.global_batch_size",
+    "recompute": "recipe.html#train.recompute",
+    "megatron": "comparison.html",
+    "torchtitan": "comparison.html",
+    "dpo": "alignment.html",
+    "qwen3": "tutorials/hugging-face-model.html",
+    "grpo": "tutorials/grpo.html",
+    "lora": "lora.html",
+    "slurm": "cluster.html",
+    "install": "install.html",
+    "resume another cluster": "how-to/change-the-mapping.html",
+    "slow rank": "how-to/find-a-slow-rank.html",
+    "hang": "tutorials/debug-a-hang.html",
+    "long context": "how-to/long-documents.html",
+    "reinforcement learning": "rl.html",
+    "tensorboard": "board.html",
+    "mfu": "metrics.html",
+    "nan": "silent-faults.html",
+    "moefold plan": "planner.html",
+}
+"""What readers type, and where they want to be."""
+NUM_SEEN = 2
+"""The first page, and the first of its sections."""
+
+
 @pytest.mark.slow
-def test_the_search_finds_pages(site, browser, tmp_path):
-    assert any("resume-on-another-cluster.html" in link for link in search(site, "resume another cluster", tmp_path))
+def test_the_search_finds_what_readers_type(site, browser, tmp_path):
+    found = {query: [_place(link) for link in links] for query, links in search(site, QUERIES, tmp_path).items()}
+    seen = {query: links[:NUM_SEEN] for query, links in found.items()}
+    assert {query: seen[query] for query, page in QUERIES.items() if page not in seen[query]} == {}
+    assert [link for links in found.values() for link in links if link.startswith(("log", "files.html"))] == []
+
+
+def _place(link: str) -> str:
+    """Return the page and the anchor of a search result."""
+    parts = urlsplit(link)
+    return parts.path.lstrip("/") + (f"#{parts.fragment}" if parts.fragment else "")
 
 
 @pytest.mark.slow

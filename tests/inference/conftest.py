@@ -1,5 +1,6 @@
 """Checkpoints that several tests open."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,13 @@ def qwen3(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("qwen3") / "run"
     pool.run(1, write_checkpoint, recipe("qwen3-moe", run_dir))
     return run_dir
+
+
+@pytest.fixture(scope="module")
+def single_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -66,7 +66,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.3,
         "router_bias": True,
     },
-    "windows": {"attention_pattern": "WF", "sliding_window": 3, "qk_norm": True, "qk_norm_width": "all_heads"},
+    "windows": {
+        "attention_pattern": "WF",
+        "sliding_window": 3,
+        "qk_norm": True,
+        "qk_norm_width": "all_heads",
+        # Two tp ranks do not divide it.
+        "vocab_size": 65,
+        "head_bias": True,
+    },
     "linear": {
         "attention_pattern": "LF",
         "linear_num_key_heads": 2,

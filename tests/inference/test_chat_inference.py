@@ -8,11 +8,11 @@ import tokenizers
 
 from moefold.cli.main import main
 from moefold.config.schema import DataConfig
-from moefold.data.chat import load_chat_template
+from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import StopStringFilter, encode_messages, end_of_turn_marker, open_chat_template
+from moefold.inference.text import StopStringFilter, encode_messages, open_chat_template
 from tests.inference.checkpoint_folder import described_run
 
 CHAT_ML = load_chat_template(DataConfig())

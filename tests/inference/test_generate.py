@@ -151,6 +151,18 @@ def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool
     assert tokens[2] != tokens[0]
 
 
+def test_draws_from_a_vocabulary_that_tp_does_not_divide(pool, tmp_path):
+    cfg = recipe_of_kind("windows", tmp_path)
+    assert cfg.model.vocab_size % 2 == 1
+    pool.run(1, write_checkpoint, cfg)
+    sampling = SamplingParams(temperature=3.0, seed=1)
+    (expected,) = pool.run(1, run_generation, tmp_path, {}, sampling)
+    for rank in pool.run(2, run_generation, tmp_path, MAPPINGS[1], sampling):
+        assert [found.tokens for found in rank] == [one.tokens for one in expected]
+        for found, one in zip(rank, expected, strict=True):
+            assert found.log_probs == pytest.approx(one.log_probs, rel=1e-9)
+
+
 @pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[3]], ids=name)
 def test_an_end_of_text_ends_its_sample_alone(pool, mixtral, mapping):
     whole = pool.run(1, run_generation, mixtral, {}, GREEDY)[0]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from moefold.comm.collectives import all_gather, all_reduce_max, all_reduce_sum
+from moefold.comm.collectives import all_gather_uneven, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.model.loss import (
@@ -22,7 +22,7 @@ from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
 from moefold.testing.pool import make_group
 
-H, V = 6, 22
+H, V = 6, 23
 
 
 def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -74,7 +74,7 @@ def _on_shards(chunk: int, keeps: bool, softmax: SoftmaxOptions) -> list[Tensor]
     losses, entropy = chunked_token_losses(x, mine, labels, options)
     by_x, by_weight = torch.autograd.grad((losses * share).sum(), (x, mine))
     assert torch.equal(all_reduce_max(losses, tp), losses)
-    found = [losses.detach(), all_reduce_sum(by_x, tp), all_gather(by_weight, tp)]
+    found = [losses.detach(), all_reduce_sum(by_x, tp), all_gather_uneven(by_weight, tp, (12, 11))]
     return found if entropy is None else [*found, entropy]
 
 
@@ -171,10 +171,10 @@ def test_no_logits_are_kept(is_tied, mtp_layers):
     assert kept == {0: 1 + mtp_layers, 8: 0}
 
 
-def test_the_automatic_chunk_holds_64_mib_of_logits_on_a_cpu_and_1_gib_on_a_gpu():
-    def of(vocab_size: int, tp: int, device_type: str = "cpu") -> int:
-        model, parallel = ModelConfig(vocab_size=vocab_size), ParallelConfig(tp=tp, world_size=tp)
-        cfg = Config(model=model, parallel=parallel, train=TrainConfig(loss_chunk=-1))
+def test_the_default_chunk_holds_64_mib_of_logits_on_a_cpu_and_1_gib_on_a_gpu():
+    def of(vocab_size: int, tp: int, device_type: str = "cpu", seq_len: int = 2**16) -> int:
+        model, parallel = ModelConfig(vocab_size=vocab_size), ParallelConfig(tp=tp, cp=2, world_size=2 * tp)
+        cfg = Config(model=model, parallel=parallel, train=TrainConfig(seq_len=seq_len, micro_batch_size=2))
         return cfg.loss_chunk_tokens(device_type)
 
     assert of(32768, 1) == 512
@@ -182,3 +182,6 @@ def test_the_automatic_chunk_holds_64_mib_of_logits_on_a_cpu_and_1_gib_on_a_gpu(
     assert of(131072, 1) == 256
     assert of(131072, 1, "cuda") == 2048
     assert of(131072, 4, "cuda") == 8192
+    # Up to 1 GiB of logits in float32 there is one chunk.
+    assert [of(131072, 1, device, 2048) for device in ("cpu", "cuda")] == [0, 0]
+    assert [of(131072, 1, device, 2049) for device in ("cpu", "cuda")] == [256, 2048]

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.sharded_tensor import full_tensor
 from moefold.config.schema import Config
 from moefold.model.local_param import local_param
 from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.parallel.parallelize import parallelize
-from moefold.train.train_step import full_tensor
 from moefold.validate.config import check_config
 from tests.verify.covering import few_else_slow
 from tests.verify.recipes import tiny

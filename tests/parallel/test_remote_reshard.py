@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.sharded_tensor import local_slice
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, RunConfig
-from moefold.model.init import local_slice
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallelize import parallelize

@@ -21,6 +21,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.report import PlanReport, ReportSource, format_compact_mapping, render_report, write_report
+from moefold.planner.validation import STATED_ERROR
 from moefold.recipe import load_config
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
@@ -142,6 +143,7 @@ def test_the_foot_names_command_version_and_date_and_a_button_copies_the_recipe(
     assert "moefold plan &#39;a &lt;b&gt;&#39; --gpu h100" in foot
     assert f"moefold {__version__}, 2026-01-02" in foot
     assert "never checked on a GPU" in foot
+    assert str(STATED_ERROR) in foot
     assert '<pre id="recipe">[model]\npreset = &#34;&lt;x&gt;&#34;\n</pre>' in page
     assert 'id="copy"' in page
 

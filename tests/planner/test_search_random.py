@@ -45,7 +45,7 @@ def random_world(random: Random) -> World:
         num_query_groups=one_of([groups for groups in (1, 2, 3, 4, 6) if heads % groups == 0]),
         ffn_hidden_size=one_of([48, 96]),
         moe_ffn_hidden_size=one_of([8, 24, 96]),
-        vocab_size=one_of([64, 512]),
+        vocab_size=one_of([65, 512]),
         num_experts=num_experts,
         top_k=one_of([copies for copies in (1, 2, 3, 4, 6) if copies <= num_experts]),
         router_score="sigmoid",

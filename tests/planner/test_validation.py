@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.planner.validation import COLUMNS, mean_abs_error_pct, validate_predictions
+from moefold.planner.validation import COLUMNS, STATED_ERROR, mean_abs_error_pct, validate_predictions
 
 PUBLISHED = Path(__file__).parent / "published"
 METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")
@@ -35,6 +35,18 @@ def test_all_rows_with_a_complete_mapping_are_within_fifteen_per_cent(moe, dense
     assert len(moe.predictions) >= 250
     assert moe.mean_abs_error_pct <= 15
     assert dense.mean_abs_error_pct <= 15
+
+
+def test_the_stated_error_covers_the_worst_fitted_row(moe):
+    assert moe.mean_abs_error_pct <= STATED_ERROR.unseen_mean_pct
+    assert max(moe.abs_errors_pct) <= STATED_ERROR.worst_fitted_pct + 0.5
+
+
+@pytest.mark.parametrize("name", ["planner.md", "recipes.md"])
+def test_pages_state_the_error_of_plans(name):
+    page = (Path(__file__).parents[2] / "docs" / name).read_text()
+    text = page.replace("[cost-model.md](cost-model.md#accuracy)", "docs/cost-model.md")
+    assert " ".join(str(STATED_ERROR).split()).removesuffix(".") in " ".join(text.split())
 
 
 def test_what_ran_out_of_memory_does_so_and_nothing_else(moe, dense):

@@ -16,6 +16,7 @@ import moefold
 from tests.release import check
 
 ROOT = check.ROOT
+MAX_README_LINES = 120
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -33,8 +34,15 @@ def test_the_page_of_the_package_has_no_relative_links():
     targets = re.findall(r"\]\(([^)]*)\)", page)
     assert targets
     assert [target for target in targets if not target.startswith(("https:", "#"))] == []
-    assert "The picture" not in page
+    assert "<img" not in page
     assert page.startswith("# moefold\n")
+
+
+def test_the_readme_names_the_version():
+    readme = (ROOT / "README.md").read_text()
+    assert f"badge/version-{moefold.__version__}-" in readme
+    assert f"version = {{{moefold.__version__}}}" in readme
+    assert len(readme.splitlines()) <= MAX_README_LINES
 
 
 def test_the_sdist_has_every_file_that_it_names():

@@ -295,7 +295,7 @@ GOOD = [{"prompt": f"question {i}", "answer": str(i)} for i in range(4)]
         ([*GOOD, {"prompt": "", "answer": "1"}], "prompts.jsonl:5: the prompt is empty"),
         ([*GOOD, {"prompt": "x"}], "prompts.jsonl:5 has the columns [], and"),
         ([*GOOD, {"text": "x"}], "prompts.jsonl:5: no column 'prompt'"),
-        ([*GOOD, {"prompt": [{"role": "user"}], "answer": 1}], "message 1 of the prompt needs a text"),
+        ([*GOOD, {"prompt": [{"role": "user"}], "answer": 1}], "the prompt: message 1 has no text"),
         ([{"prompt": "x", "completions": 1}], "the column 'completions' has the name of an argument"),
         ([*GOOD, "{"], "prompts.jsonl:5 is not JSON"),
         ([], "holds no prompt"),

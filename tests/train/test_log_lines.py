@@ -139,3 +139,14 @@ def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, st
 def test_a_chat_model_is_tried_with_chat(tmp_path):
     words = ["data.kind=sft", "data.path=x.jsonl", f"run.dir={tmp_path}"]
     assert next_commands(load_config(None, words))[0] == f"next: moefold generate {tmp_path} Hello --chat"
+
+
+def test_large_logits_are_said(tmp_path):
+    words = [*WORDS, "data.kind=synthetic", "model.vocab_size=131072", "train.seq_len=8192"]
+    line = lines_of(load_config(None, words), tmp_path)["loss"]
+    assert line == (
+        "logits of 256 of 8,192 tokens at a time, recomputed in the backward pass; all would be 4.0 GiB in float32 "
+        "(train.loss_chunk=-1)"
+    )
+    assert "loss" not in lines_of(load_config(None, [*words, "train.loss_chunk=0"]), tmp_path)
+    assert "loss" not in lines_of(load_config(None, [*words, "train.seq_len=512"]), tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from moefold.config.schema import FaultsConfig
 from moefold.errors import ConfigError
-from moefold.train.step_guard import StepGuard
+from moefold.train.step_guard import Mismatch, StepGuard
 
 CALM = {"loss": 2.0, "gradient norm": 1.0, "z loss": 0.1}
 
@@ -132,3 +132,10 @@ def test_what_is_left_out_is_remembered():
     again = guard()
     again.restore(json.loads(json.dumps(judge.state())))
     assert again.skipped_ranges == (range(8, 12), range(12, 17))
+
+
+@pytest.mark.parametrize(("mean", "action"), [(0.0, "update"), (0.02, "update"), (0.0201, "stop"), (math.nan, "stop")])
+def test_a_mismatch_beyond_its_limit_stops_before_the_update(mean, action):
+    verdict = guard(nonfinite="skip", spike="log").decide(CALM, Mismatch(mean, 0.02))
+    assert (verdict.action, verdict.updates) == (action, action == "update")
+    assert ("rl.mismatch_limit allows 0.02" in verdict.description) == (action == "stop")

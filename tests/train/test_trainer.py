@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints, locate_checkpoint, read_meta, step_path
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups
@@ -293,3 +293,17 @@ def test_a_reset_zeroes_the_moments_after_its_step_and_no_other(pool, tmp_path):
     assert differing_tensors(saved[1], saved[3], "optimizer.") == []
     for before, after in pairwise(saved):
         assert {tensor.name for tensor in differing_tensors(before, after, "optimizer.")} == moments
+
+
+def test_the_checkpoint_with_the_lowest_held_out_loss_stays(pool, tmp_path):
+    # A rate that grows until the model diverges: the best checkpoint is not the last.
+    cfg = recipe(tmp_path, 10, dtype="float32", train={"eval_every": 2, "lr": 0.3})
+    train = replace(cfg.train, lr_schedule="linear", warmup_steps=10)
+    cfg = replace(cfg, train=train, checkpoint=replace(cfg.checkpoint, keep=1, keep_best=True))
+    pool.run(1, _train, cfg)
+    evaluated = {r["step"]: r["eval_loss"] for r in records(tmp_path) if r["eval_loss"] is not None}
+    best = min(evaluated, key=evaluated.__getitem__)
+    assert best != 10
+    kept = {path: read_meta(path).eval_loss for path in complete_checkpoints(tmp_path / "checkpoints")}
+    assert kept == {step_path(tmp_path / "checkpoints", step): evaluated[step] for step in (best, 10)}
+    assert locate_checkpoint(tmp_path / "best").name == f"step-{best:06d}"

@@ -1,4 +1,4 @@
-"""A server with the interface of vLLM 0.33.0 that rollouts use; it computes with moefold's own engine.
+"""A server with the interface of vLLM 0.32.0 and 0.33.0 that rollouts use; it computes with moefold's own engine.
 
 It refuses what vLLM's own request schemas refuse: the names below are those of `GenerateRequest` and `SamplingParams`.
 """
@@ -47,8 +47,11 @@ class StandIn:
         self.calls: list[str] = []
         self.answers: dict[str, Any] = {}
         self.url = ""
-        self.loads_weights = True
+        self.max_loads = 1000
+        """Requests to load weights that are carried out; later ones are answered and ignored."""
         self.flips_experts = False
+        self.shift = 0.0
+        """Added to minus each log-probability."""
         self._lock = threading.Lock()
         self._model: InferenceModel | None = None
 
@@ -58,8 +61,9 @@ class StandIn:
         assert path == "/server_info?config_format=json", path
         return {
             "vllm_config": {
-                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "model_config": {"logprobs_mode": "processed_logprobs", "dtype": f"torch.{self.cfg.run.dtype}"},
                 "aux_output_config": {"enable_return_routed_experts": True},
+                "device_config": {"device": "cuda"},
             }
         }
 
@@ -67,7 +71,7 @@ class StandIn:
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights"
             assert body["kwargs"].keys() == {"weights_path"}
-            if self.loads_weights:
+            if self.calls.count(path) <= self.max_loads:
                 self._load(Path(body["kwargs"]["weights_path"]))
             return {"results": [None]}
         if path == "/reset_prefix_cache":
@@ -106,7 +110,7 @@ class StandIn:
             (made,) = engine.generate([request])
         assert made.expert_ids is not None
         content = [
-            {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}
+            {"token_id": token, "logprob": value - self.shift, "rank": 1, "top_logprobs": []}
             for token, value in zip(made.tokens, made.log_probs, strict=True)
         ]
         # All layers, those without experts too.

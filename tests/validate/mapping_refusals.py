@@ -92,8 +92,10 @@ MAPPINGS = {
         "parallel.tp=4 must divide model.shared_expert_ffn_hidden_size=6; choose "
         "model.shared_expert_ffn_hidden_size=4 or 8, or parallel.tp=1 or 2"
     ),
-    "world_size=2 tp=2 model.vocab_size=257": (
-        "parallel.tp=2 must divide model.vocab_size=257; choose model.vocab_size=258, or parallel.tp=1"
+    # 3 + 3 + 3 + 0 rows.
+    "world_size=4 tp=4 model.vocab_size=9": (
+        "parallel.tp=4 leaves the last rank without a row of model.vocab_size=9; choose model.vocab_size=10, or "
+        "parallel.tp=1 or 2"
     ),
     "world_size=8 cp=8 context=ulysses model.num_attention_heads=4 model.head_dim=32": (
         "parallel.cp=8 must divide num_attention_heads/tp=4 with parallel.context='ulysses', which gives each rank "
@@ -245,6 +247,8 @@ ACCEPTED = [
     "world_size=3 tp=3 model.attention_pattern=L model.linear_num_key_heads=3 model.linear_num_value_heads=3 "
     "model.moe_ffn_hidden_size=96 model.vocab_size=258 train.seq_len=96",
     "world_size=8 tp=8",
+    "world_size=8 tp=8 model.vocab_size=32002",
+    "world_size=4 tp=4 model.vocab_size=10",
     "world_size=8 tp=2 cp=2 context=ulysses",
     "world_size=8 cp=8 context=ulysses",
     "world_size=4 cp=4 context=ulysses model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32",

@@ -1,5 +1,6 @@
 """Every setting that makes sampling inexact is named, and those that do not are not."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.ops.cpu import attention
+from moefold.recipe import load_config
 from moefold.validate.exactness import MAX_EXACT_HEAD_DIM, MAX_EXACT_SEQ_LEN, inexact_settings
 from tests.inference.example import KINDS
 from tests.model.test_against_transformers import SIZES
@@ -89,3 +91,10 @@ def test_devices_and_machines_without_the_kernels_are_inexact():
 
 def test_limits_are_those_of_the_kernel():
     assert (attention.MAX_SEQ_LEN, attention.MAX_HEAD_DIM) == (MAX_EXACT_SEQ_LEN, MAX_EXACT_HEAD_DIM)
+
+
+@pytest.mark.parametrize("name", ["sort", "countdown", "prorl"])
+def test_recipes_of_rl_on_a_cpu_are_exact_on_every_processor(name):
+    cfg = load_config(Path(__file__).parents[2] / "recipes" / f"{name}.toml", [])
+    assert (cfg.run.device, cfg.run.kernels) == ("cpu", "c")
+    assert inexact_settings(cfg, "cpu") == ()

@@ -353,6 +353,8 @@ CASES = [
     ("checkpoint.async_save=true", UNSAVED, ["checkpoint.at_end=false"]),
     ("checkpoint.peer_every=1", [], ["faults.on_loss=regroup"]),
     ("checkpoint.keep_every=20", ["checkpoint.keep=0"], ["checkpoint.keep=2"]),
+    ("checkpoint.keep_best=true", ["checkpoint.keep=0"], ["checkpoint.keep=2"]),
+    ("checkpoint.ignore_keys=['x']", [], ["checkpoint.init_from=x"]),
     *((f"metrics.wandb_{key}=x", [], ["metrics.wandb=true"]) for key in ("project", "entity", "name", "group")),
     ("metrics.wandb_tags=['x']", [], ["metrics.wandb=true"]),
     ("metrics.per_layer=true", [], ["metrics.tensorboard=true"]),

@@ -273,6 +273,43 @@ LOSS_CHUNK = [
     )
 ]
 
+# Vocabularies that tp does not divide: the last rank has fewer rows. FSDP cuts the 10 and 9 rows of 19 over dp = 3 into
+# 4 + 4 + 2 and 3 + 3 + 3.
+
+UNEVEN_VOCAB = [
+    {"model": {"vocab_size": 33, "mtp_layers": 1, "head_bias": True}, "world_size": 2, "tp": 2, "ep": 2},
+    {"model": {"vocab_size": 19}, "train": {"global_batch_size": 6}, "world_size": 6, "tp": 2, "ep": 2, "zero": 3},
+    {"model": {"vocab_size": 19}, "train": {"global_batch_size": 6}, "world_size": 6, "tp": 2, "zero": 0},
+    {
+        "model": {"vocab_size": 33, "tie_embeddings": True, "head_bias": True},
+        "train": TWO_SAMPLES | {"loss_chunk": 3},
+        "data": {"document_end": 0},
+        "world_size": 4,
+        "tp": 2,
+        "pp": 2,
+        "ep": 2,
+        "zero": 2,
+    },
+    {"model": {"vocab_size": 34, "tie_embeddings": True}, "world_size": 4, "tp": 4, "etp": 2, "overlap_tp": True},
+    {
+        "model": {"vocab_size": 32, "num_attention_heads": 6, "num_query_groups": 3, "layer_pattern": "M"},
+        "train": {"seq_len": 24, "global_batch_size": 6},
+        "world_size": 6,
+        "tp": 3,
+        "ep": 2,
+        "dispatcher": "allgather",
+    },
+    {"model": {"vocab_size": 33}, "train": {"optimizer": "spsa"}, "world_size": 4, "tp": 2, "ep": 2, "zero": 3},
+    {
+        "model": {"vocab_size": 33, "mtp_layers": 1},
+        "world_size": 4,
+        "tp": 2,
+        "pp": 2,
+        "schedule": "zero-bubble",
+        "ep": 2,
+    },
+]
+
 # Muon on shards equals Muon on whole matrices; three steps.
 
 RESET = {"reset_moments_every": 2, "global_batch_size": 4}
@@ -502,6 +539,7 @@ CASES = [
     ),
     *cases("multi-token prediction", [MTP[1], MTP[2], MTP[4]], [MTP[0], MTP[3], *MTP_WIDE]),
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
+    *cases("vocabulary that tp does not divide", UNEVEN_VOCAB[:1], UNEVEN_VOCAB[1:]),
     *cases("muon", MUON_MAPPED[1:3], [MUON_MAPPED[0], *MUON_MAPPED[3:]], steps=3),
     *cases("delayed gradients", DELAYED[:1], DELAYED[1:], steps=4),
     *cases("spsa", SPSA_MAPPED[:1], SPSA_MAPPED[1:]),

@@ -5,6 +5,7 @@ shared expert are Megatron's code. Its all-to-all dispatcher creates a CUDA stre
 used, which permutes in the same way on one rank.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +38,14 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
     Needs a process group of size 1.
     """
     spec = get_moe_module_spec(use_te=False, num_experts=model.num_experts)
-    spec.submodules.router = _CpuRouter
+    # A `partial` of the layer from 0.18 on, a `ModuleSpec` before.
+    is_partial = isinstance(spec, partial)
+    (spec.keywords["submodules"] if is_partial else spec.submodules).router = _CpuRouter
     # A group of size 1, which does not communicate.
     group = ParallelGroups.create(fold(world_size=1), torch.device("cpu")).world.handle
     groups = ProcessGroupCollection(**dict.fromkeys(PROCESS_GROUPS, group))
-    layer: Any = build_module(spec, config=_config(model, dtype), pg_collection=groups)
+    config = _config(model, dtype)
+    layer: Any = (spec if is_partial else partial(build_module, spec))(config=config, pg_collection=groups)
     layer.router.to(torch.promote_types(dtype, torch.float32))
     _copy_weights(ours, layer)
     return layer.train()

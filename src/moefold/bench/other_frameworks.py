@@ -72,23 +72,28 @@ def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.M
         x: hidden states [S, B, H] in the dtype of the run.
 
     Raises:
-        PeerUnavailableError: its version has no such layer, or its results differ.
+        PeerUnavailableError: the installed version fails, or its results differ.
     """
     # Peers warn about missing optional packages and dtypes that autocast does not support.
     warnings.filterwarnings("ignore", module=re.escape(peer.module))
     try:
         layer: nn.Module = import_module(peer.builder).build(ours, cfg.model, x.dtype)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise PeerUnavailableError(f"version {version(peer.name)} is not supported by the bench: {error}") from error
-    with torch.no_grad():
         theirs = layer(x)
+        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+        theirs.backward(torch.zeros_like(theirs))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PeerUnavailableError(f"failed: version {version(peer.name)}: {reason}") from error
+    layer.zero_grad()
+    with torch.no_grad():
         expected = ours(x)
-    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    relative_errors = (theirs.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+    relative_errors = (theirs.detach().double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     difference = float(relative_errors.quantile(MIN_AGREEING_FRACTION))
     # `not <=`: NaN counts as different.
     if not difference <= MAX_RELATIVE_DIFFERENCE[x.dtype]:
-        raise PeerUnavailableError(f"its results differ from ours by {difference:.1%}: it computes something else")
+        raise PeerUnavailableError(
+            f"failed: its results differ from ours by {difference:.1%}: it computes something else"
+        )
     return layer
 
 

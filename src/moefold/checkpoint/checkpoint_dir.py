@@ -6,8 +6,9 @@ once it has the manifest.
 """
 
 import json
+import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -105,6 +106,8 @@ class TrainState:
     """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
     sites: Any = None
     """State of the outer optimizer: `OuterOptimizer.state`; None in a run of one site without an outer step."""
+    eval_loss: float | None = None
+    """Held-out loss of these weights; None if they were not evaluated, or it is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,14 +353,56 @@ def locate_folder(path: Path) -> Path:
     return _configured_checkpoint_folder(path) or (inside if inside.is_dir() else path)
 
 
+BEST_NAME = "best"
+"""Last part of the path RUN/best, which names the checkpoint of a run with the lowest held-out loss."""
+
+
+def best_of(checkpoints: Sequence[Path]) -> Path | None:
+    """Return the checkpoint with the lowest held-out loss, the first one of equal ones; None if none has a loss."""
+    losses: dict[Path, float] = {}
+    for path in checkpoints:
+        try:
+            loss = read_meta(path).eval_loss
+        except ConfigError:
+            # It is damaged, which its loading reports.
+            continue
+        if loss is not None:
+            losses[path] = loss
+    return min(losses, key=lambda path: losses[path]) if losses else None
+
+
+def names_best(path: Path) -> bool:
+    """Return whether a path is RUN/best or the same of a folder of checkpoints, and not a folder of that name."""
+    return path.name == BEST_NAME and not path.exists() and path.parent.is_dir()
+
+
+def best_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that RUN/best names.
+
+    Raises:
+        ConfigError: no complete checkpoint of the run has a held-out loss.
+    """
+    best = best_of(complete_checkpoints(locate_folder(path.parent)))
+    if best is None:
+        raise ConfigError(
+            f"{str(path)!r}: no complete checkpoint of {str(path.parent)!r} has a held-out loss; a run has them with "
+            "train.eval_every, and checkpoint.every as a multiple of it"
+        )
+    return best
+
+
 def newest_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint for a path: the path itself, or the newest complete one of a run or checkpoint folder.
+
+    RUN/best is the one with the lowest held-out loss.
 
     Raises:
         ConfigError: there is no such folder.
     """
     if (path / META_FILE).is_file():
         return path
+    if names_best(path):
+        return best_checkpoint(path)
     complete = complete_checkpoints(locate_folder(path))
     return complete[-1] if complete else None
 
@@ -369,7 +414,7 @@ def skipped_checkpoints(given: Path, found: Path) -> list[str]:
         given: the path that the user named.
         found: the checkpoint that `newest_checkpoint` returned for it.
     """
-    if (given / META_FILE).is_file() or step_of(found) < 0:
+    if (given / META_FILE).is_file() or step_of(found) < 0 or names_best(given):
         return []
     later = [path for path in named_checkpoints(found.parent) if step_of(path) > step_of(found)]
     return [
@@ -441,6 +486,8 @@ def _check_meta(meta: CheckpointMeta) -> None:
         value = getattr(meta, name)
         if value is not None and (type(value) is not int or value < 0):
             raise TypeError(f"{name} is {value!r}")
+    if meta.eval_loss is not None and not (type(meta.eval_loss) in (int, float) and math.isfinite(meta.eval_loss)):
+        raise TypeError(f"eval_loss is {meta.eval_loss!r}")
     if meta.sites is not None and not (
         isinstance(meta.sites, dict) and all(type(value) is int for value in meta.sites.values())
     ):

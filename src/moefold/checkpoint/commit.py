@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import (
+    best_of,
     complete_checkpoints,
     named_checkpoints,
     remote_step_folders,
@@ -28,7 +29,12 @@ def commit(tmp: Path, final: Path) -> None:
 
 
 def remove_older(
-    newest: Path, keep: int, keep_every: int = 0, may_remove: Callable[[Path], bool] = lambda path: True
+    newest: Path,
+    keep: int,
+    keep_every: int = 0,
+    may_remove: Callable[[Path], bool] = lambda path: True,
+    *,
+    keeps_best: bool = False,
 ) -> None:
     """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
 
@@ -40,11 +46,14 @@ def remove_older(
         keep: number of newest complete checkpoints to keep; 0 keeps all.
         keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
         may_remove: see `FolderWriter.may_replace`.
+        keeps_best: whether the one with the lowest held-out loss is kept as well.
     """
     folder = newest.parent
     done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
-    for path in done[:-keep] if keep else ():
-        if (not keep_every or step_of(path) % keep_every) and may_remove(path):
+    older = done[:-keep] if keep else []
+    best = best_of(done) if keeps_best and older else None
+    for path in older:
+        if path != best and (not keep_every or step_of(path) % keep_every) and may_remove(path):
             remove_checkpoint(path)
     if isinstance(folder, RemotePath):
         kept = {path.name for path in named_checkpoints(folder)} | {newest.name}

@@ -41,6 +41,7 @@ from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
 from moefold.checkpoint.remote_writer import RemoteWriter
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
+from moefold.checkpoint.shard_planner import ShardLoadPlanner, ShardSavePlanner
 from moefold.comm.groups import current_world
 from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
@@ -127,7 +128,7 @@ def write_checkpoint(
     state: Mapping[str, Tensor],
     train_state: TrainState,
     group: dist.ProcessGroup | None = None,
-    planner: dcp.DefaultSavePlanner | None = None,
+    planner: ShardSavePlanner | None = None,
     writer: FolderWriter | None = None,
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
@@ -140,7 +141,7 @@ def write_checkpoint(
         state: this rank's shards, see `checkpoint_state`.
         train_state: progress of the run; the first rank's is stored.
         group: all ranks; None for the default group.
-        planner: provides each tensor when it is written; None for the default planner.
+        planner: provides each tensor when it is written; None: all at once.
         writer: the job that saves, on the first rank; None: a job that starts with this save.
 
     Returns:
@@ -160,6 +161,7 @@ def write_checkpoint(
             writer = FolderWriter(folder, checkpoint_folder_key(cfg))
         draft = folder / _create_draft(train_state.step, writer, group)
         storage = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
+        planner = planner or ShardSavePlanner()
         metadata = dcp.save(dict(state), storage_writer=storage, process_group=group, planner=planner)
         records = _digest_files(draft, group, storage)
         fault: list[Exception | None] = [None]
@@ -210,7 +212,8 @@ def _complete(
         (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
     else:
         _fsync_folder(final.parent)
-    remove_older(final, cfg.checkpoint.keep, cfg.checkpoint.keep_every, writer.may_replace)
+    keeping = cfg.checkpoint
+    remove_older(final, keeping.keep, keeping.keep_every, writer.may_replace, keeps_best=keeping.keep_best)
 
 
 def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
@@ -280,7 +283,7 @@ def _load_state(path: Path, state: dict[str, Tensor]) -> None:
         stored = metadata.state_dict_metadata
         state = {n: t for n, t in state.items() if n in stored or not n.endswith(OPTIONAL_BUFFER_SUFFIX)}
         _check_complete(path, metadata, state)
-        dcp.load(state, storage_reader=SafeReader(path))
+        dcp.load(state, storage_reader=SafeReader(path), planner=ShardLoadPlanner())
 
 
 def checkpoint_state(

@@ -12,13 +12,13 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from moefold.checkpoint.checkpoint_dir import TrainState, checkpoint_folder, checkpoint_folder_key
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.save_load import write_checkpoint
+from moefold.checkpoint.shard_planner import ShardSavePlanner
 from moefold.config.schema import Config
 
 THROTTLE_S = 0.05
@@ -170,7 +170,7 @@ class BackgroundSaver(CheckpointSaver):
             self._last = under_way.result()
 
 
-class _ThrottledPlanner(DefaultSavePlanner):
+class _ThrottledPlanner(ShardSavePlanner):
     """DCP save planner that pauses before each tensor is written.
 
     Args:

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,11 @@ from rich.table import Table
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     CheckpointMeta,
+    best_of,
     locate_checkpoint,
     locate_folder,
     named_checkpoints,
+    names_best,
     quick_validate,
     read_meta,
     step_of,
@@ -44,6 +46,8 @@ class CheckpointRow:
     """None if the metadata cannot be read."""
     size_bytes: int
     faults: list[str]
+    is_best: bool = False
+    """Whether its held-out loss is the lowest of the folder."""
 
 
 def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointRow]) -> None:
@@ -54,13 +58,17 @@ def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointR
         )
         console.print(printable(text), soft_wrap=True)
         return
-    table = Table("checkpoint", "tokens", "samples", "MiB", "written by", "files", box=None, pad_edge=False)
+    has_losses = any(row.is_best for row in rows)
+    titles = ("checkpoint", "tokens", "samples", *(["eval loss"] if has_losses else []), "MiB", "written by", "files")
+    table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         state = "; ".join(row.faults) if row.faults else "there"
         size_mib = f"{row.size_bytes / 2**20:,.1f}"
         counts = ("?", "?") if row.meta is None else (f"{row.meta.tokens:,}", f"{row.meta.samples:,}")
         writer = "?" if row.meta is None else describe_mapping(row.meta)
-        table.add_row(*map(printable, (row.path.name, *counts, size_mib, writer, state)))
+        loss = "" if row.meta is None or row.meta.eval_loss is None else f"{row.meta.eval_loss:.4f}"
+        losses = (loss + " (best)" * row.is_best,) if has_losses else ()
+        table.add_row(*map(printable, (row.path.name, *counts, *losses, size_mib, writer, state)))
     console.print(table)
 
 
@@ -126,7 +134,8 @@ MAX_SHOWN_DIFFERENCES = 20
 MAX_VALUE_CHARS = 60
 """Characters of a metadata value that `diff` prints without --json."""
 
-EPILOG = """CKPT: a folder step-000100, or a run or its checkpoints folder, which means its newest complete checkpoint
+EPILOG = """CKPT: a folder step-000100, or a run or its checkpoints folder, which means its newest complete checkpoint;
+RUN/best means the one with the lowest held-out loss
 
 examples:
   moefold checkpoint list runs/quickstart
@@ -150,7 +159,8 @@ def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
     # `import` writes a folder that is one checkpoint and has no step in its name.
     paths = [folder] if (folder / META_FILE).is_file() else named_checkpoints(folder)
-    rows = [_checkpoint_row(path) for path in paths]
+    best = best_of(paths)
+    rows = [replace(_checkpoint_row(path), is_best=path == best) for path in paths]
     if arguments.json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows]))
         return 0
@@ -256,6 +266,8 @@ def _validate_checkpoint(path: Path) -> list[str]:
 
 def _resolve_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at a path, or all checkpoints of a folder."""
+    if names_best(path):
+        return [locate_checkpoint(path)]
     if path.is_dir() and (step_of(path.resolve()) >= 0 or (path / META_FILE).is_file()):
         return [path]
     if not (found := named_checkpoints(locate_folder(path))):

@@ -12,10 +12,10 @@ from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import print_escaped
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
-the newest complete one is taken, or a Hugging Face folder. The file is split into consecutive sequences of S tokens,
-and every token but the first of each is predicted. Tokens after the last whole sequence are left out, unless
---keep-tail is given. Without --seq-len, S is train.seq_len of the run, or, for a Hugging Face folder, its
-max_position_embeddings, but at most 2048; stderr reports it.
+the newest complete one is taken, RUN_DIR/best, the one with the lowest held-out loss, or a Hugging Face folder. The
+file is split into consecutive sequences of S tokens, and every token but the first of each is predicted. Tokens after
+the last whole sequence are left out, unless --keep-tail is given. Without --seq-len, S is train.seq_len of the run, or,
+for a Hugging Face folder, its max_position_embeddings, but at most 2048; stderr reports it.
 
 Overrides are parallel.tp, cp, pp, ep, etp, world_size (by default as many ranks as the others need), order, moe_order,
 dispatcher, context; and moe.eval_capacity_factor, drop_policy, drop_scope: without them no token is dropped.

@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Under torchrun the ranks share the work. One parameter at a time is in memory, never the model.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a checkpoint (runs/x/checkpoints/step-000100), or a run: its newest one"
+        "checkpoint",
+        metavar="CKPT",
+        help="a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best",
     )
     parser.add_argument("out", metavar="HF_DIR", help="the folder to write; must not exist")
     parser.add_argument(

@@ -13,12 +13,13 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
-the newest complete one is taken, or a Hugging Face folder. Without a PROMPT, standard input is the prompt, without its
-last newline. A single prompt streams to standard output with its continuation; several are continued together and
-printed when all are done. With --chat each prompt is a message to a model that was fine-tuned on conversations: it is
-rendered with the chat template, and the answer ends with the assistant's turn. Arguments of the form parallel.KEY=N are
-the mapping: tp, pp, ep, etp, world_size (by default as many ranks as the others need). Any other argument is a prompt;
-a prompt that looks like the mapping can come on standard input.
+the newest complete one is taken, RUN_DIR/best, the one with the lowest held-out loss, or a Hugging Face folder.
+Without a PROMPT, standard input is the prompt, without its last newline. A single prompt streams to standard output
+with its continuation; several are continued together and printed when all are done. With --chat each prompt is a
+message to a model that was fine-tuned on conversations: it is rendered with the chat template, and the answer ends with
+the assistant's turn. Arguments of the form parallel.KEY=N are the mapping: tp, pp, ep, etp, world_size (by default as
+many ranks as the others need). Any other argument is a prompt; a prompt that looks like the mapping can come on
+standard input.
 
 examples:
   moefold generate runs/quickstart "The for statement" --max-tokens 200 --temperature 0.8 --top-p 0.95

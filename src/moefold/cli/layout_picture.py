@@ -44,6 +44,8 @@ LINE_HEIGHT = 0.26
 """Inches of each additional line."""
 CHAR_WIDTH = 0.092
 """Inches of a letter."""
+NOTE_CHAR_WIDTH = 0.076
+"""Inches of a letter of the note on a view."""
 MIN_LARGE_RANKS = 32
 DPI = 160
 LARGE_DPI = 110
@@ -249,10 +251,9 @@ def _draw_view(axes: "Axes", grid: _CardGrid, panel: _Panel) -> None:
     right = grid.width - MARGIN
     axes.text(right, 0.36, panel.factors, fontsize=12, color=INK, va="center", ha="right", family="monospace")
     meaning = ", ".join(f"{band.axis} {AXIS_MEANING[band.axis]}" for band in panel.bands)
-    note = f"one colour is one group, a stage one family; the number is the rank in the group ({meaning})"
-    axes.text(
-        MARGIN, 0.72, note if meaning else "every rank is a group by itself", fontsize=9, color=FAINT, va="center"
-    )
+    note = f"one colour is one group{', a stage one family' * (panel.pp > 1)}; the number is the rank in it ({meaning})"
+    lines = wrap(note if meaning else "every rank is a group by itself", int((right - MARGIN) / NOTE_CHAR_WIDTH))
+    axes.text(MARGIN, 0.72, "\n".join(lines), fontsize=9, color=FAINT, va="center", linespacing=1.25)
     for node, ranks in enumerate(grid.ranks_by_node):
         _draw_tray(axes, grid, node, len(ranks))
     colours = [_colours(panel, band) for band in panel.bands]

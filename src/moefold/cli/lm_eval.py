@@ -23,6 +23,7 @@ folder. All options are those of lm_eval's own command line except --model, whic
   max_gen_toks      most new tokens where a task sets no limit (256)
   tokenizer         bytes or a tokenizer.json, not the model's
   chat_template     a file, not the model's template, for --apply_chat_template
+  add_bos_token     true or false: texts begin with the BOS token (what the tokenizer declares, as --model hf does)
   want              with --apply_chat_template: reward to ask for, not align.want of the run; none: for none
 
 In your own program, `import moefold.lm_eval` registers model="moefold" with lm_eval.simple_evaluate.
@@ -71,7 +72,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
 
     from moefold.inference.text import open_tokenizer
 
-    tokenizer = open_tokenizer(source, settings.tokenizer)
+    tokenizer = open_tokenizer(source, settings.tokenizer, reports=rank_env is None or rank_env.rank == 0)
     if applies_chat_template(argv):
         settings.load_chat_template(source, tokenizer)
 

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoints",
         nargs="+",
         metavar="CKPT",
-        help="a checkpoint (runs/x/checkpoints/step-000100), or a run: its newest one",
+        help="a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best",
     )
     parser.add_argument(
         "--weights", nargs="+", type=float, default=[], metavar="W", help="weight of each, above 0 (default: all equal)"

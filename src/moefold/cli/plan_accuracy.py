@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -56,8 +57,12 @@ def print_accuracy(console: Console, accuracy: Accuracy) -> None:
     for prediction in accuracy.predictions:
         console.print(_line(prediction), markup=False, highlight=False, soft_wrap=True)
     console.print(_groups(accuracy))
-    mean = accuracy.mean_abs_error_pct
-    console.print(f"mean absolute error {_percent(mean)} over {len(accuracy.predictions)} rows")
+    errors = accuracy.abs_errors_pct
+    if errors:
+        console.print(
+            f"mean absolute error {_percent(accuracy.mean_abs_error_pct)} over {len(errors)} rows, median "
+            f"{_percent(median(errors))}, worst {_percent(max(errors))}"
+        )
     console.print(f"skipped {sum(accuracy.skipped.values())} rows")
     for reason, count in accuracy.skipped.items():
         console.print(f"  {count:4d}  {reason}", markup=False)

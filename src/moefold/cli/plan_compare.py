@@ -11,13 +11,14 @@ from moefold.planner.compare import FoldingComparison, compare_by_seq_len
 from moefold.planner.planner import PlanRequest, format_axis_value, format_mapping
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, FOLDED
 from moefold.planner.search.search import PlannedMapping
+from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped
 
 TEXT_WIDTH = 80
 INCOMPATIBLE_OPTIONS = ("explain", "recipe", "report", "top")
 NOTES = (
-    "Predicted by the cost model (docs/cost-model.md); none of it is measured on GPUs. gain: tokens per second of "
-    "the folded mapping over the other one, minus one.",
+    f"Predicted by the cost model; none of it is measured on GPUs: {STATED_ERROR}",
+    "gain: tokens per second of the folded mapping over the other one, minus one.",
     f"coupled: etp = tp, and ep divides dp*cp (method {COUPLED_WITH_CP}). ep in dp: etp = tp, and ep divides dp "
     f"(method {COUPLED}). The rest of the search is the same; --fix restricts all three.",
 )

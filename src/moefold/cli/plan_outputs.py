@@ -27,6 +27,7 @@ from moefold.planner.simulator.round_export import site_chart, write_rounds
 from moefold.planner.simulator.simulate import Noise, simulate_mapping
 from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.sites import with_site_settings
+from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped, printable
 from moefold.topology.dispatchers import DISPATCHERS
 
@@ -214,11 +215,9 @@ def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:
 RECIPE_PATH = Path("planned.toml")
 REPORT_PATH = Path("plan.html")
 ACCURACY_STATEMENT = (
-    "by a cost model, never checked on a GPU by moefold. It is fitted on published measurements of other "
-    "software, which it meets within about 7 % on average and 30 % at worst (docs/cost-model.md); treat mappings that "
-    "differ by less as equal."
+    "by a cost model, never checked on a GPU by moefold. It is fitted on published measurements of other software: "
+    f"{STATED_ERROR}"
 )
-"""The table of docs/cost-model.md: mean absolute error of all 255 rows, and of the worst device and precision."""
 
 
 def print_footer(

@@ -88,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Log in with `hf auth login`, or set HF_TOKEN. An upload that stops is continued by the same command.\n"
         "\nexample:\n  moefold push runs/chat my-org/my-model --dry-run",
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a checkpoint, or a run: its newest one")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, a checkpoint, a run: its newest one, or RUN/best"
+    )
     parser.add_argument("repo", metavar="ORG/NAME", help="the repository to write to")
     parser.add_argument("--public", action="store_true", help="let everyone read the repository (default: private)")
     parser.add_argument("--revision", default="", metavar="BRANCH", help="commit to this branch (default: main)")

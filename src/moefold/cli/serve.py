@@ -2,9 +2,10 @@
 
 import argparse
 import importlib.util
+import os
 import signal
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
@@ -13,9 +14,11 @@ from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
 
+KEY_VARIABLE = "MOEFOLD_API_KEY"
+
 EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Arguments of the form parallel.KEY=N are the
-mapping. Requests join the samples that run. There is no authentication: other addresses than the loopback are for
-networks in which everybody may use the server.
+mapping. Requests join the samples that run. Without a key, other addresses than the loopback are for networks in which
+everybody may use the server.
 
 examples:
   moefold serve runs/quickstart
@@ -39,6 +42,9 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     from moefold.inference.serve.job import ServeOptions, prepare_server
 
     options = ServeOptions(**{field.name: getattr(arguments, field.name) for field in fields(ServeOptions)})
+    if not options.api_key:
+        # Other users of the machine see the arguments of a command, and not its environment.
+        options = replace(options, api_key=os.environ.get(KEY_VARIABLE, ""))
     job = prepare_server(
         arguments.model, arguments.overrides, options, rank_env, partial(report_notices, rank_env=rank_env)
     )
@@ -76,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
         "--max-concurrent", type=int, default=256, metavar="N", help="most samples that run or wait (256)"
     )
     parser.add_argument("--max-body-kib", type=int, default=1024, metavar="N", help="largest request, in KiB (1024)")
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY", help=f"key that clients must send (of the environment: {KEY_VARIABLE})"
+    )
+    parser.add_argument(
+        "--access-log", default="", metavar="FILE", help="file to add a line for each request to (-: standard error)"
+    )
     add_experts_option(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     parser.add_argument(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map_only, tree_unflatten
@@ -58,6 +59,17 @@ def tensor_version(tensor: Tensor) -> int:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, without a node in the autograd graph; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
+    """Return the mesh axes that shard a DTensor with the dims that they shard, in the order of the cuts.
+
+    Axes cut from left to right, but FSDP, whose axis comes first, cuts what tensor or expert parallelism has left
+    (`_StridedShard`).
+    """
+    axes = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    axes.sort(key=lambda entry: isinstance(entry[1], _StridedShard))
+    return [(axis, placement.dim) for axis, placement in axes]  # type: ignore[attr-defined]  # no partial ones
 
 
 def work_from_future(future: torch.futures.Future[Any]) -> Any:

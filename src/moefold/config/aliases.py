@@ -30,6 +30,7 @@ train.precision: fp8_format
 train.offload_optimizer: optimizer_cpu_offload
 train.mtp_loss: mtp_loss_scaling_factor
 run.steps: max_steps train_iters num_train_steps training_steps total_steps max_iters training.steps
+run.epochs: num_train_epochs num_epochs max_epochs total_epochs
 run.dtype: torch_dtype precision mixed_precision params_dtype mixed_precision_param
 run.dir: output_dir save_dir dump_folder job.dump_folder
 run.seed: random_seed data_seed
@@ -123,8 +124,6 @@ train.recompute: gradient_checkpointing activation_checkpointing activation_chec
 train.recompute: recompute_activations
 train.precision: fp8 fp8_recipe quantization
 train.offload_optimizer: cpu_offload offload_optimizer_device
-run.steps: num_train_epochs
-run.steps: epochs num_epochs
 run.dtype: bf16 fp16
 run.dir: run_name
 run.cuda_graphs: enforce_eager

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.limits import is_oversized, value_unsupported_reason
+from moefold.config.method_defaults import default_learning_rate
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sites import method_values
@@ -51,6 +52,8 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """Validate a tree of sections, such as `config_to_dict` returns, after filling missing keys from its preset.
 
+    A learning rate that is left out follows from the method of training (`config/method_defaults.py`).
+
     Raises:
         ConfigError: a section, key, type, choice or preset is wrong.
     """
@@ -67,7 +70,9 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         raise_all(problems.values())
         raise
     raise_all(problems.values())
-    return cfg
+    if "lr" in filled.get("train", {}):
+        return cfg
+    return replace(cfg, train=replace(cfg.train, lr=default_learning_rate(cfg)))
 
 
 def config_to_dict(cfg: Config) -> Tree:

@@ -124,7 +124,7 @@ class ModelConfig:
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: int = 256
     """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
-    preset or the default does: their number, rounded up to a multiple of 64 and of parallel.tp."""
+    preset or the default does: their number, rounded up to a multiple of 64."""
     layer_pattern: str = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
     mtp_layers: int = 0

@@ -4,17 +4,22 @@ import ast
 import inspect
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
+from textwrap import TextWrapper
 
 from moefold.config import align, lora, schema, sites
 from moefold.config import model as model_schema
 from moefold.config import rl as rl_schema
+from moefold.config.aliases import KEY_OF
 from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
+from moefold.config.method_defaults import LR_KEY, rates_table, rates_text
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import closest_match, default_of, describe_type, key_types, sections
 from moefold.errors import ConfigError
+
+PAGE_WIDTH = 118
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,13 @@ class RecipeKey:
 def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     """Return the keys of one section, in schema order."""
     help_texts = _field_help()[sections()[section].__name__]
-    return tuple(
+    keys = (
         RecipeKey(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
         for key, hint in key_types(section).items()
+    )
+    return tuple(
+        replace(key, default="by method", help=f"{key.help} {rates_text()}") if key.name == LR_KEY else key
+        for key in keys
     )
 
 
@@ -99,16 +108,17 @@ def recipe_page() -> str:
         "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
         "preset fills are no settings of the recipe: `model.index_topk=0` may leave those of its indexer unread.",
         "Names of Hugging Face, Megatron, torchtitan and vLLM are answered with those of this page: `learning_rate` is",
-        "`train.lr`. `moefold train --keys lr` lists the keys with a word in their names.",
+        "`train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The anchor of a key is",
+        "its name: `recipe.md#train.lr`.",
         "",
     ]
+    names_elsewhere: dict[str, list[str]] = {}
+    for theirs, ours in KEY_OF.items():
+        names_elsewhere.setdefault(ours, []).append(theirs)
     for section in sections():
         lines += [f"## [{section}]", "", section_help(section), ""]
-        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in recipe_keys(section):
-            cells = (f"`{key.name.partition('.')[2]}`", key.type, f"`{key.default}`", key.help)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
+            lines += _entry(key, names_elsewhere.get(key.name, []))
     lines += [
         "## Largest values",
         "",
@@ -121,10 +131,28 @@ def recipe_page() -> str:
         "| --- | --- |",
     ]
     lines += [f"| {maximum} | {', '.join(f'`{key}`' for key in keys)} |" for maximum, keys in _keys_by_max().items()]
+    lines += ["", "## Learning rates by method", ""]
+    lines += ["Peak learning rates of recipes that leave `train.lr` out; the log says which one a run takes. A resumed"]
+    lines += ["run keeps the one it began with, also if another version has another default.", "", *rates_table()]
     lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
     lines += ["| preset | what it is |", "| --- | --- |"]
     lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
     return "\n".join(lines) + "\n"
+
+
+def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
+    """Return the lines of a key on the page: anchor, type and default, help, names in other software."""
+    meaning = key.help.replace("*", r"\*")
+    if elsewhere:
+        meaning += f" Elsewhere: {', '.join(f'`{name}`' for name in elsewhere)}."
+    head = f"{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
+    filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
+
+
+def _prose(lines: list[str]) -> list[str]:
+    """Escape what would begin a list or a quotation at the start of a line."""
+    return [re.sub(r"^(\d*)([-+>.)] )", r"\1\\\2", line) for line in lines]
 
 
 def _keys_by_max() -> dict[int, list[str]]:

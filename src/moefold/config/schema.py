@@ -23,6 +23,8 @@ def has_dense_layers(model: ModelConfig) -> bool:
     return "D" in model.layer_pattern
 
 
+LARGE_LOGITS = 1 << 28
+"""Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
 LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
@@ -40,6 +42,9 @@ class RunConfig:
     """Seed of the initial weights and of the data order."""
     steps: int = 100
     """Total optimizer steps, including those before a resume."""
+    epochs: float = 0.0
+    """Length in passes over the training data, instead of run.steps: the steps follow from its samples and
+    train.global_batch_size, rounded up, and the log says them. For data of known length. 0: run.steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where a GPU is visible, else cpu."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
@@ -259,7 +264,7 @@ class TrainConfig:
     """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
     (arXiv:2306.10015); larger ones are clamped."""
     lr: float = 3e-4
-    """Peak learning rate."""
+    """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
@@ -325,10 +330,10 @@ class TrainConfig:
     precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
     """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
-    loss_chunk: int = 0
+    loss_chunk: int = -1
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
-    micro-batch, without recomputation. -1: as many as give 2**24 logits on a CPU and 2**28 on a GPU, at least 256;
-    without recomputation if that is all tokens."""
+    micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
+    above, as many tokens as give 2**28 logits on a GPU and 2**24 on a CPU, at least 256, and the log says so."""
     mtp_loss: float = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     indexer_stage: Literal["sparse", "warmup"] = "sparse"
@@ -405,6 +410,9 @@ class DataConfig:
     """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
     overlong: Literal["cut", "refuse"] = "cut"
     """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
+    skip_bad_rows: bool = False
+    """Skip rows that are no conversation or that the template refuses, and log their number; false: the first one ends
+    the run (sft, preference)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,6 +430,10 @@ class CheckpointConfig:
     """Number of newest complete checkpoints to keep; older ones are deleted after each save. 0 keeps all."""
     keep_every: int = 0
     """Also keep the checkpoint of every this many steps, whatever `keep` is; 0: none."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is; RUN/best names it in the commands
+    that read a model ([checkpoints.md](checkpoints.md#the-best-checkpoint)). checkpoint.every must be a multiple of
+    train.eval_every."""
     verify: bool = True
     """Before a resume, compare every file with the hash recorded when it was written. false: compare only its size."""
     async_save: bool = False
@@ -433,7 +445,7 @@ class CheckpointConfig:
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
-    folder. May be remote, or hf://ORG/NAME ([hub.md](hub.md))."""
+    folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change
     nothing ([conversion.md](conversion.md#keys-of-json-files))."""
@@ -588,12 +600,24 @@ class Config:
         """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
         return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary on a rank, V/tp rounded up."""
+        return -(-self.model.vocab_size // self.parallel.tp)
+
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         if self.train.loss_chunk >= 0:
             return self.train.loss_chunk
+        if self.loss_tokens * self.vocab_rows <= LARGE_LOGITS:
+            return 0
         logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
-        return max(MIN_LOSS_CHUNK_TOKENS, logits * self.parallel.tp // self.model.vocab_size)
+        return max(MIN_LOSS_CHUNK_TOKENS, logits // self.vocab_rows)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens of a micro-batch whose losses a rank computes: tensor parallelism shards the vocabulary."""
+        return self.train.seq_len * self.train.micro_batch_size // self.parallel.cp
 
     @property
     def tokens_per_step(self) -> int:

@@ -22,10 +22,10 @@ def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:
     return join_with_or([str(number) for number in closest])
 
 
-def nearest_multiples(value: int, step: int, *, up_only: bool = False) -> str:
+def nearest_multiples(value: int, step: int) -> str:
     """Return the positive multiples of `step` below and above `value`, which is no multiple itself: "252 or 256"."""
     below = value // step * step
-    return join_with_or([str(number) for number in (0 if up_only else below, below + step) if number > 0])
+    return join_with_or([str(number) for number in (below, below + step) if number > 0])
 
 
 def join_with_or(options: list[str]) -> str:

@@ -55,6 +55,7 @@ from moefold.convert.model_card import read_training_run, write_generation_confi
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
+from moefold.convert.run_tokenizer import find_run_tokenizer
 from moefold.convert.safetensors_file import (
     DEFAULT_METADATA,
     DTYPE_NAMES,
@@ -67,7 +68,7 @@ from moefold.convert.safetensors_file import (
     plan_file_layout,
 )
 from moefold.convert.tensor_mapping import StateDictMapping
-from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer
+from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
 from moefold.convert.weights import (
     MTP_REASON,
     HfSource,
@@ -242,7 +243,7 @@ def export_folder(
         )
         tokenizer = TokenizerChoice()
         if world.is_rank0:
-            tokenizer = choose_tokenizer(source.meta, sidecar_dir)
+            tokenizer = choose_tokenizer(source.meta, sidecar_dir, find_run_tokenizer(checkpoint))
             if sidecar_dir is not None:
                 copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
             write_tokenizer(tmp_dir, tokenizer)
@@ -254,6 +255,7 @@ def export_folder(
             if not source.meta.origin:
                 run = read_training_run(checkpoint, model, source.meta)
                 write_generation_config(tmp_dir, run)
+                tokenizer = replace(tokenizer, messages=tokenizer.messages + write_turn_end(tmp_dir, source.meta))
                 write_model_card(tmp_dir, family.name, model, run)
         raise_on_all_ranks(world, "")
         if options.check and options.quantize != "none":

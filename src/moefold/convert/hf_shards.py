@@ -28,6 +28,7 @@ from moefold.convert.mtp import (
 from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation, read_blocks
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import group_by_parameters
+from moefold.data.tokenizer_folder import TEMPLATE_DIR
 from moefold.errors import ConfigError
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import RemotePath
@@ -127,15 +128,17 @@ def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] 
     copied = []
     with translate_io_errors(f"the tokenizer and configs of {str(source)!r} cannot be copied to {str(target)!r}"):
         target.mkdir(parents=True, exist_ok=True)
-        for file in sorted(source.iterdir()):
+        for file in sorted(source.iterdir()) + sorted((source / TEMPLATE_DIR).glob("*.jinja")):
             if file.is_file() and file.suffix in SIDECAR_SUFFIXES and file.name not in (*NOT_SIDECARS, *excluded):
                 if reason := unsendable_reason(source, file):
                     raise ConfigError(f"{str(source)!r}: {file.name} {reason}")
+                name = str(file.relative_to(source))
                 if isinstance(target, RemotePath):
-                    (target / file.name).upload(file)
+                    (target / name).upload(file)
                 else:
-                    shutil.copyfile(file, target / file.name)
-                copied.append(file.name)
+                    (target / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, target / name)
+                copied.append(name)
     return copied
 
 

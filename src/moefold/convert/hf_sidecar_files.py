@@ -5,16 +5,13 @@ from pathlib import Path
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
+from moefold.data.tokenizer_folder import TOKENIZER_FILE, read_tokenizer_folder, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy
 from moefold.remote_path import is_remote
 
 SIDECAR_DIR = "hf"
 """Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""
-
-
-TOKENIZER_FILE = "tokenizer.json"
-"""The tokenizer format that moefold reads."""
 
 
 UNSUPPORTED_TOKENIZER_FILES = (
@@ -25,7 +22,7 @@ UNSUPPORTED_TOKENIZER_FILES = (
     "tekken.json",
     "*.tiktoken",
 )
-"""Tokenizer formats that moefold does not read."""
+"""Tokenizer formats that moefold does not read, but for vocab.json with merges.txt."""
 
 
 RECIPE_FILE = "recipe.toml"
@@ -67,7 +64,13 @@ def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
         folder: the folder of the tokenizer files.
         alternative: the way out that needs no files.
     """
-    if (folder / TOKENIZER_FILE).is_file():
+    if (file := tokenizer_file(folder)).is_file():
+        if file.name == TOKENIZER_FILE:
+            return ""
+        try:
+            read_tokenizer_folder(folder)
+        except ConfigError as error:
+            return f"{error}, or {alternative}"
         return ""
     others = [file.name for pattern in UNSUPPORTED_TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
     if not others:

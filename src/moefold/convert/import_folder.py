@@ -32,12 +32,13 @@ from moefold.convert.hf_shards import (
     read_manifest,
     write_manifest,
 )
-from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, TOKENIZER_FILE, tokenizer_unsupported_reason
+from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, tokenizer_unsupported_reason
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
 from moefold.convert.weights import HfSource, WeightSource, verify_against_folder
+from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 from moefold.validate.moe import validate_router_gradient
@@ -185,8 +186,8 @@ def finish_checkpoint(
         lora=dict(lora or {}),
     )
     write_meta(tmp_dir, meta)
-    if (tmp_dir / SIDECAR_DIR / TOKENIZER_FILE).is_file():
-        tokenizer = str(out.absolute() / SIDECAR_DIR / TOKENIZER_FILE)
+    if (file := tokenizer_file(tmp_dir / SIDECAR_DIR)).is_file():
+        tokenizer = str(out.absolute() / SIDECAR_DIR / file.name)
     (tmp_dir / RECIPE_FILE).write_text(recipe_text(model, out.absolute(), tokenizer, lora, aux_loss), encoding="utf-8")
 
 

@@ -39,8 +39,9 @@ from moefold.convert.preflight import (
     weights_path,
     without_upcycling,
 )
+from moefold.convert.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.convert.tensor_mapping import Region, Shape
-from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message, tokenizer_name
+from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
@@ -241,9 +242,14 @@ def upcycle_folder(
     if not is_hf_folder(dense):
         check_integrity(dense, world)
     source = UpcycledSource(open_weights(dense), model, seed)
-    sidecar_dir, tokenizer = (dense, "") if is_hf_folder(dense) else (find_sidecar_dir(dense), _tokenizer_of(dense))
+    sidecar_dir: Path | None = dense
+    tokenizer = ""
+    if not is_hf_folder(dense):
+        sidecar_dir = find_sidecar_dir(dense)
+        tokenizer = trained_tokenizer(dense, read_meta(dense))
     copied: tuple[str, ...] = ()
-    excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir).excluded
+    run_tokenizer = find_run_tokenizer(dense)
+    excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
     with atomic_directory(out, world) as tmp_dir:
         write_weights(source, tmp_dir, world, on_bytes)
         if world.is_rank0:
@@ -258,13 +264,3 @@ def upcycle_folder(
         reason = tokenizer_unsupported_reason(sidecar_dir, "set data.tokenizer, or train on token ids")
     notes = [note for note in (reason and f"recipe.toml names no tokenizer: {reason}", export_message(model)) if note]
     return Conversion(len(source.shapes), size, copied, messages=tuple(notes))
-
-
-def _tokenizer_of(checkpoint: Path) -> str:
-    """Return the tokenizer that a checkpoint's run used, "bytes" or an absolute path; empty if the file is gone."""
-    found = tokenizer_name(read_meta(checkpoint).order)
-    if is_remote(found):
-        return found
-    if found == "bytes":
-        return found
-    return str(Path(found).absolute()) if Path(found).is_file() else ""

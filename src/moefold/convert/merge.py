@@ -13,19 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, check_integrity
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.comm.groups import World
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_shards import copy_sidecar_files
-from moefold.convert.hf_sidecar_files import SIDECAR_DIR, TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, recipe_tokenizer
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.preflight import read_model, without_upcycling
+from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.convert.tensor_mapping import Region, Shape
-from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_name
+from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 
@@ -111,7 +112,11 @@ def merge_checkpoints(
         raise ConfigError(reasons[0])
     shares = ", ".join(f"{fraction:.6g} * {path}" for fraction, path in zip(source.fractions, checkpoints, strict=True))
     sidecar_dir = find_sidecar_dir(checkpoints[0])
-    excluded = () if sidecar_dir is None else choose_tokenizer(sources[0].meta, sidecar_dir).excluded
+    excluded = (
+        ()
+        if sidecar_dir is None
+        else choose_tokenizer(sources[0].meta, sidecar_dir, find_run_tokenizer(checkpoints[0])).excluded
+    )
     copied: tuple[str, ...] = ()
     with atomic_directory(out, world) as tmp_dir:
         write_weights(source, tmp_dir, world, on_bytes)
@@ -171,9 +176,7 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
     for path, name in known[1:]:
         first_path, first = known[0]
         is_same = (
-            name == first
-            if "bytes" in (name, first)
-            else have_same_content(_tokenizer_file(first), _tokenizer_file(name))
+            name == first if "bytes" in (name, first) else have_same_ids(_tokenizer_file(first), _tokenizer_file(name))
         )
         if not is_same:
             raise ConfigError(
@@ -249,14 +252,14 @@ def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
 
 def _tokenizer_file(name: str) -> Path:
     path = existing_path("data.tokenizer", name)
-    return path / TOKENIZER_FILE if path.is_dir() else path
+    return tokenizer_file(path)
 
 
 def _tokenizer_of(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return data.tokenizer for the weights of a checkpoint: "bytes", an absolute path, or "" if it is unknown."""
     sidecar_dir = find_sidecar_dir(checkpoint)
-    imported = checkpoint / TOKENIZER_FILE if sidecar_dir is None else sidecar_dir / TOKENIZER_FILE
-    name = tokenizer_name(meta.order) or recipe_tokenizer(checkpoint)
+    imported = tokenizer_file(checkpoint if sidecar_dir is None else sidecar_dir)
+    name = trained_tokenizer(checkpoint, meta) or recipe_tokenizer(checkpoint)
     if is_remote(name):
         return name
     if name == "bytes" or Path(name).is_file():

@@ -8,16 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, have_same_content, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
-from moefold.convert.hf_config import GENERATION_FILE, is_hf_folder
-from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
+from moefold.convert.hf_sidecar_files import UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.convert.run_tokenizer import (
+    CHAT_KINDS,
+    find_run_tokenizer,
+    have_same_ids,
+    tokenizer_name,
+    trained_tokenizer,
+)
+from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
+from moefold.data.tokenizer_folder import (
+    SLOW_FILES,
+    TOKENIZER_FILE,
+    declaring_files,
+    read_tokenizer_folder,
+    tokenizer_file,
+)
 from moefold.errors import ConfigError, format_list
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
@@ -33,7 +48,6 @@ TOKENIZER_SIDECAR_FILES = (
 """Files next to a tokenizer.json that are copied with it."""
 TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNSUPPORTED_TOKENIZER_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
-TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The transformers class that uses a tokenizer.json unchanged; classes of model families may modify it."""
 
@@ -53,19 +67,15 @@ class TokenizerChoice:
     messages: tuple[str, ...] = ()
 
 
-def tokenizer_name(order: Mapping[str, Any]) -> str:
-    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if the run read no text, or it is unknown."""
-    name = str(order.get("tokenizer", ""))
-    kind = order.get("kind", DataConfig().kind)
-    return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
-
-
-def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> TokenizerChoice:
+def choose_tokenizer(
+    meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path | None = None
+) -> TokenizerChoice:
     """Choose the tokenizer to export with a checkpoint: the one that its run read text with.
 
     Args:
         meta: metadata of the checkpoint.
         sidecar_dir: sidecar files of the weights that the run started from.
+        run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`); None: the file that the recipe named.
     """
     name = tokenizer_name(meta.order)
     imported = tokenizer_files(sidecar_dir)
@@ -80,15 +90,18 @@ def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> Tokenize
         return TokenizerChoice(
             excluded=imported, token_ids=_token_ids(ByteTokenizer.separator_id), messages=(note, *ignored)
         )
+    if run_tokenizer is not None and tokenizer_file(run_tokenizer).is_file():
+        return _choose_copy(meta, sidecar_dir, run_tokenizer, imported)
     try:
         file = _tokenizer_path(name)
     except ConfigError as error:
         note = f"no tokenizer is written: {error}"
         return TokenizerChoice(excluded=imported, token_ids=_token_ids(None), messages=(note, *ignored))
     recorded = meta.data_files.get(file.name, "")
-    if TOKENIZER_FILE in imported and sidecar_dir is not None:
-        if _is_same_tokenizer(sidecar_dir / TOKENIZER_FILE, file, recorded):
-            return TokenizerChoice()
+    if sidecar_dir is not None and tokenizer_file(sidecar_dir).is_file():
+        if _is_same_tokenizer(tokenizer_file(sidecar_dir), file, recorded):
+            own_template, notes = _usable_files(_own_template(meta), meta)
+            return TokenizerChoice(sidecar_files=own_template, messages=notes)
         if not recorded and not file.is_file():
             note = f"data.tokenizer={name!r} is gone: the tokenizer of the imported weights is written uncompared"
             return TokenizerChoice(messages=(note,))
@@ -103,17 +116,40 @@ def choose_tokenizer(meta: CheckpointMeta, sidecar_dir: Path | None) -> Tokenize
     return TokenizerChoice(file, sidecar_files, imported, _token_ids(separator), (*notes, *ignored))
 
 
+def _choose_copy(
+    meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path, imported: tuple[str, ...]
+) -> TokenizerChoice:
+    """Choose the tokenizer that was copied next to a checkpoint, unless the imported one makes the same ids."""
+    file = tokenizer_file(run_tokenizer)
+    files = {
+        name: found
+        for name, found in declaring_files(run_tokenizer).items()
+        if name not in (TOKENIZER_FILE, *SLOW_FILES, CONFIG_FILE, GENERATION_FILE)
+    }
+    if sidecar_dir is not None and have_same_ids(tokenizer_file(sidecar_dir), file):
+        own = str(meta.order.get("chat_template", ""))
+        return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if own else {})
+    separator = JsonTokenizer(run_tokenizer).separator_id
+    ignored = (f"ignored, as they belong to another tokenizer: {format_list(list(imported))}",) if imported else ()
+    return TokenizerChoice(file, files, imported, _token_ids(separator), ignored)
+
+
 def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
     """Write the chosen tokenizer into a folder that already holds the other sidecar files.
 
     Raises:
         ConfigError: a file cannot be written, or is broken.
     """
+    with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
+        for name, file in choice.sidecar_files.items():
+            (tmp_dir / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, tmp_dir / name)
     if choice.file is not None:
         with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
-            shutil.copyfile(choice.file, tmp_dir / TOKENIZER_FILE)
-            for name, file in choice.sidecar_files.items():
-                shutil.copyfile(file, tmp_dir / name)
+            if choice.file.name == SLOW_FILES[0]:
+                (tmp_dir / TOKENIZER_FILE).write_bytes(read_tokenizer_folder(choice.file).process.serialize())
+            else:
+                shutil.copyfile(choice.file, tmp_dir / TOKENIZER_FILE)
         settings: dict[str, Any] = {}
         eos = choice.token_ids["eos_token_id"]
         if (tmp_dir / TOKENIZER_CONFIG_FILE).is_file():
@@ -124,6 +160,39 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
             _write_json(tmp_dir / TOKENIZER_CONFIG_FILE, settings | {"tokenizer_class": PLAIN_CLASS})
     if choice.token_ids and (tmp_dir / GENERATION_FILE).is_file():
         _write_json(tmp_dir / GENERATION_FILE, _read_json(tmp_dir / GENERATION_FILE) | {**choice.token_ids})
+
+
+def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
+    """Add the id with which the chat template ends a turn to the ends of generation_config.json.
+
+    transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
+    end of a turn, and no longer with the end of a text.
+
+    Args:
+        folder: an exported folder with its tokenizer and its generation_config.json.
+        meta: metadata of the checkpoint.
+
+    Returns:
+        Notes for the user.
+    """
+    if meta.order.get("kind") not in CHAT_KINDS or not (folder / TOKENIZER_FILE).is_file():
+        return ()
+    tokenizer = JsonTokenizer(folder)
+    try:
+        template = load_chat_template(DataConfig(kind="sft", tokenizer=str(folder)), tokenizer)
+        ids, mark = end_of_turn_marker(template, tokenizer)
+    except ConfigError as error:
+        return (f"{GENERATION_FILE} has no end of a turn: {error}",)
+    if not ids:
+        how = f"with {mark!r}, which is several tokens" if mark else "with no mark"
+        return (f"{GENERATION_FILE} has no end of a turn: the chat template ends one {how}; pass it as a stop string",)
+    keys = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
+    declared = keys.get("eos_token_id")
+    ends = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if new := [number for number in sorted(ids) if number not in ends]:
+        ends = [*new, *ends]
+        _write_json(folder / GENERATION_FILE, {**keys, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+    return ()
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
@@ -161,22 +230,23 @@ def _trained_tokenizer(weights_folder: Path) -> str:
     else:
         meta = read_meta(weights_folder)
         folder = find_sidecar_dir(weights_folder)
-        if (name := tokenizer_name(meta.order)) == "bytes":
-            return name
-        choice = choose_tokenizer(meta, folder)
+        if tokenizer_name(meta.order) == "bytes":
+            return "bytes"
+        choice = choose_tokenizer(meta, folder, find_run_tokenizer(weights_folder))
         if choice.file is not None:
-            return str(choice.file)
+            found = trained_tokenizer(weights_folder, meta)
+            return tokenizer_name(meta.order) if found and not found.startswith(str(weights_folder.parent)) else found
         folder = None if choice.excluded else folder
-    return str(folder / TOKENIZER_FILE) if folder is not None and (folder / TOKENIZER_FILE).is_file() else ""
+    return str(tokenizer_file(folder)) if folder is not None and tokenizer_file(folder).is_file() else ""
 
 
 def _tokenizer_path(name: str) -> Path:
     """Return the tokenizer.json that data.tokenizer means, which may no longer exist."""
     if is_remote(name):
         folder_or_file = existing_path("data.tokenizer", name)
-        return folder_or_file / TOKENIZER_FILE if folder_or_file.is_dir() else folder_or_file
+        return tokenizer_file(folder_or_file)
     path = _expand_user(name)
-    return path / TOKENIZER_FILE if path.is_dir() else path
+    return tokenizer_file(path)
 
 
 def _expand_user(name: str) -> Path:
@@ -189,7 +259,7 @@ def _expand_user(name: str) -> Path:
 def _is_same_tokenizer(ours: Path, trained: Path, fingerprint: str) -> bool:
     """Return whether a tokenizer.json is that of a run, by its recorded fingerprint, else by content."""
     try:
-        return matches_fingerprint(ours, fingerprint) if fingerprint else have_same_content(ours, trained)
+        return matches_fingerprint(ours, fingerprint) if fingerprint else have_same_ids(ours, trained)
     except OSError:
         return False
 
@@ -205,9 +275,20 @@ def _unusable_reason(file: Path, fingerprint: str) -> str:
 def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Return the sidecar files of a tokenizer.json, by their names in the folder, and notes on unusable ones."""
     wanted = {name: (name, file.with_name(name)) for name in TOKENIZER_SIDECAR_FILES if file.with_name(name).is_file()}
+    return _usable_files({**wanted, **_own_template(meta)}, meta)
+
+
+def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:
+    """Return data.chat_template of a run, by its name in an exported folder: its recorded name, and its path."""
     # Metadata from an untrusted source may name any file: without a fingerprint of the training, none is copied.
-    if (own := str(meta.order.get("chat_template", ""))) and meta.data_files.get(own):
-        wanted[CHAT_TEMPLATE_FILE] = (own, _expand_user(own))
+    own = str(meta.order.get("chat_template", ""))
+    return {CHAT_TEMPLATE_FILE: (own, _expand_user(own))} if own and meta.data_files.get(own) else {}
+
+
+def _usable_files(
+    wanted: Mapping[str, tuple[str, Path]], meta: CheckpointMeta
+) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Return the files that are what they were at the training, by their names, and notes on the others."""
     reasons = {
         name: _unusable_reason(path, meta.data_files.get(recorded, "")) or unsendable_reason(path.parent, path)
         for name, (recorded, path) in wanted.items()

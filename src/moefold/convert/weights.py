@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
 from moefold.comm.groups import World
+from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.family import Family, TensorRules
@@ -23,7 +24,6 @@ from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError, format_list
-from moefold.model.init import local_slice
 
 MTP_REASON = "multi-token prediction"
 """Reason to ignore a tensor of an MTP layer that is left out."""
@@ -135,8 +135,7 @@ def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name
     for name, tensor in tensors.items():
         values, starts = local_slice(tensor)
         if values.numel():
-            region = tuple(slice(a, a + n) for a, n in zip(starts, values.shape, strict=True))
-            values.copy_(source.read(name, region))
+            values.copy_(source.read(name, region_of(values, starts)))
             source.clear_cache()
 
 

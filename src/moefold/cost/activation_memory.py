@@ -139,7 +139,7 @@ class ActivationMemory(BlockSizes):
         """
         if not (self.loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
             return 0
-        rows = self.cfg.model.vocab_size // self.cfg.parallel.tp
+        rows = self.cfg.vocab_rows
         return rows * self.cfg.model.hidden_size * self.high_precision_bytes
 
     @property
@@ -156,7 +156,7 @@ class ActivationMemory(BlockSizes):
     @property
     def transient_logits(self) -> int:
         """Bytes of logits that the loss has in memory in addition to those it saves."""
-        rows = self.cfg.model.vocab_size // self.cfg.parallel.tp
+        rows = self.cfg.vocab_rows
         if not self.loss_chunk_tokens:
             if not self._tiles_loss:
                 # Their gradient.
@@ -181,7 +181,7 @@ class ActivationMemory(BlockSizes):
     @property
     def delayed_wgrad_head(self) -> int:
         """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
-        width = self.cfg.model.hidden_size + self.cfg.model.vocab_size // self.cfg.parallel.tp
+        width = self.cfg.model.hidden_size + self.cfg.vocab_rows
         is_frozen = self.cfg.trains_indexers_only
         return 0 if self.loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
 
@@ -257,7 +257,7 @@ class ActivationMemory(BlockSizes):
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
         if not self.loss_chunk_tokens:
             logit_bytes = self.high_precision_bytes if self._tiles_loss else self.item_bytes
-            saved["logits"] += self.gathered_tokens * model.vocab_size // p.tp * logit_bytes
+            saved["logits"] += self.gathered_tokens * self.cfg.vocab_rows * logit_bytes
         return saved
 
     def mtp_layer(self) -> BytesByPart:

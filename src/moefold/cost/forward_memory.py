@@ -75,5 +75,5 @@ def _loss_workspace(formula: ActivationMemory) -> int:
     """Return the bytes of logits in addition to those of `head`."""
     if formula.loss_chunk_tokens:
         return formula.transient_logits
-    logits = formula.gathered_tokens * (formula.cfg.model.vocab_size // formula.cfg.parallel.tp)
+    logits = formula.gathered_tokens * formula.cfg.vocab_rows
     return min(logits * formula.high_precision_bytes, COPIED_LOGIT_BYTES[formula.kernels.device_type])

@@ -13,6 +13,16 @@ ModelPart = Literal[
 ]
 
 
+def shard_rows(size: int, degree: int, index: int) -> tuple[int, int]:
+    """Return the first row and the number of rows of one of `degree` parts of a dim, as `torch.chunk` splits it.
+
+    All parts have the rounded-up size, but the last ones have less, or nothing.
+    """
+    rows = -(-size // degree)
+    first = min(index * rows, size)
+    return first, min(rows, size - first)
+
+
 def expert_dp_dim(shape: Sequence[int], degree: int) -> int:
     """Return the dim of local experts that data-parallel ranks shard: by experts, or by rows if those are too few."""
     return 1 if shape[0] % degree and shape[1] % degree == 0 else 0
@@ -30,7 +40,7 @@ class ParamSpec:
     tp_dim: int | None = None
     """Dim sharded by tensor parallelism; None: replicated on every tp rank."""
     tp_heads: int = 0
-    """Heads along `tp_dim`: it is replicated if tp does not divide them; 0: tp always divides the dim."""
+    """Heads along `tp_dim`: it is replicated if tp does not divide them; 0: always sharded."""
     etp_dim: int | None = None
     """Dim of routed experts sharded by expert tensor parallelism; dim 0 is sharded over ep."""
     always_adamw: bool = False
@@ -74,7 +84,10 @@ class ParamSpec:
         return None if self.tp_heads % tp else self.tp_dim
 
     def shard(self, tp: int, ep: int, etp: int) -> "ParamSpec":
-        """Return the shard of one rank of tensor or expert parallelism."""
+        """Return the shard of the first rank of tensor or expert parallelism, the largest one.
+
+        tp divides every dim that it shards but the vocabulary.
+        """
         shape = list(self.shape)
         tp_dim = self.tp_shard_dim(tp)
         if self.is_expert:
@@ -82,7 +95,7 @@ class ParamSpec:
             if self.etp_dim is not None:
                 shape[self.etp_dim] //= etp
         elif tp_dim is not None:
-            shape[tp_dim] //= tp
+            _, shape[tp_dim] = shard_rows(shape[tp_dim], tp, 0)
         return replace(self, shape=tuple(shape))
 
     def dp_shards(self, degree: int) -> "DataParallelShards":
@@ -108,4 +121,4 @@ class DataParallelShards:
 
     def numel(self, dp_rank: int) -> int:
         """Return the elements of one rank's shard, without padding."""
-        return max(0, min(self.rows, self.total_rows - dp_rank * self.rows)) * self.row_numel
+        return shard_rows(self.total_rows, self.degree, dp_rank)[1] * self.row_numel

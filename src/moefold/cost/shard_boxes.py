@@ -13,7 +13,7 @@ from math import prod
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
-from moefold.cost.param_spec import ParamSpec, expert_dp_dim
+from moefold.cost.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.cost.stages import plan_stages
 from moefold.topology.layout import Layout, fold
 from moefold.topology.pipeline_layout import StagePlan
@@ -167,11 +167,9 @@ class WeightSharding:
 
 
 def _narrow(start: list[int], size: list[int], dim: int, degree: int, index: int) -> None:
-    """Replace a box by one of its `degree` parts along a dim: equal ones of the rounded-up size, the last ones less."""
-    rows = -(-size[dim] // degree)
-    first = min(index * rows, size[dim])
+    """Replace a box by one of its `degree` parts along a dim, see `shard_rows`."""
+    first, size[dim] = shard_rows(size[dim], degree, index)
     start[dim] += first
-    size[dim] = max(0, min(rows, size[dim] - first))
 
 
 def held_bytes(boxes: Mapping[str, Box], itemsize: Mapping[str, int]) -> int:

@@ -1,9 +1,8 @@
-"""Chat templates and conversation formats for supervised fine-tuning.
+"""Chat templates for supervised fine-tuning.
 
 `ChatTemplate` renders a conversation to text and finds the assistant's turns in it. A template is a Jinja program that
 comes with a tokenizer; it runs in a subprocess with limited memory and time, in Jinja's sandbox, without files, imports
 or attributes of Python objects, and with a fixed date, so the text of a conversation is reproducible.
-`parse_conversation` reads the four common JSON formats of fine-tuning data.
 """
 
 import hashlib
@@ -13,16 +12,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, read_json, read_text
 from moefold.config.schema import DataConfig
-from moefold.config.suggestions import closest_match
-from moefold.data.file_formats import JsonlRecord, column_text, reject_surrogates, unknown_column_message
+from moefold.data.conversation_format import check_roles, join_parts
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.template_process import TemplateLimits, TemplateProcess, TemplateProgram
+from moefold.data.tokenizer import JsonTokenizer, Tokenizer
+from moefold.data.tokenizer_folder import (
+    DEFAULT_TEMPLATE,
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    TOOL_TEMPLATE,
+    read_template,
+    read_tokenizer_folder,
+)
 from moefold.errors import ConfigError
 
 BYTES_TEMPLATE = """\
@@ -39,9 +44,26 @@ BYTES_TEMPLATE = """\
 CHAT_DATE = datetime(2024, 7, 26)
 """Date written by a template's `strftime_now`: the date that Llama's templates use without a clock."""
 
+_RENDERING_VERSION = 2
+"""Changes with the turns that are found in a conversation: they are part of cached tokens."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = Mapping[str, Any]
+_END_PROBE = "answer"
+"""Answer of the conversation whose end shows how a template ends a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to render."""
+
+    messages: Sequence[Message]
+    """The turns, each with a `role` and a `content`, in normal form (`parse_messages`)."""
+    tools: Any
+    """Descriptions of tools, for templates that support them; None for none."""
+    location: str
+    """FILE:LINE of the conversation, for messages."""
+    targets: tuple[int, ...] | None = None
+    """Indices of the messages to train on; None: all of the assistant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +72,21 @@ class RenderedChat:
 
     text: str
     responses: tuple[range, ...]
-    """Character ranges of the assistant turns including their end marks, in order."""
+    """Character ranges of the turns to train on, including their end marks, in order."""
+    prompts: tuple[str, ...] = ()
+    """The text that inference continues for each of these turns."""
+    is_marked: bool = False
+    """Whether the template marks the assistant's output itself; if not, the prompts tell where it begins."""
+    altered_turn: int = 0
+    """1-based number of a turn that the template writes without a part of it since others follow; 0 for none."""
 
 
 class ChatTemplate:
     """Renders conversations and finds the assistant's turns in them.
 
     The `{% generation %}` marks of a template (as in transformers) delimit the turns, if it has them. In other
-    templates, a turn is the difference between the conversation up to the turn and the conversation before it with the
-    generation prompt; whitespace after the turn's end mark is not part of it.
+    templates, a turn is what follows the common prefix of the conversation and the prompt before the turn; whitespace
+    after the turn's end mark is not part of it.
     """
 
     def __init__(
@@ -67,6 +95,7 @@ class ChatTemplate:
         *,
         location: str,
         special_tokens: Mapping[str, str],
+        tool_source: str = "",
         limits: TemplateLimits | None = None,
     ) -> None:
         """Compile a template.
@@ -75,20 +104,24 @@ class ChatTemplate:
             source: the Jinja program.
             location: origin of the template, for messages.
             special_tokens: `bos_token` and the like, as the tokenizer spells them.
+            tool_source: the program for conversations with tools; empty: the same.
             limits: resource limits; None for the defaults of `TemplateLimits`.
 
         Raises:
             ConfigError: it is not a Jinja template.
         """
         self.source = source
-        date = [CHAT_DATE.isoformat()] if "strftime_now" in source else []
-        self.identity = hashlib.sha256(json.dumps([source, sorted(special_tokens.items()), *date]).encode()).hexdigest()
+        self.location = location
+        sources = (source, *([tool_source] if tool_source else []))
+        date = [CHAT_DATE.isoformat()] if any("strftime_now" in one for one in sources) else []
+        parts = [_RENDERING_VERSION, *sources, sorted(special_tokens.items()), *date]
+        self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self.reward_prompt: RewardPrompt | None = None
         """Reward that `render_prompt` writes into the turn before the answer."""
-        self._location = location
+        self._tool_source = tool_source or source
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
-        has_marks = bool(_GENERATION.search(source))
-        program = TemplateProgram(source, dict(special_tokens), marks, has_marks, CHAT_DATE.isoformat())
+        programs = tuple((one, bool(_GENERATION.search(one))) for one in sources)
+        program = TemplateProgram(programs, dict(special_tokens), marks, CHAT_DATE.isoformat())
         self._process = TemplateProcess(program, limits or TemplateLimits(), location)
 
     def render(self, messages: Sequence[Message], tools: Any, location: str) -> RenderedChat:
@@ -100,31 +133,42 @@ class ChatTemplate:
             location: FILE:LINE of the conversation, for messages.
 
         Raises:
-            ConfigError: the template refuses the conversation, or renders an earlier turn differently once others
-                follow.
+            ConfigError: the template refuses the conversation, or the place of a turn in it cannot be found.
         """
-        (rendered,) = self.render_all([(messages, tools, location)])
+        (rendered,) = self.render_all([ChatRequest(messages, tools, location)])
+        if isinstance(rendered, ConfigError):
+            raise rendered
         return rendered
 
-    def render_all(self, conversations: Sequence[tuple[Sequence[Message], Any, str]]) -> Iterator[RenderedChat]:
-        """Render conversations, each given as the arguments of `render`, in batches.
+    def render_all(self, conversations: Sequence[ChatRequest]) -> Iterator[RenderedChat | ConfigError]:
+        """Render conversations in batches; one that cannot be rendered gives the error with the reason."""
+        requests = []
+        for one in conversations:
+            messages = join_parts([dict(message) for message in one.messages], self.source_for(one.tools))
+            assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+            targets = assistant if one.targets is None else list(one.targets)
+            requests.append({"messages": messages, "tools": one.tools, "prompts": None, "targets": targets})
+        for answer, one in zip(self._process.process_requests(requests), conversations, strict=True):
+            yield self._to_rendered_chat(answer, one.location)
 
-        Raises:
-            ConfigError: see `render`; for the first conversation that cannot be rendered.
-        """
-        requests = [
-            {"messages": list(messages), "tools": tools, "prompts": None} for messages, tools, _ in conversations
-        ]
-        for answer, (_, _, place) in zip(self._process.process_requests(requests), conversations, strict=True):
-            if "moved" in answer:
-                raise ConfigError(
-                    f"{place}: the chat template of {self._location} renders turn {answer['moved']} differently when "
-                    "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
-                    "around the assistant's output, in a template of your own: data.chat_template=FILE"
-                )
-            yield self._to_rendered_chat(answer, place)
+    def check_roles(self, conversation: ChatRequest) -> None:
+        """Raise ConfigError if a message has a role that neither chat templates in general nor this one name."""
+        source = self.source_for(conversation.tools)
+        check_roles([dict(message) for message in conversation.messages], source, conversation.location)
 
-    def render_prompt(self, messages: Sequence[Message], location: str, *, add_generation_prompt: bool) -> str:
+    def source_for(self, tools: Any) -> str:
+        """Return the source of the template that writes conversations with these tools; None for none."""
+        return self.source if tools is None else self._tool_source
+
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        location: str,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt that a model continues.
 
         Args:
@@ -132,15 +176,27 @@ class ChatTemplate:
             location: description of the conversation, for messages.
             add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
                 open.
+            tools: descriptions of tools; None for none.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.
         """
         if self.reward_prompt is not None:
             messages = self.reward_prompt.fill_message(messages, len(messages) - (1 if add_generation_prompt else 2))
-        request = {"messages": list(messages), "tools": None, "prompts": add_generation_prompt}
+        messages = join_parts([dict(message) for message in messages], self.source_for(tools))
+        request = {
+            "messages": messages,
+            "tools": None if tools is None else list(tools),
+            "prompts": add_generation_prompt,
+            "targets": [],
+            "variables": dict(variables or {}),
+        }
         (answer,) = self._process.process_requests([request])
-        text = self._to_rendered_chat(answer, location).text
+        rendered = self._to_rendered_chat(answer, location)
+        if isinstance(rendered, ConfigError):
+            raise rendered
+        text = rendered.text
         if add_generation_prompt:
             return text
         content = str(messages[-1]["content"])
@@ -149,196 +205,84 @@ class ChatTemplate:
             if form and (start := text.rfind(form)) >= 0:
                 return text[: start + len(form)]
         raise ConfigError(
-            f"{location}: the chat template of {self._location} does not write the last turn verbatim, so it cannot "
+            f"{location}: the chat template of {self.location} does not write the last turn verbatim, so it cannot "
             "be continued; set another template"
         )
 
-    def _to_rendered_chat(self, answer: Mapping[str, Any], location: str) -> RenderedChat:
+    def _to_rendered_chat(self, answer: Mapping[str, Any], location: str) -> RenderedChat | ConfigError:
+        if "moved" in answer:
+            return ConfigError(
+                f"{location}: the chat template of {self.location} renders turn {answer['moved']} differently when "
+                "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
+                "around the assistant's output, in a template of your own: data.chat_template=FILE"
+            )
         if "refused" in answer:
-            raise ConfigError(
-                f"{location}: the chat template of {self._location} refuses the conversation ({answer['refused']}); "
+            return ConfigError(
+                f"{location}: the chat template of {self.location} refuses the conversation ({answer['refused']}); "
                 "fix the conversation, remove it, or set data.chat_template"
             )
-        return RenderedChat(answer["text"], tuple(range(start, stop) for start, stop in answer["spans"]))
+        text: str = answer["text"]
+        return RenderedChat(
+            text,
+            tuple(range(start, stop) for start, stop in answer["spans"]),
+            tuple(text[:prompt] if isinstance(prompt, int) else prompt for prompt in answer["prompts"]),
+            answer["is_marked"],
+            answer["altered"],
+        )
 
 
-def load_chat_template(data: DataConfig) -> ChatTemplate:
+def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> ChatTemplate:
     """Return the template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
 
-    The tokenizer's template is `chat_template.jinja` next to tokenizer.json, else "chat_template" in
-    tokenizer_config.json (of several, the one named "default").
+    The tokenizer's templates are those that its folder declares (`read_tokenizer_folder`).
+
+    Args:
+        data: the recipe's section.
+        tokenizer: the tokenizer that data.tokenizer names; None: it is read.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
     folder = None
-    if data.tokenizer != "bytes":
-        tokenizer = existing_path("data.tokenizer", data.tokenizer)
-        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    settings = {} if folder is None else _tokenizer_settings(folder / "tokenizer_config.json")
-    special_tokens = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(settings.get(name))) is not None}
+    if isinstance(tokenizer, JsonTokenizer):
+        folder = tokenizer.folder
+    elif data.tokenizer != "bytes":
+        folder = read_tokenizer_folder(existing_path("data.tokenizer", data.tokenizer))
+    special_tokens = {} if folder is None else folder.special_tokens
     if data.chat_template:
         file = existing_path("data.chat_template", data.chat_template)
-        return ChatTemplate(_read_template(file), location=str(file), special_tokens=special_tokens)
+        return ChatTemplate(read_template(file), location=str(file), special_tokens=special_tokens)
     if folder is None:
         return ChatTemplate(BYTES_TEMPLATE, location="bytes", special_tokens={})
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return ChatTemplate(_read_template(file), location=str(file), special_tokens=special_tokens)
-    source = _default_template(settings.get("chat_template"))
+    source = folder.templates.get(DEFAULT_TEMPLATE)
     if source is None:
+        others = ", ".join(map(repr, sorted(folder.templates)))
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r} has no chat template: neither chat_template.jinja nor a chat_template "
-            f"in tokenizer_config.json is in {folder}; set data.chat_template to a file with one"
+            f"data.tokenizer={data.tokenizer!r} has no chat template: neither {TEMPLATE_FILE} nor a chat_template "
+            f"in {SETTINGS_FILE} is in {folder.file.parent}"
+            + (f", only templates named {others}" if others else "")
+            + "; set data.chat_template to a file with one"
         )
-    return ChatTemplate(source, location=str(folder / "tokenizer_config.json"), special_tokens=special_tokens)
-
-
-def _tokenizer_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = read_json(file, MAX_CONFIG_BYTES)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a readable tokenizer_config.json ({error}); fix or remove it") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file} is not a tokenizer_config.json: it holds no object; fix or remove it")
-    return settings
-
-
-def _default_template(declared: object) -> str | None:
-    if isinstance(declared, list):
-        named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
-        declared = named.get("default")
-    return declared if isinstance(declared, str) else None
-
-
-def _token_text(token: object) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return read_text(file, MAX_TEMPLATE_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error
-
-
-ANSWER_FIELDS = ("response", "completion")
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-"""Chat template role of each speaker name of the ShareGPT format."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The messages of a conversation, and the tools available in it."""
-
-    messages: tuple[dict[str, Any], ...]
-    tools: Any
-
-
-def parse_conversation(record: JsonlRecord) -> Conversation:
-    """Parse a record in one of four formats, detected by its fields, in this order.
-
-    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]},
-    optionally with "system"; Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the
-    instruction; {"prompt", "response"} (or "completion"). Other fields are ignored; those of a message are passed to
-    the template.
-
-    Raises:
-        ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
-            line.
-    """
-    fields = record.fields
-    place = record.location
-    if "messages" in fields:
-        return Conversation(parse_messages(fields["messages"], place), fields.get("tools"))
-    if "conversations" in fields:
-        return Conversation(_parse_sharegpt(fields, place), fields.get("tools"))
-    if "instruction" in fields and "prompt" not in fields:
-        return Conversation(_parse_alpaca(fields, place), None)
-    if "prompt" not in fields:
-        guess = closest_match("messages", fields) or closest_match("prompt", fields)
-        hint = f"its {guess!r} has another name" if guess else unknown_column_message("messages", fields)
-        raise ConfigError(
-            f'{place} is not a conversation ({hint}); give it "messages", "conversations", "instruction" '
-            'and "output", or "prompt" and "response"'
-        )
-    answer = next((name for name in ANSWER_FIELDS if name in fields), ANSWER_FIELDS[0])
-    turns = (("user", "prompt"), ("assistant", answer))
-    return Conversation(
-        tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns), None
+    return ChatTemplate(
+        source,
+        location=str(folder.template_file),
+        special_tokens=special_tokens,
+        tool_source=folder.templates.get(TOOL_TEMPLATE, ""),
     )
 
 
-def _parse_sharegpt(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
-    """Return the messages of a ShareGPT record; turns with "role" and "content" are accepted, too."""
-    turns = fields["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise ConfigError(f'{location}: "conversations" must be a list of at least one turn; fix it or remove the line')
-    messages: list[dict[str, Any]] = []
-    if fields.get("system"):
-        messages.append({"role": "system", "content": column_text(fields, "system", location)})
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise ConfigError(f'{location}: turn {number} must be an object with "from" and "value"; fix it')
-        if "role" in turn and "from" not in turn:
-            messages.append(turn)
-            continue
-        speaker = turn.get("from")
-        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            raise ConfigError(
-                f'{location}: turn {number} has "from": {speaker!r}; it must be one of {", ".join(SHAREGPT_ROLES)}'
-            )
-        text = column_text(turn, "value", f"{location}: turn {number}")
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": text})
-    return parse_messages(messages, location)
+def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
+    """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
 
-
-def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
-    """Return the messages of an Alpaca record: a nonempty "input" follows the instruction after an empty line."""
-    question = column_text(fields, "instruction", location)
-    more = column_text(fields, "input", location) if fields.get("input") is not None else ""
-    content = f"{question}\n\n{more}" if more else question
-    messages = [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": column_text(fields, "output", location)},
-    ]
-    if fields.get("system"):
-        messages.insert(0, {"role": "system", "content": column_text(fields, "system", location)})
-    return tuple(messages)
-
-
-def parse_messages(messages: object, location: str) -> tuple[dict[str, Any], ...]:
-    """Check a list of messages and return it.
+    Returns:
+        (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
 
     Raises:
-        ConfigError: it is no list, or a message has no role or no text; the message has the location.
+        ConfigError: the template rejects a conversation of a question and an answer.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ConfigError(f"{location}: message {number} must be an object with a role and a content; fix it")
-        if not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f'{location}: message {number} has no role; give it "role": "system", "user", "assistant" or "tool"'
-            )
-        content = message.get("content")
-        calls_tools = content is None and message.get("tool_calls")
-        if not isinstance(content, str) and not calls_tools:
-            raise ConfigError(f'{location}: message {number} has no text; give it "content": "..."')
-        reject_surrogates(message["role"] + (content or ""), f"{location}: message {number}")
-    return tuple(messages)
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _END_PROBE}]
+    rendered = template.render(messages, None, "a question and an answer")
+    response = rendered.text[rendered.responses[-1].start : rendered.responses[-1].stop] if rendered.responses else ""
+    marker = response.rpartition(_END_PROBE)[2].strip()
+    ids = tokenizer.encode(marker).tolist() if marker else []
+    return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), marker)

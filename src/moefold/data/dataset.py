@@ -40,7 +40,8 @@ from moefold.data.token_file import (
     read_npy_header,
     token_files,
 )
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from moefold.data.token_tokenizer import compare_tokenizers
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -170,9 +171,14 @@ def prepare(
         The file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
     if data.kind == "tokens" and data.corrupt == "fatal":
-        TokenFileStream(token_files(data), vocab_size=vocab_size).probe()
+        files = token_files(data)
+        TokenFileStream(files, vocab_size=vocab_size).probe()
+        if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
+            logger.warning("%s", note)
     opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, is_first=True)
-    train = opener.open().train
+    dataset = opener.open()
+    report_notes(dataset.tokenizer)
+    train = dataset.train
     train.sample(train.next_sample_indices(0, 1)[0])
     return opener.cached_path
 

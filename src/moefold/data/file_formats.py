@@ -1,4 +1,4 @@
-"""Readers of JSON lines, .npy arrays and parquet columns, with file and line (row) in every error.
+"""Readers of JSON lines, JSON arrays, .npy arrays and parquet columns, with file and line (row) in every error.
 
 Files are untrusted: arrays are memory-mapped and never unpickled, and line lengths are limited. A file is opened here
 and given to the packages as an open file, so that no character of its name is a pattern, a URL or an option to them.
@@ -9,12 +9,13 @@ import gzip
 import io
 import json
 import lzma
+import re
 import shutil
 import tempfile
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,14 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from moefold.bounded_read import LongLineError, bounded_lines, check_regular_file, open_regular, parse_json
+from moefold.bounded_read import (
+    MAX_TEXT_BYTES,
+    LongLineError,
+    bounded_lines,
+    check_regular_file,
+    open_regular,
+    parse_json,
+)
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.extras import install_command
@@ -30,6 +38,9 @@ from moefold.extras import install_command
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PROBE_BYTES = 1 << 12
+_ARRAY_START = re.compile(rb"\s*\[\s*(?:\{|null|$)")
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class ColumnError(ConfigError):
@@ -45,13 +56,6 @@ class JsonlRecord:
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
-    repeated_column: str = ""
-    """A column that the object has twice, of which `fields` has the last; empty if there is none."""
-
-    def reject_repeated_column(self) -> None:
-        """Raise ConfigError if the object has a column twice."""
-        if self.repeated_column:
-            raise ConfigError(f"{self.location} has the column {self.repeated_column!r} twice; remove one")
 
 
 def is_jsonl(path: Path) -> bool:
@@ -121,15 +125,21 @@ def _decode_line(line: bytes, place: str) -> str:
         raise ConfigError(f"{place} is not UTF-8 ({error.reason} at byte {error.start} of the line); fix it") from None
 
 
-def jsonl_records(path: Path) -> Iterator[JsonlRecord]:
-    """Yield the objects of a file in order; empty lines are skipped.
+def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None) -> Iterator[JsonlRecord]:
+    """Yield the objects of a file in order: one a line, or those of a JSON array; empty lines are skipped.
+
+    Args:
+        path: the file.
+        skip: called with the error of a line that is no object, which is then skipped; None: the error is raised.
 
     Raises:
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
     """
-    for number, line in numbered_lines(path):
-        if record := parse_line(line, path, number):
-            yield record
+    with open_lines(path) as file, translated_read_errors(path):
+        lines = _array_elements(file, path) if _is_array(file) else enumerate(bounded_lines(file), 1)
+        for number, line in lines:
+            if record := _parse_or_skip(line, path, number, skip):
+                yield record
 
 
 def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
@@ -151,21 +161,84 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
             where = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({where}); fix or remove the line") from None
     if not isinstance(fields, dict):
+        hint = f"; for an array: jq -c '.[]' {path.name} > {path.stem}.jsonl" if isinstance(fields, list) else ""
         raise ConfigError(
-            f"{place} holds {json_type_name(fields)}, but every line must be an object such as {{...}}; fix it"
+            f"{place} holds {json_type_name(fields)}, but every line must be an object such as {{...}}; fix it{hint}"
         )
-    return JsonlRecord(place, fields, len(line), _repeated_column(text, fields))
+    if repeated := _repeated_key(text):
+        raise ConfigError(f"{place} has the key {repeated!r} twice in one object; remove one")
+    return JsonlRecord(place, fields, len(line))
 
 
-def _repeated_column(text: bytes, fields: Mapping[str, Any]) -> str:
-    """Return a name that occurs twice among the columns of an object; empty if there is none."""
-    names = [name for name in fields if text.count(json.dumps(name, ensure_ascii=False).encode(errors="replace")) > 1]
-    if not names:
-        return ""
-    # The name may also be a value, or a key of an inner object, which is closed before the outer one.
-    objects: list[list[str]] = []
-    json.loads(text, object_pairs_hook=lambda pairs: objects.append([name for name, _ in pairs]))
-    return next((name for name in names if objects[-1].count(name) > 1), "")
+def _parse_or_skip(
+    line: bytes, path: Path, number: int, skip: Callable[[ConfigError], None] | None
+) -> JsonlRecord | None:
+    try:
+        return parse_line(line, path, number)
+    except ConfigError as error:
+        if skip is None:
+            raise
+        skip(error)
+        return None
+
+
+def _is_array(file: BinaryIO) -> bool:
+    """Return whether a file holds one JSON array of objects, and not one value a line."""
+    start: bytes = cast(Any, file).peek(_PROBE_BYTES)[:_PROBE_BYTES]
+    return _ARRAY_START.match(start.removeprefix(_BYTE_ORDER_MARK)) is not None
+
+
+def _array_elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the elements of a JSON array with the lines on which they begin; the file is read as a whole."""
+    content = file.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise ConfigError(
+            f"{path} is a JSON array of more than {MAX_TEXT_BYTES:,} bytes; write one object a line: "
+            f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); fix it") from None
+    decoder = json.JSONDecoder()
+    line = 1
+    position = text.index("[") + 1
+    counted = 0
+    while True:
+        position = _skip_space(text, position)
+        line += text.count("\n", counted, position)
+        counted = position
+        try:
+            _, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deep"
+            raise ConfigError(f"{path}:{line} is not JSON ({reason}); fix or remove the element") from None
+        # The first line may have a byte order mark, which an element has not.
+        yield line, text[position:end].encode("utf-8", "surrogatepass")
+        position = _skip_space(text, end)
+        if text[position : position + 1] == "]" and not text[position + 1 :].strip():
+            return
+        if text[position : position + 1] != ",":
+            raise ConfigError(f"{path}:{line}: the JSON array has no comma or end after an element; fix it")
+        position += 1
+
+
+def _skip_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return position if found is None else found.end()
+
+
+def _repeated_key(text: bytes) -> str:
+    """Return a key that an object, at any depth, has twice; empty if there is none."""
+    repeated: list[str] = []
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            repeated.append(next(name for name in names if names.count(name) > 1))
+
+    json.loads(text, object_pairs_hook=check)
+    return repeated[0] if repeated else ""
 
 
 def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:

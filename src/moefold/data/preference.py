@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from moefold.config.align import REFERENCE_METHODS, AlignConfig
 from moefold.config.schema import DataConfig
-from moefold.data.chat import Message, parse_messages
+from moefold.data.chat import Message
+from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.data.rewards import prompt_hash
 from moefold.data.sample import Sample
@@ -278,7 +279,7 @@ def _to_render(
         record.fields.get("tools"),
         record.location,
         size_bytes,
-        first_response=sum(message["role"] == "assistant" for message in prompt),
+        untrained=frozenset(range(len(prompt))),
         has_label=has_label,
     )
 
@@ -290,7 +291,6 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
         ConfigError: a column is missing or empty, the completions are equal or share no prompt; the message has the
             line.
     """
-    record.reject_repeated_column()
     fields = record.fields
     place = record.location
     for column in ("chosen", "rejected"):
@@ -340,7 +340,6 @@ def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]
     Raises:
         ConfigError: a column is missing or has another type; the message has the line.
     """
-    record.reject_repeated_column()
     fields = record.fields
     if "completion" not in fields and "chosen" in fields:
         prompt, chosen, rejected = parse_pair(record)
@@ -362,7 +361,10 @@ def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
     value = record.fields[column]
     place = f'{record.location}: "{column}"'
     if isinstance(value, list):
-        return list(parse_messages(value, place))
+        found = parse_messages(value, place)
+        if found.untrained and column != "prompt":
+            raise ConfigError(f"{place} has a message of weight 0, which no preference can train; remove the weight")
+        return list(found.messages)
     text = column_text(record.fields, column, record.location)
     # A completion may be empty: the model ended at once.
     if not text and column == "prompt":

@@ -6,7 +6,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from moefold.config.schema import DataConfig
-from moefold.data.chat import load_chat_template
+from moefold.data.chat import ChatRequest, load_chat_template
+from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.reward_prompt import RewardPrompt
@@ -161,9 +162,10 @@ def read_prompts(data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | No
         for record in batch:
             source = record.fields.get(PROMPT_COLUMN)
             if isinstance(source, list):
-                template = template or load_chat_template(data)
+                template = template or load_chat_template(data, tokenizer)
                 template.reward_prompt = want
-                _check_messages(source, record.location)
+                source = list(parse_messages(source, f"{record.location}: the prompt").messages)
+                template.check_roles(ChatRequest(source, None, record.location))
                 text = template.render_prompt(source, record.location, add_generation_prompt=True)
             else:
                 text = column_text(record.fields, PROMPT_COLUMN, record.location)
@@ -210,12 +212,3 @@ def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokeniz
             f"{location}: the column {clashes[0]!r} has the name of an argument of reward functions; rename it"
         )
     return Prompt(source, text, ids, columns, location)
-
-
-def _check_messages(messages: list[Any], location: str) -> None:
-    for number, message in enumerate(messages, 1):
-        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not is_message or not isinstance(message.get("content"), str):
-            raise ConfigError(f'{location}: message {number} of the prompt needs a text "role" and "content"; fix it')
-    if not messages:
-        raise ConfigError(f"{location}: the prompt has no message; a model continues at least one")

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from moefold.config.align import AlignConfig
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_ids, npy_header
-from moefold.data.chat import Message, parse_conversation
+from moefold.data.chat import Message
+from moefold.data.conversation_format import parse_conversation
 from moefold.data.file_formats import JsonlRecord, jsonl_records, unknown_column_message
 from moefold.data.sft import ConversationReader, ConversationToRender, ScaledMembers, conversation_files
 from moefold.data.token_file import read_npy_header
@@ -137,7 +138,6 @@ def conditioned_reader(align: AlignConfig) -> ConversationReader:
 
 def _conditioned(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator[ConversationToRender]:
     for record in records:
-        record.reject_repeated_column()
         found = parse_conversation(record)
         messages = list(found.messages)
         number = _prompt_length(messages) - 1
@@ -148,7 +148,7 @@ def _conditioned(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator
             **messages[number],
             "content": fill_template(align.template, prompt, reward_of(record, align.reward)),
         }
-        yield ConversationToRender(messages, found.tools, record.location, record.size_bytes)
+        yield ConversationToRender(messages, found.tools, record.location, record.size_bytes, found.untrained)
 
 
 def _prompt_length(messages: list[Any]) -> int:
@@ -159,7 +159,6 @@ def _prompt_length(messages: list[Any]) -> int:
 
 def _reward_row(record: JsonlRecord, column: str) -> tuple[float, int]:
     """Return reward and hash of the prompt of a row."""
-    record.reject_repeated_column()
     found = parse_conversation(record)
     prompt = list(found.messages)[: _prompt_length(list(found.messages))]
     return reward_of(record, column), prompt_hash(prompt, found.tools)

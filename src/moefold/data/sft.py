@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_ids, npy_header
-from moefold.data.chat import ChatTemplate, Message, load_chat_template, parse_conversation
-from moefold.data.file_formats import JsonlRecord, is_jsonl, jsonl_records, reject_surrogates
+from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
+from moefold.data.conversation_format import parse_conversation
+from moefold.data.conversation_tokens import RowReport, TokenizedConversation, stored_notes, tokenize_conversations
+from moefold.data.file_formats import JsonlRecord, is_jsonl, jsonl_records
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
 from moefold.data.sample import Sample
@@ -30,13 +32,13 @@ from moefold.data.tokenizer import OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
 """Of the first token of a conversation; its meaning is that of the kind of data."""
 _ID_MASK = np.uint32((1 << 29) - 1)
-_BATCH_RECORDS = 512
+_BATCH_ROWS = 256
 _SCAN_CHUNK_TOKENS = 2**24
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,16 @@ class ConversationToRender:
     """FILE:LINE, for messages."""
     size_bytes: int
     """Bytes of the files that it accounts for, for the progress."""
-    first_response: int = 0
-    """The assistant's turns before this one belong to the prompt, and have no targets."""
+    untrained: frozenset[int] = frozenset()
+    """Indices of the assistant's messages that belong to the prompt, and have no targets."""
     has_label: bool = False
     """Sets `LABEL_BIT`."""
+
+    def request(self) -> ChatRequest:
+        """Return what the template is asked to render."""
+        roles = enumerate(message["role"] for message in self.messages)
+        targets = tuple(i for i, role in roles if role == "assistant" and i not in self.untrained)
+        return ChatRequest(self.messages, self.tools, self.location, targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,21 +227,30 @@ def open_conversations(
             no chat template, or there is no conversation at all.
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
-    template = load_chat_template(data)
+    template = load_chat_template(data, tokenizer)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     reader = reader or ConversationReader(("sft",), _read_conversations)
-    identity = [*reader.identity, FORMAT_VERSION, sizes, tokenizer.identity, template.identity]
+    skips = ["skip_bad_rows"] if data.skip_bad_rows else []
+    identity = [*reader.identity, FORMAT_VERSION, sizes, tokenizer.identity, template.identity, *skips]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    report = RowReport(template.location, skips=data.skip_bad_rows)
 
     def write(file: BinaryIO) -> None:
-        conversations = reader.read(record for path in files for record in jsonl_records(path))
+        records = (record for path in files for record in jsonl_records(path, report.refuse if skips else None))
+        conversations = reader.read(_good_records(records, reader, report) if skips else records)
         total_bytes = sum(path.stat().st_size for path in files)
         with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
-            num_tokens = _write_conversations(file, conversations, tokenizer, template, progress)
+            num_tokens = _write_conversations(file, conversations, _Tokenization(tokenizer, template, report), progress)
         if not num_tokens:
             raise ConfigError(f"data.path={files[0]} is empty: there is no conversation; name files with some")
 
-    flagged = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    cached = cached_ids(key, write, cache_dir=cache_dir)
+    is_new = bool(report.notes())
+    for note in stored_notes(cached, report):
+        # Once a run: of its processes, one shows progress, and one makes the file.
+        if shows_progress or is_new:
+            logger.warning("%s", note)
+    flagged = read_npy_header(cached).open()
     starts = [
         first + np.flatnonzero(flagged[first : first + _SCAN_CHUNK_TOKENS] & FIRST_TOKEN_BIT)
         for first in range(0, len(flagged), _SCAN_CHUNK_TOKENS)
@@ -316,50 +333,63 @@ def _read_conversations(records: Iterator[JsonlRecord]) -> Iterator[Conversation
     """Yield each record as one conversation."""
     for record in records:
         found = parse_conversation(record)
-        yield ConversationToRender(found.messages, found.tools, record.location, record.size_bytes)
+        yield ConversationToRender(found.messages, found.tools, record.location, record.size_bytes, found.untrained)
+
+
+def _good_records(
+    records: Iterator[JsonlRecord], reader: ConversationReader, report: RowReport
+) -> Iterator[JsonlRecord]:
+    """Yield the records that a reader can read alone."""
+    for record in records:
+        try:
+            list(reader.read(iter([record])))
+        except ConfigError as error:
+            report.refuse(error)
+        else:
+            yield record
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenization:
+    """Tokenizer, chat template and report of a tokenisation."""
+
+    tokenizer: OffsetTokenizer
+    template: ChatTemplate
+    report: RowReport
 
 
 def _write_conversations(
-    file: BinaryIO,
-    conversations: Iterator[ConversationToRender],
-    tokenizer: OffsetTokenizer,
-    template: ChatTemplate,
-    progress: ReadProgress,
+    file: BinaryIO, conversations: Iterator[ConversationToRender], job: _Tokenization, progress: ReadProgress
 ) -> int:
     """Write the flagged ids of all conversations as an .npy file; return their number."""
     dtype = np.dtype("<u4")
     file.write(npy_header(dtype, 0))
     num_tokens = 0
-    while batch := list(islice(conversations, _BATCH_RECORDS)):
-        for flagged in _tokenize(batch, tokenizer, template):
-            file.write(flagged.astype(dtype).tobytes())
-            num_tokens += len(flagged)
-        progress.advance(sum(conversation.size_bytes for conversation in batch))
+    # The conversations of one row stay together: a row is skipped as a whole.
+    rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda one: one.location))
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        flat = [one for row in batch for one in row]
+        requests = [one.request() for one in flat]
+        for one, found in zip(
+            flat, tokenize_conversations(requests, job.tokenizer, job.template, job.report), strict=True
+        ):
+            if found is not None:
+                flagged = _flag(found, has_label=one.has_label)
+                file.write(flagged.astype(dtype).tobytes())
+                num_tokens += len(flagged)
+        progress.advance(sum(one.size_bytes for one in flat))
     file.seek(0)
     file.write(npy_header(dtype, num_tokens))
     return num_tokens
 
 
-def _tokenize(
-    conversations: list[ConversationToRender], tokenizer: OffsetTokenizer, template: ChatTemplate
-) -> Iterator[NDArray[np.uint32]]:
-    requests = [(one.messages, one.tools, one.location) for one in conversations]
-    chats = []
-    for one, chat in zip(conversations, template.render_all(requests), strict=True):
-        chats.append(chat)
-        # The text may contain other fields than the content, such as names and tool calls.
-        reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
-    encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
-    for one, chat, (ids, places) in zip(conversations, chats, encoded, strict=True):
-        if not len(ids):
-            raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
-        flagged = ids.astype(np.uint32)
-        for response in chat.responses[one.first_response :]:
-            flagged[(places >= response.start) & (places < response.stop)] |= RESPONSE_BIT
-        flagged[0] |= FIRST_TOKEN_BIT
-        if one.has_label:
-            flagged[0] |= LABEL_BIT
-        yield flagged
+def _flag(tokenized: TokenizedConversation, *, has_label: bool) -> NDArray[np.uint32]:
+    flagged = tokenized.ids.astype(np.uint32)
+    flagged[tokenized.is_target] |= RESPONSE_BIT
+    flagged[0] |= FIRST_TOKEN_BIT
+    if has_label:
+        flagged[0] |= LABEL_BIT
+    return flagged
 
 
 def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -384,7 +414,9 @@ def hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.in
 
 
 def conversation_location(data: DataConfig, number: int) -> str:
-    """Return FILE:LINE of a conversation."""
+    """Return FILE:LINE of a conversation; its number where rows may have been skipped."""
+    if data.skip_bad_rows:
+        return f"data.path: conversation {number + 1}, of those not skipped"
     records = (record for path in conversation_files(data) for record in jsonl_records(path))
     return next(islice(records, number, None)).location
 

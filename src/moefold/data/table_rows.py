@@ -195,8 +195,6 @@ def _json_texts(file: Path, column: str) -> Iterator[str]:
         yield from _object_texts(file, column)
     else:
         for record in jsonl_records(file):
-            if record.repeated_column == column:
-                record.reject_repeated_column()
             yield _json_text(record.fields, column, record.location)
 
 

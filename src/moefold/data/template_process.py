@@ -22,7 +22,7 @@ class TemplateLimits:
     cpu_s: float = 30.0
     """CPU time to compile the template, and for one conversation.
 
-    Templates take milliseconds; a conversation of 1,000 turns is rendered 2,001 times, which takes some seconds.
+    Templates take milliseconds; a conversation of 1,000 turns is rendered some 2,000 times, which takes seconds.
     """
     memory_bytes: int = 1 << 30
     """Address space of the process, of which the interpreter takes 30 MB."""
@@ -34,10 +34,11 @@ class TemplateLimits:
 class TemplateProgram:
     """A template and its settings, as sent to the process."""
 
-    source: str
+    sources: tuple[tuple[str, bool], ...]
+    """The programs, each with whether it has `{% generation %}` marks: the only one, or those for conversations without
+    and with tools."""
     special_tokens: dict[str, str]
     marks: tuple[str, str]
-    has_marks: bool
     date: str
     """Output of `strftime_now`, in ISO form."""
 

@@ -9,7 +9,9 @@ per conversation. Standard output: a line of JSON for the template and for each 
 before it is answered, to avoid a deadlock of full pipes. It is run by `limited_worker.py`.
 """
 
+import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Answer = dict[str, Any]
+Message = dict[str, Any]
 Render = Callable[[Mapping[str, Any]], str]
+_PROBE = "\ue000\ue001\ue002"
+"""Content that no conversation has and that no template strips, to find the place of a turn."""
 
 
 class TemplateRenderError(Exception):
@@ -41,7 +46,8 @@ def main() -> None:
     start = json.loads(requests.readline())
     signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
     try:
-        render = _compile(start["source"], start["marks"], datetime.fromisoformat(start["date"]))
+        date = datetime.fromisoformat(start["date"])
+        programs = [(_compile(source, start["marks"], date), has_marks) for source, has_marks in start["sources"]]
     except TemplateRenderError as error:
         answer({"refused": str(error)})
         return
@@ -51,42 +57,139 @@ def main() -> None:
         for line in batch:
             # The timer's SIGPROF kills the process when the time is over.
             signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
-            answer(_render_request(json.loads(line), render, start))
+            answer(_render_request(json.loads(line), programs, start))
 
 
-def _render_request(request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]) -> Answer:
-    """Return {text, spans}, {refused: reason} or {moved: turn}."""
-    most_characters: int = settings["most_characters"]
-    tokens: Mapping[str, str] = settings["special_tokens"]
-
-    def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
-        values = {"messages": messages, "tools": request["tools"], "add_generation_prompt": prompts}
-        text = render({**tokens, **values})
-        if len(text) > most_characters:
-            raise TemplateRenderError(f"it writes more than {most_characters:,} characters")
-        return text
-
-    messages = request["messages"]
+def _render_request(
+    request: Mapping[str, Any], programs: Sequence[tuple[Render, bool]], settings: Mapping[str, Any]
+) -> Answer:
+    """Return {text, spans, prompts, is_marked, altered}, {refused: reason} or {moved: turn}."""
+    messages: list[Message] = request["messages"]
+    render, has_marks = programs[0 if request["tools"] is None else -1]
+    conversation = _Conversation(messages, request, render, settings)
     try:
         if request["prompts"] is not None:
-            text, spans = _split_at_marks(write(messages, prompts=request["prompts"]), *settings["marks"])
-            return {"text": text, "spans": spans}
-        if settings["has_marks"]:
-            text, spans = _split_at_marks(write(messages, prompts=False), *settings["marks"])
-            return {"text": text, "spans": spans}
-        text = write(messages, prompts=False)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = write(messages[:i], prompts=True)
-            after = write(messages[: i + 1], prompts=False).rstrip()
-            if not (text.startswith(after) and text.startswith(before)):
-                return {"moved": i + 1}
-            spans.append((min(len(before), len(after)), len(after)))
-        return {"text": text, "spans": spans}
+            text, _ = conversation.write(len(messages), prompts=request["prompts"])
+            return {"text": text, "spans": [], "prompts": [], "is_marked": has_marks, "altered": 0}
+        found = conversation.marked_turns if has_marks else conversation.unmarked_turns
+        return {**found(request["targets"]), "is_marked": has_marks}
     except TemplateRenderError as error:
         return {"refused": str(error)}
+    except TurnMovedError as error:
+        return {"moved": error.turn}
+
+
+class TurnMovedError(Exception):
+    """The place of a turn in a conversation cannot be found."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__(turn)
+        self.turn = turn
+        """1-based number of the message."""
+
+
+class _Conversation:
+    """A conversation, as a template writes it and its beginnings."""
+
+    def __init__(
+        self, messages: Sequence[Message], request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]
+    ) -> None:
+        self._messages = messages
+        self._tools = request["tools"]
+        self._variables: Mapping[str, Any] = request.get("variables", {})
+        self._render = render
+        self._settings = settings
+
+    def write(
+        self, count: int, *, prompts: bool, messages: Sequence[Message] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of the first messages, and the character spans between the marks of the template.
+
+        Args:
+            count: number of messages.
+            prompts: add the generation prompt.
+            messages: to write instead of those of the conversation.
+        """
+        values = {
+            "messages": (self._messages if messages is None else messages)[:count],
+            "tools": self._tools,
+            "add_generation_prompt": prompts,
+        }
+        text = self._render({**self._settings["special_tokens"], **self._variables, **values})
+        if len(text) > (limit := self._settings["most_characters"]):
+            raise TemplateRenderError(f"it writes more than {limit:,} characters")
+        return _split_at_marks(text, *self._settings["marks"])
+
+    def marked_turns(self, targets: Sequence[int]) -> Answer:
+        """Return the text, the marked spans of turns, and the prompts that the template writes before them."""
+        text, spans = self.write(len(self._messages), prompts=False)
+        assistant = [i for i, message in enumerate(self._messages) if message["role"] == "assistant"]
+        if list(targets) != assistant:
+            found = []
+            for i in targets:
+                counts = [len(self.write(i + more, prompts=False)[1]) if i + more else 0 for more in (0, 1)]
+                if not counts[0] < counts[1] <= len(spans):
+                    raise TurnMovedError(i + 1)
+                found += spans[counts[0] : counts[1]]
+            spans = found
+        prompts: list[int | str] = []
+        for i in targets:
+            # Some templates refuse a conversation that ends before an answer: the marks are right all the same.
+            with contextlib.suppress(TemplateRenderError):
+                prompts.append(_as_prefix(self.write(i, prompts=True)[0], text))
+        return {"text": text, "spans": spans, "prompts": prompts, "altered": 0}
+
+    def unmarked_turns(self, targets: Sequence[int]) -> Answer:
+        """Return the text, the spans of turns, and the prompts before them."""
+        text, _ = self.write(len(self._messages), prompts=False)
+        spans: list[tuple[int, int]] = []
+        prompts: list[int | str] = []
+        altered = 0
+        for i in targets:
+            before = self.write(i, prompts=True)[0]
+            after = self.write(i + 1, prompts=False)[0].rstrip()
+            begins = text.startswith(before)
+            if text.startswith(after) and begins:
+                spans.append((min(len(before), len(after)), len(after)))
+            elif text.startswith(after) and text.startswith(head := self.write(i, prompts=False)[0] if i else ""):
+                # The generation prompt is not how the template begins a finished turn: it may open <think>.
+                spans.append((min(max(len(head), _common_length(text, before)), len(after)), len(after)))
+            else:
+                span, is_whole = self._find_turn(i, text)
+                spans.append((min(len(before), span[1]) if begins else span[0], span[1]))
+                altered = altered or (0 if is_whole else i + 1)
+            prompts.append(_as_prefix(before, text))
+        return {"text": text, "spans": spans, "prompts": prompts, "altered": altered}
+
+    def _find_turn(self, i: int, text: str) -> tuple[tuple[int, int], bool]:
+        """Find a turn that the template writes differently when others follow, by writing another content in its place.
+
+        Returns:
+            The span of the content and its end mark, and whether the whole content is there.
+        """
+        content = self._messages[i].get("content")
+        if not isinstance(content, str) or not content.strip():
+            raise TurnMovedError(i + 1)
+        probed = [*self._messages]
+        probed[i] = {**probed[i], "content": _PROBE}
+        whole, found, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
+        end = self.write(i + 1, prompts=False, messages=probed)[0].rstrip().partition(_PROBE)[2]
+        start = _common_length(text, whole)
+        stop = len(text) - len(tail)
+        if not found or not text.endswith(tail) or not start <= stop:
+            raise TurnMovedError(i + 1)
+        is_whole = content.strip() in text[start:stop]
+        return (start, stop + _common_length(tail, end)), is_whole
+
+
+def _as_prefix(prompt: str, text: str) -> int | str:
+    """Return a prompt, as a length if it is a prefix of the text."""
+    return len(prompt) if text.startswith(prompt) else prompt
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return the length of the longest common prefix."""
+    return len(os.path.commonprefix([first, second]))
 
 
 def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
@@ -120,8 +223,14 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -318,10 +318,23 @@ def read_npy_header(path: Path) -> TokenFile:
 
 def check_finished(folder: Path) -> None:
     """Raise ConfigError if `moefold tokenize` has not finished the folder."""
+    info = read_tokenize_info(folder)
+    if info and info.get("is_complete") is not True:
+        raise ConfigError(
+            f"data.path={folder} is not finished; run the same `moefold tokenize` command again, which resumes"
+        )
+
+
+def read_tokenize_info(folder: Path) -> dict[str, Any]:
+    """Return what `moefold tokenize` recorded about the token files of a folder; empty if it made none of them.
+
+    Raises:
+        ConfigError: the record is broken.
+    """
     try:
         info = read_json(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return {}
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder / TOKENIZE_INFO_FILE} is broken ({error}); tokenise again into another folder"
@@ -330,10 +343,7 @@ def check_finished(folder: Path) -> None:
         raise ConfigError(
             f"{folder / TOKENIZE_INFO_FILE} is broken (it holds no object); tokenise again into another folder"
         )
-    if info.get("is_complete") is not True:
-        raise ConfigError(
-            f"data.path={folder} is not finished; run the same `moefold tokenize` command again, which resumes"
-        )
+    return info
 
 
 def read_header(path: Path, token_dtype: str) -> TokenFile:

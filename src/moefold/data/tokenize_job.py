@@ -38,7 +38,7 @@ from moefold.data.file_formats import (
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer
+from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer, report_notes
 from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
@@ -365,7 +365,8 @@ def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
         yield pieces
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 named a tokenizer by the bytes of its file."""
 _MISMATCH_MESSAGES = {
     "format": "of another version of this program",
     "tokenizer": "another --tokenizer",
@@ -409,6 +410,7 @@ def tokenize_files(
         ConfigError: the input cannot be used (the message has file and line), or the folder holds something else.
     """
     tokenizer = writer.load_tokenizer()
+    report_notes(tokenizer)
     files = input_files(inputs, input_format, writer.out)
     shards = plan_shards(files, shard_bytes)
     info: dict[str, Any] = {
@@ -423,6 +425,8 @@ def tokenize_files(
     }
     with _lock_output_folder(writer.out):
         _check_same_job(writer.out, info)
+        # For messages: the same tokenizer may have another path.
+        info["tokenizer_name"] = writer.tokenizer_name
         _write_info(writer.out, info | {"is_complete": False})
         _remove_tmp_files(writer.out)
         done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}

@@ -1,31 +1,32 @@
 """Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bytes, read_json
 from moefold.config.schema import DataConfig
 from moefold.data.input_paths import existing_path
-from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess
+from moefold.data.tokenizer_folder import read_tokenizer_folder, translate_tokenizer_errors
+from moefold.data.tokenizer_process import TokenizerLimits
 from moefold.errors import ConfigError
 
-# End-of-document tokens of published tokenizers, in order of preference: the plain end of text comes before the end
-# of a chat turn, which a tokenizer may declare as its eos token.
-_END_OF_TEXT = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-)
+logger = logging.getLogger(__name__)
+_CANNOT_ENCODE = "cannot make tokens of a text"
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Table of what each id of a tokenizer writes."""
+
+    pieces: Sequence[bytes]
+    """Bytes of each id, [ids]; empty for those that are no token."""
+    special_ids: frozenset[int]
+    """Ids of the tokens that are marks and no text."""
 
 
 class Tokenizer(Protocol):
@@ -35,11 +36,19 @@ class Tokenizer(Protocol):
     """One more than the largest id."""
     separator_id: int | None
     """The id appended to every document; None joins documents without one."""
+    bos_id: int | None
+    """The id that is declared to begin a text; None if there is none."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
+    notes: tuple[str, ...]
+    """What the files of the tokenizer do not declare and was guessed, or declare and cannot be followed."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], without a separator."""
+        ...
+
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text, [tokens], with the special tokens that the tokenizer puts around one."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
@@ -50,12 +59,19 @@ class Tokenizer(Protocol):
         """Return the text of ids."""
         ...
 
+    def token_table(self) -> TokenTable:
+        """Return what each id writes."""
+        ...
+
 
 class OffsetTokenizer(Tokenizer, Protocol):
     """A tokenizer that also returns character offsets."""
 
+    added_ids: NDArray[np.int64]
+    """Ids of the tokens that divide a text before it is tokenised, such as special tokens."""
+
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return for each text its ids, [tokens], and the character offset at which each id begins, [tokens]."""
+        """Return for each text its ids, [tokens], and the range of characters of each id, [tokens, 2]."""
         ...
 
 
@@ -64,23 +80,40 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator_id: int | None = 0
+    bos_id: int | None = None
     identity = "bytes"
+    added_ids = np.zeros(0, dtype=np.int64)
+    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the UTF-8 bytes of a text, [bytes]."""
+        """Return the UTF-8 bytes of a text, [bytes].
+
+        Raises:
+            ConfigError: the text has a NUL character, whose byte ends documents.
+        """
+        if (position := text.find("\0")) >= 0:
+            raise ConfigError(
+                "a text holds a NUL character, which ends documents with the tokenizer 'bytes', "
+                f"after {text[max(0, position - 30) : position]!r}; remove it, or name a tokenizer.json"
+            )
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the UTF-8 bytes of a text: there are no special tokens."""
+        return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the UTF-8 bytes of several texts."""
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return the bytes of several texts, and the character offset of each byte."""
+        """Return the bytes of several texts, and the range of characters of each byte."""
         pairs = []
         for text in texts:
             octets = self.encode(text)
             # Bytes 10xxxxxx continue a character, all others begin one.
-            pairs.append((octets, np.cumsum((octets & 0xC0) != 0x80) - 1))
+            characters = np.cumsum((octets & 0xC0) != 0x80)
+            pairs.append((octets, np.stack([characters - 1, characters], axis=1)))
         return pairs
 
     def decode(self, ids: ArrayLike) -> str:
@@ -90,18 +123,21 @@ class ByteTokenizer:
         octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
         return octets.decode("utf-8", errors="replace")
 
+    def token_table(self) -> TokenTable:
+        """Return the bytes; none is special."""
+        return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
+
 
 class JsonTokenizer:
-    """A tokenizer.json of the `tokenizers` package.
+    """The tokenizer of a folder: a tokenizer.json of the `tokenizers` package and the files next to it.
 
-    Documents are separated by its end-of-text token: the first of the common names in its vocabulary, else the
-    eos_token of a tokenizer_config.json in the same folder. If there is neither, documents are joined without a
-    separator. Special tokens that occur in the text become their ids. It runs in a subprocess with limited memory and
-    time, since the file may be a stranger's.
+    Documents are separated by the declared end-of-text token (`TokenizerFolder.end_of_text`). Special tokens that occur
+    in the text become their ids. It runs in a subprocess with limited memory and time, since the files may be a
+    stranger's.
     """
 
     def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
-        """Load a tokenizer.json, or the one in a folder.
+        """Load a tokenizer.json, or a folder with one.
 
         Args:
             path: the file or the folder.
@@ -110,26 +146,23 @@ class JsonTokenizer:
         Raises:
             ConfigError: the file is missing or is not a tokenizer.
         """
-        file = path / "tokenizer.json" if path.is_dir() else path
-        self._file = file
-        self._limits = limits or TokenizerLimits()
-        with self._translate_errors("is not a tokenizer.json of the tokenizers package"):
-            try:
-                self._process = TokenizerProcess(partial(read_bytes, file, MAX_TOKENIZER_BYTES), self._limits)
-            except OSError as error:
-                raise ConfigError(
-                    f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
-                ) from error
-            vocabulary = self._process.vocabulary(_END_OF_TEXT)
-            ids = vocabulary["ids"]
-            found = [ids[name] for name in _END_OF_TEXT if name in ids]
-            if not found and (eos := _declared_eos(file.with_name("tokenizer_config.json"))) is not None:
-                found = list(self._process.vocabulary([eos])["ids"].values())
-        if not vocabulary["entries"]:
-            raise ConfigError(f"data.tokenizer={str(file)!r} has an empty vocabulary; name a trained tokenizer.json")
-        self.vocab_size: int = vocabulary["vocab_size"]
-        self.separator_id: int | None = found[0] if found else None
-        self.identity = f"{self._process.sha256} separator={self.separator_id}"
+        self._limits = limits
+        self.folder = read_tokenizer_folder(path, limits)
+        """What the files declare."""
+        self._file = self.folder.file
+        self._process = self.folder.process
+        self.vocab_size = self.folder.vocab_size
+        if not self.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer={str(self._file)!r} has an empty vocabulary; name a trained tokenizer.json"
+            )
+        self.added_ids = np.array(self.folder.added_ids, dtype=np.int64)
+        self.bos_id: int | None = self.folder.token_id("bos_token")
+        self.separator_id: int | None
+        self.separator_id, note = self.folder.end_of_text()
+        self.notes = (*self.folder.notes, *([note] if note else []))
+        with translate_tokenizer_errors(self._file, "cannot be compared with others"):
+            self.identity = f"{self._process.content_hash()} separator={self.separator_id}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path: another process starts its own subprocess."""
@@ -141,41 +174,37 @@ class JsonTokenizer:
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text that begins a document, [tokens], with the special tokens of the post-processor."""
-        with self._translate_errors("cannot make tokens of a text"):
+        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
             return next(self._process.encode([text], start=True))[0]
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the ids of several texts, on all cores."""
-        with self._translate_errors("cannot make tokens of a text"):
+        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
             return [ids for ids, _ in self._process.encode(texts)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return the ids of several texts, and the character offset of each id, on all cores."""
-        with self._translate_errors("cannot make tokens of a text"):
+        """Return the ids of several texts, and the character range of each id, on all cores."""
+        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
             return list(self._process.encode(texts, offsets=True))
 
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ids, including special tokens."""
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
-        with self._translate_errors("cannot make text of tokens"):
+        with translate_tokenizer_errors(self._file, "cannot make text of tokens"):
             return self._process.decode(flat)
 
-    @contextmanager
-    def _translate_errors(self, failure: str) -> Iterator[None]:
-        """Turn errors of the tokenizer, and texts that are not Unicode, into a ConfigError."""
-        try:
-            yield
-        except (TokenizerError, UnicodeError) as error:
-            raise ConfigError(
-                f"data.tokenizer={str(self._file)!r} {failure} ({error}); name another tokenizer.json, "
-                'or use data.tokenizer="bytes"'
-            ) from error
+    def token_table(self) -> TokenTable:
+        """Return what each id writes; takes about a second for a large vocabulary."""
+        with translate_tokenizer_errors(self._file, "cannot list its tokens"):
+            return TokenTable(*self._process.pieces())
 
 
 class NumberTokenizer:
     """Ids written as decimal numbers separated by spaces, for data without text."""
 
     separator_id: int | None = None
+    bos_id: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         """Accept ids in [0, vocab_size)."""
@@ -193,6 +222,10 @@ class NumberTokenizer:
             raise ValueError(f"ids must be in [0, {self.vocab_size})")
         return ids
 
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the numbers of a text: there are no special tokens."""
+        return self.encode(text)
+
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the numbers of several texts."""
         return [self.encode(text) for text in texts]
@@ -200,6 +233,10 @@ class NumberTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         """Return ids as decimal numbers."""
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
+
+    def token_table(self) -> TokenTable:
+        """Return the numbers; none is special."""
+        return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())
 
 
 def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
@@ -231,16 +268,7 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _declared_eos(config_file: Path) -> str | None:
-    """Return the eos_token of a tokenizer_config.json."""
-    try:
-        declared = read_json(config_file, MAX_CONFIG_BYTES).get("eos_token")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{config_file} is not a readable tokenizer_config.json ({error}); fix or remove it"
-        ) from error
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    return declared if isinstance(declared, str) else None
+def report_notes(tokenizer: Tokenizer) -> None:
+    """Log what was guessed about a tokenizer; called once by a command."""
+    for note in tokenizer.notes:
+        logger.warning("note: %s", note)

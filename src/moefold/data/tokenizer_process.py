@@ -1,10 +1,10 @@
-"""Client of the subprocess that runs a tokenizer.json: started again after it exceeded a limit, and after a fork."""
+"""Client of the subprocess that runs a tokenizer: started again after it exceeded a limit, and after a fork."""
 
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,36 +41,61 @@ class TokenizerError(ValueError):
 
 
 class TokenizerProcess:
-    """A tokenizer.json in a subprocess with limited memory and time. Threads may share it."""
+    """A tokenizer in a subprocess with limited memory and time. Threads may share it."""
 
-    def __init__(self, read: Callable[[], bytes], limits: TokenizerLimits) -> None:
+    def __init__(self, read: Callable[[], Sequence[bytes]], limits: TokenizerLimits) -> None:
         """Start the process and load the tokenizer in it.
 
         Args:
-            read: returns the content of the tokenizer.json; called again for each start of the process.
+            read: returns the content of a tokenizer.json, or those of a vocab.json and a merges.txt; called again for
+                each start of the process.
             limits: its limits.
 
         Raises:
             TokenizerError: it is no tokenizer.
             OSError: `read` failed.
         """
-        self._read_content = read
+        self._read_files = read
         self._limits = limits
-        content = read()
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        self._base_bytes = limits.memory_bytes + limits.memory_per_file_byte * len(content)
+        files = read()
+        self.sha256 = _hash(files)
+        """Hash of the files."""
+        self._base_bytes = limits.memory_bytes + limits.memory_per_file_byte * sum(map(len, files))
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._process = self._start(content)
+        self._declarations = b""
+        self._process, answer = self._start(files)
+        self.model: str = answer["model"]
+        """Class of its model, such as "BPE"."""
+        self.is_byte_level: bool = answer["is_byte_level"]
+        """Whether its file names a byte-level part."""
+
+    def declare(self, declarations: Mapping[str, Any]) -> dict[str, Any]:
+        """Apply what the files next to a tokenizer declare. It is done once, before any text.
+
+        Args:
+            declarations: `settings`, `tokens_map` and `added_tokens`, as in their files; the `class` that rebuilds the
+                tokenizer, or None; `is_slow`: it has no tokenizer.json; `asked_tokens` and `asked_ids`: to look up.
+
+        Returns:
+            `special_tokens` by name; the `ids` of these and of asked tokens that are in the vocabulary; asked ids that
+            are, `known_ids`; one more than the largest id, `vocab_size`; `added_ids`.
+
+        Raises:
+            TokenizerError: the tokenizer refuses them.
+        """
+        self._declarations = json.dumps(declarations).encode()
+        self._base_bytes += self._limits.memory_per_file_byte * len(self._declarations)
+        return self._exchange(self._process, {"do": "declare"}, self._declarations)[0]
 
     def encode(
         self, texts: Sequence[str], *, offsets: bool = False, start: bool = False
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the ids of each text, [tokens], and the character offset of each id, [tokens] or [0].
+        """Yield the ids of each text, [tokens], and the character range of each id, [tokens, 2] or [0].
 
         Args:
             texts: the texts.
-            offsets: return the offsets.
+            offsets: return the ranges.
             start: add the special tokens of the post-processor, as at the start of a document.
 
         Raises:
@@ -85,16 +110,28 @@ class TokenizerProcess:
             total = ends[-1]
             for end, count in zip(ends, header["counts"], strict=True):
                 first = end - count
-                yield numbers[first:end], numbers[total + first : total + end] if offsets else empty
+                yield numbers[first:end], _pairs(numbers[total:], first, end) if offsets else empty
 
     def decode(self, ids: NDArray[np.int64]) -> str:
         """Return the text of ids; those that are no token are left out."""
         known = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
         return self._ask({"do": "decode"}, known.tobytes())[1].decode()
 
-    def vocabulary(self, names: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the number of `entries`, one more than the largest id (`vocab_size`), and the `ids` of tokens."""
-        return self._ask({"do": "vocabulary", "names": list(names)}, b"")[0]
+    def serialize(self) -> bytes:
+        """Return a tokenizer.json with the declarations."""
+        return self._ask({"do": "serialize"}, b"")[1]
+
+    def content_hash(self) -> str:
+        """Return a hash of what makes the ids of a text and the text of ids, whatever the bytes of the files."""
+        found: str = self._ask({"do": "content_hash"}, b"")[0]["sha256"]
+        return found
+
+    def pieces(self) -> tuple[list[bytes], frozenset[int]]:
+        """Return the bytes of each id in a text, empty for those that are no token, and the ids of special tokens."""
+        header, data = self._ask({"do": "pieces"}, b"")
+        ends = np.cumsum(header["sizes"], dtype=np.int64).tolist()
+        found = [data[end - size : end] for end, size in zip(ends, header["sizes"], strict=True)]
+        return found, frozenset(header["special"])
 
     def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         if self._owner != os.getpid():
@@ -103,22 +140,25 @@ class TokenizerProcess:
             self._lock = threading.Lock()
         with self._lock:
             if not self._process.is_usable:
-                self._process = self._start(self._same_content())
+                self._process = self._restart()
             return self._exchange(self._process, request, payload)
 
-    def _same_content(self) -> bytes:
+    def _restart(self) -> LimitedProcess:
         try:
-            content = self._read_content()
+            files = self._read_files()
         except OSError as error:
             raise TokenizerError(f"its file cannot be read again: {error.strerror or error}") from error
-        if hashlib.sha256(content).hexdigest() != self.sha256:
+        if _hash(files) != self.sha256:
             raise TokenizerError("its file has changed since it was loaded")
-        return content
-
-    def _start(self, content: bytes) -> LimitedProcess:
-        process = LimitedProcess(_WORKER, memory_bytes=self._base_bytes)
-        self._exchange(process, {}, content)
+        process = self._start(files)[0]
+        if self._declarations:
+            self._exchange(process, {"do": "declare"}, self._declarations)
         return process
+
+    def _start(self, files: Sequence[bytes]) -> tuple[LimitedProcess, dict[str, Any]]:
+        process = LimitedProcess(_WORKER, memory_bytes=self._base_bytes)
+        request = {"do": "load", "sizes": [len(content) for content in files]}
+        return process, self._exchange(process, request, b"".join(files))[0]
 
     def _exchange(
         self, process: LimitedProcess, request: dict[str, Any], payload: bytes
@@ -129,7 +169,8 @@ class TokenizerProcess:
             TokenizerError: the tokenizer refuses it, or the process ended.
         """
         limits = self._limits
-        memory = self._base_bytes + limits.memory_per_text_byte * len(payload) if request else self._base_bytes
+        is_text = request["do"] not in ("load", "declare")
+        memory = self._base_bytes + (limits.memory_per_text_byte * len(payload) if is_text else 0)
         cpu_s = limits.cpu_s + limits.cpu_s_per_byte * len(payload)
         header = request | {"bytes": len(payload), "memory_bytes": memory, "cpu_s": cpu_s}
         process.send(json.dumps(header).encode() + b"\n" + payload)
@@ -144,3 +185,12 @@ class TokenizerProcess:
         if "refused" in answer:
             raise TokenizerError(answer["refused"])
         return answer, data
+
+
+def _hash(files: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+def _pairs(numbers: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+    """Return the pairs `first` to `end` of numbers, [end - first, 2]."""
+    return numbers[2 * first : 2 * end].reshape(-1, 2)

@@ -1,73 +1,317 @@
-"""Program of the subprocess that runs a tokenizer.json; imports only `tokenizers` and the standard library.
+"""Program of the subprocess that runs a tokenizer; imports only `tokenizers` and the standard library.
 
 A tokenizer.json is untrusted: its normalizer may turn a short text into gigabytes, and its regular expressions may
 never end. So it runs in a separate process, with limits on memory and on the CPU time of each request.
 
-A request is a line of JSON with the size of what follows; so is its answer. The first request is the tokenizer.json.
-It is run by `limited_worker.py`.
+A request is a line of JSON with the size of what follows; so is its answer. The first request loads a tokenizer.json,
+or vocab.json and merges.txt; the second one declares what the files next to it say (`read_tokenizer_folder`). It is run
+by `limited_worker.py`.
 """
 
 import array
+import hashlib
+import itertools
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 # The threads of the package do not survive a fork, but there is none here.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 import tokenizers
 
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SetMemoryLimit = Callable[[int], None]
 Answer = tuple[dict[str, Any], bytes]
+_STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Worker:
     """A tokenizer that answers requests."""
 
-    def __init__(self, content: bytes) -> None:
-        """Load a tokenizer.json."""
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # A file may enable both (sentence embedding models do), which would truncate and pad documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._post_processor: Any = self._tokenizer.post_processor
+    _tokenizer: tokenizers.Tokenizer
+    _post_processor: Any
+    """That of the tokenizer, which encodes without one."""
+
+    def load(self, request: dict[str, Any], payload: bytes) -> Answer:
+        """Load a tokenizer.json, or vocab.json and merges.txt; return the class of its model."""
+        files = _split(payload, request["sizes"])
+        if len(files) == 1:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[0])
+        else:
+            vocab, merges = json.loads(files[0]), _read_merges(files[1])
+            self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+        return {"model": type(self._tokenizer.model).__name__, "is_byte_level": b'"ByteLevel"' in payload}, b""
+
+    def declare(self, request: dict[str, Any], payload: bytes) -> Answer:
+        """Apply the declarations of the files next to the tokenizer, and return what is in its vocabulary."""
+        del request
+        found: dict[str, Any] = json.loads(payload)
+        names = _apply_declarations(self._tokenizer, found)
+        self._post_processor = self._tokenizer.post_processor
         # Without special tokens, a post-processor would only trim the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        entries = self._tokenizer.get_vocab(with_added_tokens=True)
+        ids = set(entries.values())
+        answer = {
+            "special_tokens": names,
+            "ids": {text: entries[text] for text in (*names.values(), *found["asked_tokens"]) if text in entries},
+            "known_ids": [number for number in found["asked_ids"] if number in ids],
+            "vocab_size": max(ids, default=-1) + 1,
+            "added_ids": sorted(self._tokenizer.get_added_tokens_decoder()),
+        }
+        return answer, b""
 
     def encode(self, request: dict[str, Any], payload: bytes) -> Answer:
-        """Return the ids of texts, and the character offset of each id if `offsets` is set."""
-        texts = []
-        start = 0
-        for size in request["sizes"]:
-            texts.append(payload[start : start + size].decode())
-            start += size
+        """Return the ids of texts, and the character range of each id if `offsets` is set."""
+        texts = [text.decode() for text in _split(payload, request["sizes"])]
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         if request["start"] and self._post_processor is not None:
             encodings = [self._post_processor.process(encoding, None, True) for encoding in encodings]
         data = b"".join(array.array("I", encoding.ids).tobytes() for encoding in encodings)
         if request["offsets"]:
-            starts = (array.array("I", [start for start, _ in encoding.offsets]) for encoding in encodings)
-            data += b"".join(part.tobytes() for part in starts)
+            ranges = (array.array("I", itertools.chain.from_iterable(encoding.offsets)) for encoding in encodings)
+            data += b"".join(part.tobytes() for part in ranges)
         return {"counts": [len(encoding) for encoding in encodings]}, data
 
     def decode(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return the text of ids, including special tokens."""
+        del request
         ids = array.array("I", payload).tolist()
         return {}, self._tokenizer.decode(ids, skip_special_tokens=False).encode()
 
-    def vocabulary(self, request: dict[str, Any], payload: bytes) -> Answer:
-        """Return the number of entries, one more than the largest id, and the ids of the tokens in `names`."""
-        entries = self._tokenizer.get_vocab(with_added_tokens=True)
-        found = {name: entries[name] for name in request["names"] if name in entries}
-        return {"entries": len(entries), "vocab_size": max(entries.values(), default=-1) + 1, "ids": found}, b""
+    def pieces(self, request: dict[str, Any], payload: bytes) -> Answer:
+        """Return the bytes of each id in a text, and the ids of special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        decoders = {step["type"] for step in _steps(json.loads(self._tokenizer.to_str())["decoder"])}
+        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        found = []
+        for number in range(size):
+            piece = self._tokenizer.id_to_token(number)
+            if number in added or piece is None:
+                found.append((added[number].content if number in added else "").encode())
+            elif "ByteLevel" in decoders:
+                found.append(_unmapped(piece))
+            elif not decoders & {"Metaspace", "ByteFallback"}:
+                found.append(self._tokenizer.decode([number], skip_special_tokens=False).encode())
+            elif "ByteFallback" in decoders and (match := _BYTE_PIECE.fullmatch(piece)):
+                found.append(bytes([int(match[1], 16)]))
+            else:
+                found.append(piece.replace("\u2581", " ").encode())
+        special = sorted(number for number, token in added.items() if token.special)
+        return {"sizes": [len(piece) for piece in found], "special": special}, b"".join(found)
+
+    def serialize(self, request: dict[str, Any], payload: bytes) -> Answer:
+        """Return a tokenizer.json with the declarations."""
+        del request, payload
+        without = self._tokenizer.post_processor
+        self._tokenizer.post_processor = self._post_processor
+        content = self._tokenizer.to_str(pretty=True)
+        self._tokenizer.post_processor = without
+        return {}, content.encode()
+
+    def content_hash(self, request: dict[str, Any], payload: bytes) -> Answer:
+        """Return a hash of what makes the ids of a text and the text of ids.
+
+        These are vocabulary, merges, added tokens, normaliser, pre-tokeniser and decoder. Saving a tokenizer again,
+        with another version of its package, rewrites its bytes and keeps them.
+        """
+        del request, payload
+        tree = json.loads(self._tokenizer.to_str())
+        parts = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
+        content = json.dumps(_without_defaults(parts), sort_keys=True).encode()
+        return {"sha256": hashlib.sha256(content).hexdigest()}, b""
+
+
+class _Tokens:
+    """The special and added tokens of a folder: of its files, and of the class."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> None:
+        settings = found["settings"]
+        defaults = dict(found["class"]["special_tokens"]) if found["class"] else {}
+        declared = dict(settings)
+        by_id: dict[int, tokenizers.AddedToken] = {}
+        if "added_tokens_decoder" in settings:
+            by_id = {int(number): _added_token(entry) for number, entry in settings["added_tokens_decoder"].items()}
+        else:
+            declared |= found["tokens_map"]
+            special = {*_named({**defaults, **declared}).values(), *_texts(_extra(declared))}
+            for text, number in found["added_tokens"].items():
+                is_special = text in special
+                by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
+        # As transformers does, which replaces a token of another file by its id.
+        self.by_id = {**backend.get_added_tokens_decoder(), **by_id}
+        padding = backend.padding or {}
+        if "pad_token" in padding:
+            defaults.setdefault("pad_token", padding["pad_token"])
+        self._declared = {**defaults, **declared}
+        extra = _extra(declared)
+        if isinstance(extra, dict):
+            self._declared |= extra
+            extra = []
+        self.extra = [_special_token(one) for one in extra]
+        self.names = _named(self._declared)
+        """The special tokens by name."""
+
+    def special(self) -> list[tokenizers.AddedToken]:
+        """Return the named special tokens with their flags."""
+        known = {token.content: token for token in self.by_id.values()}
+        found = []
+        for name, text in self.names.items():
+            found.append(known.get(text, _special_token(self._declared[name])))
+        return found
+
+
+def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(
+        str(entry.get("content", "")), **{key: bool(entry[key]) for key in flags if key in entry}
+    )
+
+
+def _special_token(declared: Any) -> tokenizers.AddedToken:
+    """Return a token that is declared as a text, or as an object with its flags."""
+    return _added_token(declared) if isinstance(declared, dict) else tokenizers.AddedToken(declared, special=True)
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens among settings, by name."""
+    found = {}
+    for name, value in values.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return {name: found[name] for name in (*_STANDARD_TOKENS, *found) if name in found}
+
+
+def _extra(settings: Mapping[str, Any]) -> Any:
+    """Return the special tokens without a name, or with names of the model's own."""
+    return settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+
+
+def _texts(extra: Any) -> set[str]:
+    values = extra.values() if isinstance(extra, dict) else extra
+    return {str(one.get("content")) if isinstance(one, dict) else str(one) for one in values}
+
+
+def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> dict[str, str]:
+    """Give a tokenizer the parts of its class, the declared tokens and the declared post-processor.
+
+    Returns:
+        The special tokens by name.
+    """
+    tokens = _Tokens(backend, found)
+    settings, rebuilt = found["settings"], found["class"]
+    if rebuilt:
+        _replace_parts(backend, rebuilt, tokens.names)
+    # Adding a token again gives it the flags that are declared last.
+    backend.add_tokens([token for _, token in sorted(tokens.by_id.items())])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in [*tokens.special(), *tokens.extra] if token.content not in known])
+    if settings.get("split_special_tokens") is True:
+        backend.encode_special_tokens = True
+    # A file may enable both (sentence embedding models do), which would truncate and pad documents.
+    backend.no_truncation()
+    backend.no_padding()
+    if found["is_slow"]:
+        backend.post_processor = _start_and_end(backend, settings, tokens.names)
+    elif rebuilt and rebuilt["replaces_post_processor"]:
+        backend.post_processor = _start_and_end(backend, {}, {})
+    return tokens.names
+
+
+def _replace_parts(backend: tokenizers.Tokenizer, rebuilt: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    parts = rebuilt["parts"]
+    empty = {
+        **{key: parts[key] for key in ("normalizer", "pre_tokenizer", "decoder")},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "post_processor": None,
+        "model": {**parts["model"], "unk_token": None, "type": "BPE", "vocab": {}, "merges": []},
+    }
+    made = tokenizers.Tokenizer.from_str(json.dumps(empty))
+    backend.normalizer = made.normalizer
+    backend.pre_tokenizer = made.pre_tokenizer
+    backend.decoder = made.decoder
+    options = {**parts["model"], "unk_token": names.get("unk_token") if rebuilt["takes_unk_token"] else None}
+    for name, value in options.items():
+        setattr(backend.model, name, value)
+
+
+def _start_and_end(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], names: Mapping[str, str]
+) -> tokenizers.processors.PostProcessor:
+    """Return the post-processor of the settings add_bos_token and add_eos_token."""
+    first = names.get("bos_token") if settings.get("add_bos_token") else None
+    last = names.get("eos_token") if settings.get("add_eos_token") else None
+    words = [*([first] if first else []), "$A", *([last] if last else [])]
+    ids = [(token, backend.token_to_id(token)) for token in {first, last} if token]
+    return tokenizers.processors.TemplateProcessing(single=words, special_tokens=ids)
+
+
+def _read_merges(content: bytes) -> list[tuple[str, str]]:
+    """Return the pairs of a merges.txt, as the package reads them."""
+    pairs = []
+    lines = content.decode().split("\n")
+    # The last line ends with a line feed, too.
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        words = line.removesuffix("\r").split(" ")
+        if line.startswith("#version"):
+            continue
+        if len(words) != 2:
+            raise ValueError(f"line {number} of merges.txt is no pair of tokens")
+        pairs.append((words[0], words[1]))
+    return pairs
+
+
+def _without_defaults(value: Any) -> Any:
+    """Return a tree without the entries that are null, false or empty: newer versions of the package write more."""
+    if isinstance(value, dict):
+        return {name: _without_defaults(one) for name, one in value.items() if one or one == 0 and one is not False}
+    return [_without_defaults(one) for one in value] if isinstance(value, list) else value
+
+
+def _split(payload: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """Return parts of the given sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [payload[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _steps(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a decoder, or the decoders of a sequence."""
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _steps(step)
+    else:
+        yield decoder
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for, as in GPT-2."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_of_character()
+
+
+def _unmapped(piece: str) -> bytes:
+    """Return the bytes of an entry of a byte-level vocabulary."""
+    return bytes(_BYTES[one] for one in piece) if all(one in _BYTES for one in piece) else piece.encode()
 
 
 def main(set_memory_limit: SetMemoryLimit) -> None:
     """Answer requests until standard input ends."""
     requests = sys.stdin.buffer
-    worker: Worker | None = None
+    worker = Worker()
     while line := requests.readline():
         request = json.loads(line)
         payload = requests.read(request["bytes"])
@@ -75,11 +319,7 @@ def main(set_memory_limit: SetMemoryLimit) -> None:
         # The timer's SIGPROF kills the process when the time is over.
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
-            if worker is None:
-                worker = Worker(payload)
-                header, data = {}, b""
-            else:
-                header, data = getattr(worker, request["do"])(request, payload)
+            header, data = getattr(worker, request["do"])(request, payload)
         except BaseException as error:  # noqa: BLE001 - the Rust core panics by an exception that is no Exception
             header, data = {"refused": str(error) or type(error).__name__}, b""
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -15,6 +15,7 @@ from moefold.data.skip_corrupt import skipped_files
 from moefold.data.tasks import open_task
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.token_tokenizer import compare_tokenizers
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
@@ -41,13 +42,9 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         check_no_data_path(data)
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
         return
-    if data.kind == "prompts":
+    if data.kind in ("sft", "preference", "prompts"):
         conversation_files(data)
-        load_chat_template(data)
-        return
-    if data.kind in ("sft", "preference"):
-        conversation_files(data)
-        load_chat_template(data)
+        load_chat_template(data, tokenizer)
         return
     if data.kind == "huggingface":
         for split in (data.split, data.validation_split):
@@ -56,6 +53,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         return
     if data.kind == "tokens":
         files = token_files(data, skipped_files(data))
+        compare_tokenizers(files, tokenizer, data.tokenizer)
         if data.document_index:
             for file in files:
                 open_document_ends(file.path, file.num_tokens)

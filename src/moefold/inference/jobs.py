@@ -15,6 +15,7 @@ import numpy as np
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_bytes
+from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
@@ -38,7 +39,6 @@ from moefold.inference.text import (
     encode_messages,
     encode_prompts,
     encode_text,
-    end_of_turn_marker,
     open_chat_template,
     open_ids,
     open_tokenizer,
@@ -260,7 +260,7 @@ def prepare_generation(
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
-        tokenizer = open_tokenizer(source, options.tokenizer)
+        tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
     if options.chat_template and not options.chat:
         raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
     if options.want and not options.chat:

@@ -64,7 +64,7 @@ class MoefoldLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token id that precedes a text without context, and separates documents.
+        """Token id that ends a text.
 
         Raises:
             ConfigError: the tokenizer has no such token.
@@ -79,9 +79,16 @@ class MoefoldLM(TemplateLM):
         )
 
     @property
+    def prefix_token_id(self) -> int:
+        """Token id that precedes a text without context: the declared token that begins a text, else `eot_token_id`."""
+        bos_id = self._text_tokenizer.bos_id
+        return self.eot_token_id if bos_id is None else bos_id
+
+    @property
     def tokenizer_name(self) -> str:
-        """Identity of tokenizer and chat template, the key of lm-eval's request cache."""
-        return self._text_tokenizer.identity + (f" {self._template.identity}" if self._template else "")
+        """Identity of tokenizer, its first tokens and chat template, the key of lm-eval's request cache."""
+        template = f" {self._template.identity}" if self._template else ""
+        return f"{self._text_tokenizer.identity} bos={self._settings.add_bos_token}{template}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template, which the results record; "" if it is not applied.
@@ -105,8 +112,21 @@ class MoefoldLM(TemplateLM):
         return self._template
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-        ids: list[int] = self._text_tokenizer.encode(string).tolist()
+        """Return the token ids of a text, with the first and last tokens that the tokenizer declares, as HFLM does.
+
+        Args:
+            string: the text; one that begins with the text of `prefix_token_id` gets none of them.
+            add_special_tokens: add them or not; None: as the argument add_bos_token says.
+        """
+        tokenizer = self._text_tokenizer
+        bos_id = tokenizer.bos_id
+        if add_special_tokens is None and bos_id is not None and string.startswith(tokenizer.decode([bos_id])):
+            add_special_tokens = False
+        if add_special_tokens is None:
+            add_special_tokens = self._settings.add_bos_token != "false"
+        ids: list[int] = (tokenizer.encode_start(string) if add_special_tokens else tokenizer.encode(string)).tolist()
+        if add_special_tokens and self._settings.add_bos_token == "true" and bos_id is not None and ids[:1] != [bos_id]:
+            return [bos_id, *ids]
         return ids
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -115,7 +135,7 @@ class MoefoldLM(TemplateLM):
         owner: list[int] = []
         for number, request in enumerate(requests):
             (text,) = request.args
-            for pair in get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._max_length, 1):
+            for pair in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._max_length, 1):
                 context, continuation = make_disjoint_window(pair)
                 windows.append((None, context, continuation))
                 owner.append(number)
@@ -140,7 +160,9 @@ class MoefoldLM(TemplateLM):
                     f"a task requests {options.max_tokens} new tokens, and the model takes {self._max_length} in all; "
                     "set --model_args max_length=, or --gen_kwargs max_gen_toks="
                 )
-            prompts = {i: self.tok_encode(requests[i].args[0])[-max_context:] or [self.eot_token_id] for i in members}
+            prompts = {
+                i: self.tok_encode(requests[i].args[0])[-max_context:] or [self.prefix_token_id] for i in members
+            }
             generate_request = GenerateRequest(
                 tuple(tuple(prompts[i]) for i in members),
                 options.max_tokens,

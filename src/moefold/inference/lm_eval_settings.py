@@ -39,6 +39,8 @@ class LmSettings:
     tokenizer: str = ""
     chat_template: str = ""
     """Template file for --apply_chat_template; "" uses the model's template."""
+    add_bos_token: str = ""
+    """true or false: whether a text gets the token that begins a text; "": the tokens that the tokenizer declares."""
     ignore_key: str = ""
     """Keys of the JSON files of a Hugging Face folder that may have any value, with + between them."""
     want: str = ""
@@ -72,6 +74,10 @@ class LmSettings:
                 if not text.isdecimal() or int(text) < least:
                     raise ConfigError(f"--model_args {key}={value} must be a number, at least {least}")
                 given[key] = int(text)
+        if str(given.get("add_bos_token", "")).lower() not in ("", "true", "false"):
+            raise ConfigError(f"--model_args add_bos_token={given['add_bos_token']} must be true or false")
+        if "add_bos_token" in given:
+            given["add_bos_token"] = str(given["add_bos_token"]).lower()
         typed: dict[str, Any] = {key: value if known[key] is int else str(value) for key, value in given.items()}
         return cls(**typed)
 

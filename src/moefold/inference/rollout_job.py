@@ -112,7 +112,7 @@ def prepare_rollouts(
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     task_cfg = _task_config(request, source)
-    prompts = open_rollout_prompts(task_cfg, source, request)
+    prompts = open_rollout_prompts(task_cfg, source, request, reports=rank_env is None or rank_env.rank == 0)
     num_prompts = request.count or (DEFAULT_PROBLEMS if request.task else len(prompts))
     if num_prompts > len(prompts):
         raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
@@ -137,14 +137,16 @@ def prepare_rollouts(
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 
 
-def open_rollout_prompts(task_cfg: Config, source: ModelSource, request: RolloutRequest) -> PromptSource:
-    """Open the prompts of a job, in the order of their files.
+def open_rollout_prompts(
+    task_cfg: Config, source: ModelSource, request: RolloutRequest, *, reports: bool = False
+) -> PromptSource:
+    """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`.
 
     Raises:
         ConfigError: a file or a line of it cannot be used.
     """
     with reworded_errors(*(TOKENIZER_OPTION if request.tokenizer else ())):
-        tokenizer = open_tokenizer(source, request.tokenizer)
+        tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
         problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
         return TaskPrompts(problems, tokenizer, source.want)

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import DataConfig
-from moefold.data.chat import load_chat_template
+from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.prompts import Prompt, has_conversations
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import StopCondition
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.text import end_of_turn_marker, has_stop_string
+from moefold.inference.text import has_stop_string
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import Group, Rollout
 
@@ -198,7 +198,7 @@ def stop_rule(data: DataConfig, tokenizer: Tokenizer) -> StopRule:
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     if data.kind != "prompts" or not has_conversations(data):
         return StopRule(eos_ids)
-    turn_ids, mark = end_of_turn_marker(load_chat_template(data), tokenizer)
+    turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
     return StopRule(eos_ids | turn_ids, mark)
 
 
@@ -224,6 +224,19 @@ def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> 
         }
         records.append({**group.prompt.columns, **record})
     return records
+
+
+def token_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
+    """Return the records of `rollout_records` with the ids of prompt and completion, and the sampler's log-probs."""
+    return [
+        {
+            **record,
+            "prompt_ids": rollout.prompt_ids.tolist(),
+            "completion_ids": rollout.tokens.tolist(),
+            "log_probs": rollout.log_probs.tolist(),
+        }
+        for record, rollout in zip(rollout_records(group, completion_text), group.rollouts, strict=True)
+    ]
 
 
 def _to_rollout(request: Request, completion: Completion) -> Rollout:

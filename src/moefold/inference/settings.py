@@ -227,7 +227,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 def batch_bytes(cfg: Config) -> int:
     """Return the bytes of a batch (tokens, labels, target mask) and of its logits on one rank."""
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len
-    logits = tokens // cfg.parallel.cp * (cfg.model.vocab_size // cfg.parallel.tp) * DTYPE_BYTES[cfg.run.dtype]
+    logits = tokens // cfg.parallel.cp * cfg.vocab_rows * DTYPE_BYTES[cfg.run.dtype]
     return tokens * (2 * 8 + 1) + logits
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
+    CheckpointMeta,
+    names_best,
     newest_checkpoint,
     read_meta,
     skipped_checkpoints,
@@ -15,11 +16,13 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.config.model import ModelConfig
 from moefold.config.schema import DataConfig, MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, inspect_folder, is_hf_folder, read_hf_config
-from moefold.convert.hf_sidecar_files import TOKENIZER_FILE, find_sidecar_dir, recipe_tokenizer
+from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
+from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
+from moefold.data.tokenizer_folder import TEMPLATE_FILE, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 
@@ -50,6 +53,8 @@ class ModelSource:
     uses_hf_text_start: bool = False
     """Whether texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
     imported from one and not trained further."""
+    tokenizer_fingerprint: str = ""
+    """Fingerprint of the tokenizer of the training, for a checkpoint without a copy of it; empty if it is unknown."""
     want: RewardPrompt | None = None
     """What prompts ask for: the model was trained with align.method="condition"."""
     has_adapters: bool = False
@@ -63,14 +68,14 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
 
     Args:
         name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, of which the newest complete
-            checkpoint is used; or a Hugging Face folder.
+            checkpoint is used, or RUN/best, the one with the lowest held-out loss; or a Hugging Face folder.
         ignored_keys: keys of the JSON files of a Hugging Face folder that may have any value.
 
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
     """
-    path = weights_path(name) if is_remote(name) else existing_path("MODEL", name)
-    if not path.is_dir():
+    path = _path_of_model(name)
+    if not path.is_dir() and not names_best(path):
         raise ConfigError(f"MODEL={name!r} is a file; name a checkpoint, a run folder or a Hugging Face folder")
     if (checkpoint := newest_checkpoint(path)) is not None:
         skipped = skipped_checkpoints(path, checkpoint)
@@ -83,6 +88,13 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
         f"checkpoints) and no {CONFIG_FILE} with a model_type (a Hugging Face folder); name a folder that does. "
         "A run saves its model at its end (checkpoint.at_end=true, the default) and every checkpoint.every steps"
     )
+
+
+def _path_of_model(name: str) -> Path:
+    """Return the path that a name of a model means; RUN/best needs not exist."""
+    if is_remote(name):
+        return weights_path(name)
+    return Path(name) if names_best(Path(name)) else existing_path("MODEL", name)
 
 
 def checkpoint_source(path: Path) -> ModelSource:
@@ -108,7 +120,21 @@ def checkpoint_source(path: Path) -> ModelSource:
     source = ModelSource(
         path, "checkpoint", cfg.model, moe, cfg.data, dtype, context, trained_len, want=want, has_adapters=has_adapters
     )
-    return _with_hf_text_settings(source, is_trained="tokenizer" in meta.order)
+    is_trained = "tokenizer" in meta.order
+    return _with_hf_text_settings(_with_run_tokenizer(source, meta) if is_trained else source, is_trained=is_trained)
+
+
+def _with_run_tokenizer(source: ModelSource, meta: CheckpointMeta) -> ModelSource:
+    """Return the checkpoint source with the tokenizer and the chat template next to it, if there are any."""
+    saved = find_run_tokenizer(source.path)
+    if saved is None:
+        return replace(source, tokenizer_fingerprint=recorded_fingerprint(meta))
+    data = source.data
+    if tokenizer_file(saved).is_file():
+        data = replace(data, tokenizer=str(tokenizer_file(saved)), chat_template="")
+    elif data.chat_template:
+        data = replace(data, chat_template=str(saved / TEMPLATE_FILE))
+    return replace(source, data=data)
 
 
 def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSource:
@@ -122,7 +148,7 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
         # The model was made for at least these, however short the sequences of the run are.
         given = _context_tokens(_read_hf_configs(folder)[0], folder)
         source = replace(source, context=max(source.context, given) if is_trained else given)
-    file = source.path / TOKENIZER_FILE if folder is None else folder / TOKENIZER_FILE
+    file = tokenizer_file(source.path if folder is None else folder)
     if not is_trained:
         recipe = recipe_tokenizer(source.path) if not file.exists() else ""
         source = replace(
@@ -130,16 +156,9 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
             data=DataConfig(kind="text", tokenizer=recipe or str(file)),
             uses_hf_text_start=not recipe,
         )
-    if folder is None or not _is_same_file(Path(source.data.tokenizer), file):
+    if folder is None or not have_same_ids(Path(source.data.tokenizer), file):
         return source
     return replace(source, eos_ids=_eos_ids(*_read_hf_configs(folder)))
-
-
-def _is_same_file(first: Path, second: Path) -> bool:
-    try:
-        return have_same_content(first, second)
-    except OSError:
-        return False
 
 
 def _read_hf_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -157,7 +176,7 @@ def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
     context = _context_tokens(keys, path)
     model, reports = inspect_folder(path, ignored_keys)
     stored = keys.get("dtype", keys.get("torch_dtype"))
-    data = DataConfig(kind="text", tokenizer=str(path / TOKENIZER_FILE))
+    data = DataConfig(kind="text", tokenizer=str(tokenizer_file(path)))
     return ModelSource(
         path,
         "huggingface",

@@ -9,11 +9,14 @@ import numpy as np
 from moefold.bounded_read import MAX_TEXT_BYTES
 from moefold.bounded_read import read_text as read_bounded
 from moefold.config.schema import DataConfig
+from moefold.convert.run_tokenizer import other_tokenizer_reason
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import reject_surrogates
+from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import read_npy_header
-from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer
+from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, report_notes
+from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 
@@ -21,12 +24,13 @@ REPLACEMENT_CHARACTER = "\ufffd"
 """Character to which an incomplete or invalid UTF-8 sequence decodes."""
 
 
-def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
+def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:
     """Open the tokenizer of a model.
 
     Args:
         source: the model.
         override: "bytes" or the path of a tokenizer.json to use instead; "" uses the source's tokenizer.
+        reports: log what was guessed about it.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -36,9 +40,15 @@ def open_tokenizer(source: ModelSource, override: str = "") -> Tokenizer:
             f"{str(source.path)!r} has no tokenizer.json, so it cannot tokenise text; name one with --tokenizer "
             "(moefold eval takes ids too: --tokens)"
         )
-    if override:
-        return load_tokenizer(DataConfig(kind="text", tokenizer=override), vocab_size=source.model.vocab_size)
-    return load_tokenizer(source.data, vocab_size=source.model.vocab_size)
+    data = DataConfig(kind="text", tokenizer=override) if override else source.data
+    if source.tokenizer_fingerprint and not override and data.tokenizer != "bytes":
+        file = tokenizer_file(existing_path("data.tokenizer", data.tokenizer))
+        if reason := other_tokenizer_reason(data.tokenizer, file, source.tokenizer_fingerprint):
+            raise ConfigError(f"{reason}; name the one of the training with --tokenizer")
+    tokenizer = load_tokenizer(data, vocab_size=source.model.vocab_size)
+    if reports:
+        report_notes(tokenizer)
+    return tokenizer
 
 
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
@@ -136,9 +146,6 @@ class TextStream:
         return text[len(before) :]
 
 
-_ANSWER = "answer"
-
-
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
     """Load the chat template of a model: of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
 
@@ -177,23 +184,6 @@ def encode_messages(
         text = template.render_prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))
     return tuple(encoded)
-
-
-def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
-    """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
-
-    Returns:
-        (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
-
-    Raises:
-        ConfigError: the template rejects a conversation of a question and an answer.
-    """
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-    rendered = template.render(messages, None, "a question and an answer")
-    response = rendered.text[rendered.responses[-1].start : rendered.responses[-1].stop] if rendered.responses else ""
-    marker = response.rpartition(_ANSWER)[2].strip()
-    ids = tokenizer.encode(marker).tolist() if marker else []
-    return (frozenset(ids), "") if len(ids) == 1 else (frozenset(), marker)
 
 
 class StopStringFilter:

@@ -1,7 +1,7 @@
 """Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
 
-The interface is that of vLLM 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models, /server_info,
-/collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
+The interface is that of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
+/server_info, /collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
 """
 
 import json
@@ -24,13 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.schema import Config
-from moefold.errors import RunError
+from moefold.convert.run_config import read_json_object
+from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.requests import Completion
 from moefold.inference.engine.requests import Request as SampleRequest
 from moefold.inference.sampling import SamplingParams
 
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the law that was sampled from: softmax(logits / temperature)."""
+VLLM_DTYPES = ("bfloat16", "float32")
+"""Values of run.dtype that vLLM computes in."""
 MAX_ROUNDING = 1e-3
 """A log-probability above 0 by less than this is 0, rounded."""
 MAX_SHOWN = 300
@@ -41,13 +44,34 @@ class VllmError(RunError):
     """The server cannot be reached, or answers otherwise than vLLM does; the message has the way out."""
 
 
-def serve_command(folder: str, *, returns_experts: bool) -> str:
-    """Return the command that starts the server."""
+def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: bool) -> str:
+    """Return the command that starts the server.
+
+    Args:
+        folder: the Hugging Face folder to serve.
+        dtype: the dtype of training, as vLLM names it: its own choice for float32 weights is bfloat16.
+        max_tokens: length of the longest prompt with its completion.
+        returns_experts: whether completions have the experts of their tokens.
+    """
+    variables = "VLLM_SERVER_DEV_MODE=1"
+    options = f"--dtype {dtype} --tokens-only --generation-config vllm --logprobs-mode {LOGPROBS_MODE}"
+    positions = _positions(folder)
+    if positions is not None and positions < max_tokens:
+        # The last token of a rollout is never computed with, so positions reach one less; more have no rotation.
+        variables += " VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        options += f" --max-model-len {min(max_tokens, positions + 1)}"
     experts = " --enable-return-routed-experts" if returns_experts else ""
-    return (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {folder} --tokens-only --generation-config vllm "
-        f"--logprobs-mode {LOGPROBS_MODE}{experts}"
-    )
+    return f"{variables} vllm serve {folder} {options}{experts}"
+
+
+def _positions(folder: str) -> int | None:
+    """Return max_position_embeddings of a Hugging Face folder; None if it names none."""
+    try:
+        keys = read_json_object(Path(folder) / "config.json")
+    except (ConfigError, OSError):
+        return None
+    found = keys.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 @dataclass(frozen=True)
@@ -57,12 +81,16 @@ class VllmServer:
     Args:
         url: its address.
         folder: the Hugging Face folder that it was started with.
+        dtype: the dtype of training, run.dtype.
+        max_tokens: tokens that a prompt and its completion may have, train.seq_len + 1.
         timeout_s: maximum time of loading weights, and of sampling the rollouts of one round on one rank.
         returns_experts: whether completions have the experts that were chosen for their tokens.
     """
 
     url: str
     folder: str
+    dtype: str
+    max_tokens: int
     timeout_s: float
     returns_experts: bool = False
 
@@ -75,6 +103,11 @@ class VllmServer:
         Raises:
             VllmError: it does not.
         """
+        if self.dtype not in VLLM_DTYPES:
+            raise VllmError(
+                f"run.dtype={self.dtype!r} is no dtype of vLLM (rollout.engine='vllm'); set run.dtype to "
+                f"{' or '.join(map(repr, VLLM_DTYPES))}"
+            )
         model = self._served_model()
         root = str(model.get("root"))
         if os.path.realpath(root) != os.path.realpath(self.folder):
@@ -85,13 +118,14 @@ class VllmServer:
         longest = model.get("max_model_len")
         if not isinstance(longest, int) or longest < max_tokens:
             raise VllmError(
-                f"rollout.url={self.url!r} has max_model_len={longest!r}, and rollouts have up to train.seq_len + 1 = "
-                f"{max_tokens} tokens; start it with --max-model-len {max_tokens}, or lower train.seq_len"
+                f"rollout.url={self.url!r} has max_model_len={longest!r}, and the longest prompt with "
+                f"rollout.max_tokens has {max_tokens} tokens; {self._longer()}, or lower rollout.max_tokens"
             )
         info = self._call("/server_info?config_format=json")
         config = info.get("vllm_config")
         if not isinstance(config, dict):
             raise self._strange("/server_info", info)
+        self._check_dtype(_at(config, "model_config", "dtype"))
         mode = _at(config, "model_config", "logprobs_mode")
         if mode != LOGPROBS_MODE:
             raise VllmError(
@@ -99,12 +133,42 @@ class VllmServer:
                 f"law that is sampled from; start it by: {self._command()}"
             )
         if self.returns_experts and _at(config, "aux_output_config", "enable_return_routed_experts") is not True:
+            if _at(config, "device_config", "device") == "cpu":
+                raise VllmError(
+                    f"rollout.url={self.url!r} runs on a CPU, where vLLM has no Triton and returns no experts, "
+                    "and rl.replay needs them; set rl.replay='off'"
+                )
             raise VllmError(
-                f"rollout.url={self.url!r} returns no experts, which rl.replay needs; start it by: {self._command()}; "
-                "or set rl.replay='off'"
+                f"rollout.url={self.url!r} returns no experts, which rl.replay needs; start it by: {self._command()} "
+                "(which needs Triton); or set rl.replay='off'"
             )
         probe = SampleRequest(prompt=(0,), max_tokens=1)
         self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
+
+    def _check_dtype(self, found: object) -> None:
+        """Check that the server computes in the dtype of training.
+
+        Raises:
+            VllmError: it does not.
+        """
+        served = str(found).removeprefix("torch.")
+        if served == self.dtype:
+            return
+        other = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
+        raise VllmError(
+            f"rollout.url={self.url!r} computes in {served}, and training in run.dtype={self.dtype!r}, so sampling "
+            f"would differ by more than rounding; start it by: {self._command()}{other}"
+        )
+
+    def _longer(self) -> str:
+        """Return how to start the server with room for the longest rollout."""
+        positions = _positions(self.folder)
+        if positions is not None and positions < self.max_tokens - 1:
+            return (
+                f"rollout.folder={self.folder!r} has max_position_embeddings={positions}, less than train.seq_len="
+                f"{self.max_tokens - 1}: export it from a run of this length, or lower train.seq_len"
+            )
+        return f"start it by: {self._command()}"
 
     def load_weights(self, folder: Path, version: str) -> None:
         """Load the weights of a folder, forget the keys and values of the former ones, and name the new ones.
@@ -185,7 +249,7 @@ class VllmServer:
             text = error.read(MAX_SHOWN).decode(errors="replace")
             if error.code in (403, 404, 405):
                 raise VllmError(
-                    f"rollout.url={self.url!r} has no {path.partition('?')[0]}; start vLLM 0.33.0 or newer by: "
+                    f"rollout.url={self.url!r} has no {path.partition('?')[0]}; start vLLM 0.32.0 or newer by: "
                     f"{self._command()}"
                 ) from None
             raise VllmError(
@@ -207,7 +271,9 @@ class VllmServer:
         return found
 
     def _command(self) -> str:
-        return serve_command(self.folder, returns_experts=self.returns_experts)
+        return serve_command(
+            self.folder, dtype=self.dtype, max_tokens=self.max_tokens, returns_experts=self.returns_experts
+        )
 
     def _slow(self) -> VllmError:
         return VllmError(
@@ -217,7 +283,7 @@ class VllmServer:
 
     def _strange(self, path: str, answer: object) -> VllmError:
         return VllmError(
-            f"rollout.url={self.url!r}{path} answers otherwise than vLLM 0.33.0: {str(answer)[:MAX_SHOWN]}; name a "
+            f"rollout.url={self.url!r}{path} answers otherwise than vLLM 0.32.0: {str(answer)[:MAX_SHOWN]}; name a "
             "vLLM server of this interface"
         )
 
@@ -225,7 +291,14 @@ class VllmServer:
 def vllm_server(cfg: Config, *, returns_experts: bool) -> VllmServer:
     """Return the server of a recipe."""
     rollout = cfg.rollout
-    return VllmServer(rollout.url, rollout.folder, rollout.timeout_s, returns_experts)
+    return VllmServer(
+        url=rollout.url,
+        folder=rollout.folder,
+        dtype=cfg.run.dtype,
+        max_tokens=cfg.train.seq_len + 1,
+        timeout_s=rollout.timeout_s,
+        returns_experts=returns_experts,
+    )
 
 
 def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str, Any]:

@@ -169,6 +169,8 @@ FAULTS_FILE = "faults.jsonl"
 """Name of the fault log in the run folder; absent as long as no fault has occurred."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 """Name of the file of rollouts in the run folder: one JSON object per rollout."""
+MISMATCH_FILE = "mismatch.jsonl"
+"""Name of the file of the rollouts at which a run ended, as the sampler is not that of training."""
 
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ class Head(nn.Module):
         """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
 
         Args:
-            x: normalised hidden states, [S/(cp*tp), B, H].
+            x: normalised hidden states, `[S/(cp*tp), B, H]`.
             tied_weight: the embedding weight, if embeddings are tied.
             labels: next tokens.
             chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
@@ -130,7 +130,7 @@ class ModelOutput:
     Arguments and results are batch-first, like the columns of a batch. Every tp rank computes the same results.
 
     Args:
-        hidden: normalised hidden states, [S/(cp*tp), B, H].
+        hidden: normalised hidden states, `[S/(cp*tp), B, H]`.
         head: the output head.
         tied_weight: the embedding weight, if embeddings are tied.
         chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.

@@ -5,8 +5,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig
 from moefold.cost.adapter_spec import is_adapter
 
@@ -52,24 +52,12 @@ def logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ..
         Of each: name, global shape, slices of the part, and its values, which share the memory of the parameter.
     """
     values, starts = local_slice(parameter)
-    index = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
+    index = region_of(values, starts)
     if not name.endswith(EXPERT_PARAMETERS) and EXPERT_ADAPTERS not in name:
         return [(name, tuple(parameter.shape), index, values)]
     first = starts[0]
     expert_shape = tuple(parameter.shape[1:])
     return [(f"{name}.{first + i}", expert_shape, index[1:], values[i]) for i in range(values.shape[0])]
-
-
-def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the local values of a plain tensor or DTensor, and their offsets in the logical tensor."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    values = parameter.to_local()
-    if values.numel() == 0:
-        return values, (0,) * parameter.dim()
-    (chunk,) = parameter.__create_chunk_list__()
-    assert tuple(chunk.sizes) == tuple(values.shape), (chunk.sizes, values.shape)
-    return values, tuple(chunk.offsets)
 
 
 def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:

@@ -186,7 +186,7 @@ class MTPBlock(Block):
         """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
 
         Returns:
-            Normalised hidden states, [S/(cp*tp), B, H].
+            Normalised hidden states, `[S/(cp*tp), B, H]`.
         """
         y = super().forward(self._project(x, embedded), rope, columns, documents, selection)
         return self._normalized_output(y)

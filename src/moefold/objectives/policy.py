@@ -17,12 +17,14 @@ Objective = Literal["policy", "clip", "cispo", "sequence"]
 KLKind = Literal["k3", "k2"]
 Correction = Literal["none", "clamp", "mask", "sequence_mask"]
 
+MISMATCH = "mismatch_mean"
+"""Metric whose limit is rl.mismatch_limit."""
 POLICY_METRICS = (
     LossMetric("entropy", "mean"),
     LossMetric("ratio_max", "max"),
     LossMetric("clipped", "mean"),
     LossMetric("kl", "mean"),
-    LossMetric("mismatch_mean", "mean"),
+    LossMetric(MISMATCH, "mean"),
     LossMetric("mismatch_max", "max"),
     LossMetric("mismatch_equal", "mean"),
     LossMetric("corrected", "mean"),
@@ -185,7 +187,7 @@ class PolicyGradientLoss:
         trained = columns["trainer_log_probs"] if self._reads_trainer_log_probs else log_probs.detach()
         is_trained = columns["weights"] != 0
         difference = _within(sequences, trained - sampled, is_trained)
-        output.metrics.record_mean("mismatch_mean", difference.abs(), is_trained)
+        output.metrics.record_mean(MISMATCH, difference.abs(), is_trained)
         output.metrics.record_max("mismatch_max", difference.abs(), is_trained)
         output.metrics.record_mean("mismatch_equal", (difference == 0).double(), is_trained)
         if self.correction == "none":

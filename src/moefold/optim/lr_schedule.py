@@ -141,7 +141,8 @@ def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
         Overrides, and an explanation that may be empty.
     """
     train = cfg.train
-    longer = f"run.steps={steps}"
+    # A command line has one of both: that of the finished run is replaced by a longer one.
+    longer = f"run.epochs={cfg.run.epochs * steps / cfg.run.steps:g}" if cfg.run.epochs else f"run.steps={steps}"
     if not _decays(train, cfg.run.steps):
         return (longer,), ""
     last = learning_rate(train, cfg.run.steps, cfg.run.steps)

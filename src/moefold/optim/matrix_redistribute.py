@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.bounded_read import batch_by_size
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import Group
-from moefold.model.init import local_slice
+from moefold.comm.sharded_tensor import local_slice
 
 ROUND_ELEMENTS = 1 << 25
 """Approximate number of elements of full matrices in memory per rank at a time; at least one matrix."""

@@ -35,7 +35,7 @@ from moefold.comm.torch_compat import (
 )
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter, training_weights
-from moefold.cost.param_spec import expert_dp_dim
+from moefold.cost.param_spec import expert_dp_dim, shard_rows
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
@@ -214,9 +214,11 @@ def _meta_shard(parameter: Tensor, mesh: DeviceMesh, placements: tuple[Placement
     shape = list(parameter.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            assert shape[placement.dim] % mesh.size(axis) == 0, (parameter.shape, placements, mesh)
-            shape[placement.dim] //= mesh.size(axis)
-    return DTensor.from_local(parameter.new_empty(shape), mesh, placements, run_check=False)
+            _, shape[placement.dim] = shard_rows(shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+    assert 0 not in shape, (parameter.shape, placements, mesh)
+    return DTensor.from_local(
+        parameter.new_empty(shape), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def _expert_shard_dim(edp: int) -> Callable[[nn.Parameter], Shard]:

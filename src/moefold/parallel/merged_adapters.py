@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from moefold.comm.sharded_tensor import full_tensor, local_slice, region_of
 from moefold.cost.adapter_spec import adapted_weights, is_adapter
-from moefold.model.init import local_slice
 from moefold.model.local_param import local_tensor
 from moefold.model.lora import product_region
 from moefold.parallel.parallel_model import ParallelModel
@@ -28,14 +28,11 @@ def merged_shards(model: ParallelModel) -> dict[str, Tensor]:
         return shards
 
     def read(name: str, region: tuple[slice, ...]) -> Tensor:
-        parameter = parameters[name].data
-        whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        return whole[region]
+        return full_tensor(parameters[name].data)[region]
 
     for name in adapted_weights(cfg.model, cfg.lora):
         if name in parameters:
             values, starts = local_slice(parameters[name].data)
-            region = tuple(slice(start, start + size) for start, size in zip(starts, values.shape, strict=True))
-            product = product_region(name, region, read)
+            product = product_region(name, region_of(values, starts), read)
             shards[name] = (values.to(product.dtype) + cfg.lora.scale * product).to(values.dtype)
     return shards

@@ -12,8 +12,8 @@ import torch
 
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.sharded_tensor import local_slice
 from moefold.comm.shared_memory import open_shared_memory
-from moefold.model.init import local_slice
 from moefold.model.local_param import parameter_over
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.groups import World
+from moefold.comm.sharded_tensor import local_slice
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
 from moefold.cost.stages import plan_stages
-from moefold.model.init import local_slice
 from moefold.model.local_param import local_tensor, parameter_over
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel

@@ -29,6 +29,7 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.groups import Group
 from moefold.config.model import ModelConfig
+from moefold.cost.param_spec import shard_rows
 from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
@@ -110,25 +111,26 @@ class UnevenSequenceParallel(SequenceParallel):
 
 
 class TPVocabParallel:
-    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank."""
+    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank, rounded up; the last one has less."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
         self._tp = tp
-        self._vocab_per_rank = vocab_size // tp.size
+        self._vocab_size = vocab_size
+        start, self._num_rows = shard_rows(vocab_size, tp.size, tp.rank)
         max_over_tp = partial(all_reduce_max, group=tp)
         sum_over_tp = partial(all_reduce_sum, group=tp)
-        self.vocab_range = VocabRange(tp.rank * self._vocab_per_rank, max_over_tp, sum_over_tp)
+        self.vocab_range = VocabRange(start, max_over_tp, sum_over_tp)
         """Rows of this rank; the cross-entropy needs two all-reduces over tp, of one and of two numbers a token."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's summand of the token embeddings: zeros for tokens of other vocab shards."""
         row = tokens - self.vocab_range.start
-        is_mine = (row >= 0) & (row < self._vocab_per_rank)
+        is_mine = (row >= 0) & (row < self._num_rows)
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
 
     def gather(self, logits: Tensor) -> Tensor:
         """Gather the vocab shards (all-gather); the gradient of a shard is its part of the gradient of the logits."""
-        return _GatherVocab.apply(logits, self._tp)
+        return _GatherVocab.apply(logits, self._tp, self._vocab_size)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
         """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
@@ -137,14 +139,18 @@ class TPVocabParallel:
 
 class _GatherVocab(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return all_gather(logits.movedim(-1, 0), tp).movedim(0, -1)
+    def forward(ctx: Any, logits: Tensor, tp: Group, vocab_size: int) -> Tensor:
+        ctx.shard = shard_rows(vocab_size, tp.size, tp.rank)
+        # Shards are gathered at the size of the largest; what fills up the last one comes after the vocabulary.
+        _, most = shard_rows(vocab_size, tp.size, 0)
+        missing = most - logits.shape[-1]
+        padded = F.pad(logits, (0, missing)) if missing else logits
+        return all_gather(padded.movedim(-1, 0), tp)[:vocab_size].movedim(0, -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.tp.size, -1)[ctx.tp.rank], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, *ctx.shard), None, None
 
 
 def kv_rows(cfg: ModelConfig, tp: Group) -> slice:

@@ -4,7 +4,7 @@ Messages name the options of `moefold plan`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
+from moefold.planner.validation import STATED_ERROR
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens per sample of a model without a recipe."""
@@ -201,6 +202,7 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
             "mtp_flops": "with" if q.workload.counts_mtp else "without",
             "num_legal": planner.space.count(),
             "num_folds": planner.num_folds,
+            "stated_error": asdict(STATED_ERROR),
             "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
         }
         | documents_as_dict(q.workload.attention)

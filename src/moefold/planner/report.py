@@ -38,6 +38,7 @@ from moefold.planner.svg_chart import (
     stacked_bars,
     view_chart,
 )
+from moefold.planner.validation import STATED_ERROR
 from moefold.topology.layout import Layout, fold
 
 BANDWIDTH_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
@@ -148,6 +149,7 @@ def render_report(report: PlanReport) -> str:
         study=report,
         source=report.source,
         version=__version__,
+        stated_error=STATED_ERROR,
         best=best,
         best_name=format_compact_mapping(best.mapping),
         level=memory_limit_level(best, report.gpu),

@@ -2,7 +2,7 @@
 
 from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource, open_prompts
-from moefold.data.tokenizer import load_tokenizer
+from moefold.data.tokenizer import load_tokenizer, report_notes
 from moefold.errors import ConfigError
 from moefold.rl.reward import check_reward
 
@@ -10,13 +10,17 @@ MAX_CHECKED_PROBLEMS = 1000
 """Problems of a task that are checked; prompts of files are all checked."""
 
 
-def check_rollout_data(cfg: Config) -> None:
+def check_rollout_data(cfg: Config) -> int:
     """Check that prompts exist and fit into a sample with their completions, and that the reward function works.
+
+    Returns:
+        The tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
         ConfigError: they do not; the message has the line of the prompt.
     """
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
+    report_notes(tokenizer)
     prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed)
     num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
     if len(prompts.train) < num_prompts:
@@ -25,13 +29,13 @@ def check_rollout_data(cfg: Config) -> None:
             "(rl.updates * train.global_batch_size / rl.group_size); give more prompts, or lower "
             "train.global_batch_size"
         )
-    for source in (prompts.train, prompts.validation):
-        if source is not None:
-            _check_lengths(cfg, source)
+    sources = [source for source in (prompts.train, prompts.validation) if source is not None]
+    longest = max(_check_lengths(cfg, source) for source in sources)
     check_reward(cfg, [prompts.train.prompt(i) for i in range(min(len(prompts.train), _num_checked(cfg)))])
+    return longest
 
 
-def _check_lengths(cfg: Config, source: PromptSource) -> None:
+def _check_lengths(cfg: Config, source: PromptSource) -> int:
     longest = max(
         (source.prompt(i) for i in range(min(len(source), _num_checked(cfg)))), key=lambda prompt: len(prompt.ids)
     )
@@ -42,6 +46,7 @@ def _check_lengths(cfg: Config, source: PromptSource) -> None:
             f"tokens, with rollout.max_tokens={cfg.rollout.max_tokens}; set train.seq_len to {length - 1} or more, or "
             "lower max_tokens"
         )
+    return length
 
 
 def _num_checked(cfg: Config) -> int:

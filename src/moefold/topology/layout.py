@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree of attention: world_size / (tp*cp*pp)."""
+        """Data-parallel degree of attention: `world_size / (tp*cp*pp)`."""
         return self.attention.degree("dp")
 
     @property
@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Data-parallel degree of the experts: world_size / (etp*ep*pp)."""
+        """Data-parallel degree of the experts: `world_size / (etp*ep*pp)`."""
         return self.moe.degree("edp")
 
     @property

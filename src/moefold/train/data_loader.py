@@ -222,6 +222,11 @@ class DataLoader:
         return None
 
     @property
+    def mismatch_limit(self) -> float | None:
+        """Return the limit on the mismatch of sampler and training in the last batch; None: it is not judged."""
+        return None
+
+    @property
     def is_round_complete(self) -> bool:
         """Return whether no data is held that a stop would lose."""
         return True

@@ -4,7 +4,14 @@ import shlex
 from pathlib import Path
 from signal import Signals
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
+from moefold.checkpoint.checkpoint_dir import (
+    BEST_NAME,
+    best_of,
+    checkpoint_folder,
+    complete_checkpoints,
+    read_meta,
+    step_of,
+)
 from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
@@ -35,10 +42,23 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
+        *_loss_lines(cfg, device_type),
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
         f"saves  {_describe_saves(cfg)}",
         *([f"sites  {_describe_sites(cfg)}"] if cfg.sites.is_active else []),
         *_warmup_lines(cfg),
+    ]
+
+
+def _loss_lines(cfg: Config, device_type: str) -> list[str]:
+    """Return the line about a loss whose logits are computed in chunks, if the recipe leaves the choice open."""
+    chunk = cfg.loss_chunk_tokens(device_type)
+    if cfg.train.loss_chunk >= 0 or not 0 < chunk < cfg.loss_tokens:
+        return []
+    gib = cfg.loss_tokens * cfg.vocab_rows * 4 / 2**30
+    return [
+        f"loss   logits of {chunk:,} of {cfg.loss_tokens:,} tokens at a time, recomputed in the backward pass; all "
+        f"would be {gib:.1f} GiB in float32 (train.loss_chunk=-1)"
     ]
 
 
@@ -155,8 +175,9 @@ def _describe_saves(cfg: Config) -> str:
     every = [f"every {checkpoint.every:,} steps"] if checkpoint.every else []
     when = " and ".join([*every, *(["at the end"] if checkpoint.at_end else [])])
     retained = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
+    best = ", and the one with the lowest held-out loss" if checkpoint.keep and checkpoint.keep_best else ""
     more = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
-    return f"{when}{retained}{more}"
+    return f"{when}{retained}{more}{best}"
 
 
 EXAMPLE_PROMPTS = {
@@ -189,7 +210,15 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
         return [done + f"no model was saved, as {_not_saved_reason(cfg)}; set checkpoint.at_end=true to save one"]
     if step_of(newest) < step:
         done += f"not saved since step {step_of(newest)}, as {_not_saved_reason(cfg)}; "
-    return [f"{done}model in {newest}", *next_commands(cfg)]
+    return [f"{done}model in {newest}", *_best_line(cfg, complete), *next_commands(cfg)]
+
+
+def _best_line(cfg: Config, complete: list[Path]) -> list[str]:
+    """Return the line about the checkpoint with the lowest held-out loss, if the run keeps it."""
+    best = best_of(complete) if cfg.checkpoint.keep_best else None
+    if best is None:
+        return []
+    return [f"best: {best.name}, held-out loss {read_meta(best).eval_loss:.4f}; {best.parent / BEST_NAME} names it"]
 
 
 def next_commands(cfg: Config) -> list[str]:

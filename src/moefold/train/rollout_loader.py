@@ -52,6 +52,7 @@ from moefold.train.rollout_model import RolloutModel
 from moefold.train.rollout_source import LocalRollouts, RolloutSource
 from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.exactness import inexact_settings
+from moefold.validate.mismatch import mismatch_limit
 from moefold.validate.replay import replays_routing
 
 
@@ -116,6 +117,7 @@ class RolloutLoader(DataLoader):
         # Ranks on other machines may have other kernels.
         is_exact = not any(current_world().all_gather_object(bool(inexact)))
         replays, replay_message = replays_routing(cfg, is_exact=is_exact)
+        self._mismatch_limit = mismatch_limit(cfg, is_exact=is_exact)
         self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message)))
         self._replay: RolloutReplay | None = None
         if replays:
@@ -303,6 +305,11 @@ class RolloutLoader(DataLoader):
     def step_metrics(self) -> dict[str, Any] | None:
         """Return the metrics of the rollouts of the last batch."""
         return dict(self._metrics)
+
+    @property
+    def mismatch_limit(self) -> float | None:
+        """Return the limit of a batch that its own weights sampled, the first one of a round; None for any other."""
+        return None if self._metrics["staleness"] else self._mismatch_limit
 
     def evaluate_reward(self) -> float | None:
         """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.

@@ -34,6 +34,7 @@ from moefold.errors import format_list
 from moefold.host.folder_lock import LOCK_FILE, is_in_use
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.remote_path import to_path
+from moefold.train.resolved_keys import keep_resolved
 
 SETTINGS_FILE = "config.json"
 Settings = dict[str, Any]
@@ -50,7 +51,9 @@ class RunFolder:
     """Log message: the run that is left alone, or the settings changed on resume; may be empty."""
 
 
-def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFolder:
+def choose_run_folder(
+    cfg: Config, locked_folder: Path | None = None, left_out: frozenset[str] = frozenset()
+) -> RunFolder:
     """Choose the folder that a start of a recipe writes to.
 
     1. If run.dir holds no run, and no job of another run is there: run.dir.
@@ -65,21 +68,31 @@ def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFold
     Args:
         cfg: the recipe.
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
+        left_out: keys that the recipe leaves out, which keep the values of the run that goes on.
     """
     run_dir = Path(cfg.run.dir)
+    given = cfg
+
+    def resolved(folder: Path) -> Config:
+        return keep_resolved(given, _read_settings(folder) or {}, left_out)
+
+    cfg = resolved(run_dir)
     is_busy = run_dir != locked_folder and _is_busy_with_other_run(run_dir, cfg)
     if not is_busy and not _contains_run(run_dir, cfg):
-        return RunFolder(cfg)
+        return RunFolder(given)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
         # All of them share one checkpoint folder, which belongs to the run that was started last.
         candidates.reverse()
     for folder in candidates:
+        cfg = resolved(folder)
         if _is_same_run(folder, cfg, locked_folder):
             return RunFolder(_in_folder(cfg, folder), "" if folder == run_dir else _found_message(run_dir, folder))
     for folder in candidates:
+        cfg = resolved(folder)
         if _starts_over(folder, cfg):
             return RunFolder(_in_folder(cfg, folder), _starts_over_message(folder))
+    cfg = resolved(run_dir)
     reason = "a job is training it" if is_busy else _not_resumable_reason(run_dir, cfg)
     if not reason:
         return RunFolder(cfg, _changes_message(_read_settings(run_dir), cfg))
@@ -89,7 +102,7 @@ def choose_run_folder(cfg: Config, locked_folder: Path | None = None) -> RunFold
     message = (
         f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
     )
-    return RunFolder(_in_folder(cfg, free), message)
+    return RunFolder(_in_folder(given, free), message)
 
 
 def _in_folder(cfg: Config, folder: Path) -> Config:
@@ -263,7 +276,7 @@ def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
 def _is_free_to_change(key: str) -> bool:
     """Return whether a run stays the same run if a key changes: folder, length, mapping, logging and saving."""
     section = key.partition(".")[0]
-    if key in ("run.dir", "run.steps", "sites.meet", "sites.secret", "sites.grace_s", "sites.timeout_s"):
+    if key in ("run.dir", "run.steps", "run.epochs", "sites.meet", "sites.secret", "sites.grace_s", "sites.timeout_s"):
         return True
     return section in ("parallel", "metrics", "faults") or (section == "checkpoint" and key != "checkpoint.init_from")
 

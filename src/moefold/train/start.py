@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from moefold.checkpoint.checkpoint_dir import check_compatible, data_order_change, find_resume, read_meta
+from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_order_change, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.schema import Config
@@ -24,6 +24,8 @@ from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+from moefold.train.epochs import resolve_epochs
+from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
@@ -32,6 +34,7 @@ from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
 from moefold.validate.rollout_experts import check_fetching_ranks
 from moefold.validate.train import check_kernel_device
+from moefold.validate.unused import check_unused_keys
 
 if TYPE_CHECKING:
     from moefold.data import ProgramData
@@ -304,12 +307,34 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
         check_world_size(rank_env, cfg.parallel.world_size, cfg.rollout.ranks)
     if cfg.faults.regroups:
         _check_regroup(cfg, rank_env)
+    messages = list(recipe.messages)
+    if cfg.run.epochs:
+        is_first = rank_env is None or rank_env.local_rank == 0
+        cfg, message = resolve_epochs(cfg, program_data, is_first=is_first)
+        check_config(cfg)
+        check_unused_keys(recipe.explicit_keys, cfg)
+        messages.append(message)
     check_protocol(cfg.checkpoint.dir, "checkpoint.dir")
     check_protocol(cfg.checkpoint.resume, "checkpoint.resume")
     # Provisional: the ranks make the final choice under the lock of the folder.
-    folder = choose_run_folder(cfg)
+    cfg = _keep_resolved_of_checkpoint(cfg, recipe.left_out)
+    folder = choose_run_folder(cfg, left_out=recipe.left_out)
     check_machine(folder.cfg)
-    return RunSetup(cfg, recipe.messages, folder, find_resume(folder.cfg), store)
+    # The ranks choose among the folders with the values that the run keeps.
+    cfg = replace(folder.cfg, run=replace(folder.cfg.run, dir=cfg.run.dir))
+    messages += filter(None, [describe_learning_rate(cfg, recipe.left_out)])
+    return RunSetup(cfg, tuple(messages), folder, find_resume(folder.cfg), store)
+
+
+def _keep_resolved_of_checkpoint(cfg: Config, left_out: frozenset[str]) -> Config:
+    """Return a recipe with the values that the run of a named checkpoint has resolved, of keys that it leaves out."""
+    if cfg.checkpoint.resume in ("auto", "never"):
+        return cfg
+    path = to_path(cfg.checkpoint.resume)
+    if not (path / META_FILE).is_file():
+        # `check_resume` reports it.
+        return cfg
+    return keep_resolved(cfg, settings_of_checkpoint(read_meta(path), cfg), left_out)
 
 
 def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
@@ -378,9 +403,9 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     if cfg.is_rl:
         from moefold.rl.preflight import check_rollout_data
 
-        check_rollout_data(cfg)
+        longest = check_rollout_data(cfg)
         if cfg.rollout.engine == "vllm":
-            check_vllm(cfg, rank_env)
+            check_vllm(cfg, rank_env, max_tokens=longest)
         else:
             check_rollout_cache(cfg)
         check_saved_rollouts(setup)
@@ -390,6 +415,10 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
+    if setup.resume is not None:
+        from moefold.convert.run_tokenizer import check_run_tokenizer
+
+        check_run_tokenizer(cfg, setup.resume)
 
 
 def check_saved_rollouts(setup: RunSetup) -> None:
@@ -409,8 +438,13 @@ def check_saved_rollouts(setup: RunSetup) -> None:
         check_headers(table_headers(meta.rl), cfg)
 
 
-def check_vllm(cfg: Config, rank_env: RankEnv | None) -> None:
+def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:
     """Check that rollout.folder is of the model of the recipe, and that a vLLM server runs with it.
+
+    Args:
+        cfg: the recipe.
+        rank_env: the rank; None where the ranks are yet to start.
+        max_tokens: tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
         ConfigError: it is of another model, the server cannot be reached, or it was started with other options.
@@ -426,7 +460,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None) -> None:
         raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
     replays, _ = replays_routing(cfg, is_exact=False)
     try:
-        vllm_server(cfg, returns_experts=replays).check(max_tokens=cfg.train.seq_len + 1)
+        vllm_server(cfg, returns_experts=replays).check(max_tokens=max_tokens)
     except VllmError as error:
         raise ConfigError(str(error)) from None
 

@@ -1,4 +1,4 @@
-"""A non-finite step or a spike: log message, stop message and record for faults.jsonl."""
+"""A non-finite step, a spike, or another sampler than training: log and stop messages, and record for faults.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,23 @@ from moefold.checkpoint.checkpoint_dir import checkpoint_folder, named_checkpoin
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config
 from moefold.data import Sampler
-from moefold.errors import format_list
+from moefold.errors import RunError, format_list
+from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout
 from moefold.train.train_step import StepResult
+from moefold.validate.mismatch import mismatch_advice
 
 MAX_LISTED_SAMPLES = 64
 """Maximum number of samples whose origin is listed in faults.jsonl; the sample range of the batch is always there."""
 
 
+class MismatchError(RunError):
+    """The sampler's log-probabilities are not those of training."""
+
+
 @dataclass(frozen=True)
 class StepFault:
-    """Report of a non-finite step or a spike."""
+    """Report of a non-finite step, a spike, or another sampler than training."""
 
     step: int
     samples: Sequence[int]
@@ -47,20 +53,28 @@ class StepFault:
         batch = f"{among}samples {self.samples[0]} to {self.samples[-1]} of the run{which}"
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
-    def stop_message(self) -> str:
+    def stop_error(self) -> RunError:
         """Return why the run stops, which checkpoint is intact, and the way out; collective."""
         decision = self.result.decision
         world = current_world()
         safe = world.all_gather_object(
             _describe_intact_checkpoint(checkpoint_folder(self.cfg)) if world.is_rank0 else ""
         )[0]
+        kept = f"nothing of the step was applied, and {safe}"
+        if decision.reason == "mismatch":
+            worst = self.result.loss_metrics.get("mismatch_max", 0.0)
+            rollouts = Path(self.cfg.run.dir) / MISMATCH_FILE
+            return MismatchError(
+                f"step {self.step}: {decision.description} (the worst token: {worst:.3g}); {kept}; the rollouts are in "
+                f"{str(rollouts)!r}; {mismatch_advice(self.cfg)}"
+            )
         key = f"faults.{decision.reason}"
         others = "'skip' or 'rollback'" if 0 < self.cfg.checkpoint.every < self.cfg.run.steps else "'skip'"
         action = getattr(self.cfg.faults, decision.reason)
         way_out = (
             f"set {key}={others} to go on without such a batch" if action == "stop" else "look at that data and rank"
         )
-        return f"{self.describe()}; nothing of the step was applied, and {safe}; {way_out}"
+        return RunError(f"{self.describe()}; {kept}; {way_out}")
 
     def to_record(self) -> dict[str, Any]:
         """Return the record for faults.jsonl."""

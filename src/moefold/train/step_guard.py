@@ -22,11 +22,29 @@ SPIKE_METRICS = ("loss", GRAD_NORM)
 
 
 @dataclass(frozen=True)
+class Mismatch:
+    """Mean difference between the log-probabilities of sampler and training, in nats, and its limit."""
+
+    mean: float
+    limit: float
+
+    def describe(self) -> str:
+        """Describe a mismatch beyond the limit; empty if it is not."""
+        # NaN is beyond any limit.
+        if self.mean <= self.limit:
+            return ""
+        return (
+            f"the log-probabilities of sampler and training differ by {self.mean:.3g} nats a token, and "
+            f"rl.mismatch_limit allows {self.limit:g}"
+        )
+
+
+@dataclass(frozen=True)
 class StepDecision:
     """Decision about one step."""
 
     action: FaultAction
-    reason: Literal["", "nonfinite", "spike"] = ""
+    reason: Literal["", "nonfinite", "mismatch", "spike"] = ""
     description: str = ""
     """Description of the fault; empty if there is none."""
 
@@ -57,14 +75,15 @@ class StepGuard:
         self.num_skipped = 0
         """Number of steps since the start of the run that were not applied."""
 
-    def decide(self, metrics: Mapping[str, float]) -> StepDecision:
+    def decide(self, metrics: Mapping[str, float], mismatch: Mismatch | None = None) -> StepDecision:
         """Decide about a step.
 
         Args:
             metrics: metrics of the whole global batch, the same on every rank, by their names in a message: those of
                 `SPIKE_METRICS` and all others that must be finite.
+            mismatch: of a step on rollouts of its own weights; None: of any other.
         """
-        decision = self._apply_limits(self._initial_decision(metrics))
+        decision = self._apply_limits(self._initial_decision(metrics, mismatch))
         if decision.updates:
             self._consecutive_skips = 0
             for name, values in self._recent_values.items():
@@ -117,11 +136,13 @@ class StepGuard:
         self._rollbacks = max(self._rollbacks, rollbacks)
         self._skipped_ranges = list(dict.fromkeys(left_out + self._skipped_ranges))
 
-    def _initial_decision(self, metrics: Mapping[str, float]) -> StepDecision:
+    def _initial_decision(self, metrics: Mapping[str, float], mismatch: Mismatch | None) -> StepDecision:
         """Return the decision about this step by itself, without the limits on skips and rollbacks."""
         cfg = self._cfg
         if wrong := [f"the {name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]:
             return StepDecision(cfg.nonfinite, "nonfinite", " and ".join(wrong))
+        if mismatch is not None and (excess := mismatch.describe()):
+            return StepDecision("stop", "mismatch", excess)
         if cfg.spike == "ignore":
             return StepDecision("update")
         high = [spike for name in self._spike_metrics if (spike := self._describe_spike(name, metrics[name]))]

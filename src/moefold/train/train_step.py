@@ -7,7 +7,6 @@ from dataclasses import astuple, dataclass, field, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.schema import Config
@@ -16,6 +15,7 @@ from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gi
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
+from moefold.objectives.policy import MISMATCH
 from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
@@ -36,7 +36,7 @@ from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite,
 from moefold.train.outer_state import make_outer_optimizer, trained_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
 from moefold.train.spsa_passes import ProjectedGradient, SPSAPasses
-from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepDecision, StepGuard
+from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
 STOP_POLL_EVERY = 8
@@ -141,6 +141,11 @@ class ReducedMetrics:
             losses["indexer loss"] = self.indexer_loss
         return {**losses, "gradient norm": self.grad_norm}
 
+    def mismatch(self, limit: float | None) -> Mismatch | None:
+        """Return the mismatch of sampler and training; None without a limit or a trained token."""
+        mean = self.loss_metrics.get(MISMATCH)
+        return None if limit is None or mean is None else Mismatch(mean, limit)
+
 
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
@@ -214,6 +219,7 @@ class TrainingStep:
         flags: StopFlags = lambda: (),
         data_s: float = 0.0,
         host_facts: Callable[[], Sequence[HostFact]] = tuple,
+        mismatch_limit: float | None = None,
     ) -> StepResult:
         """Train on this rank's shard of a global batch.
 
@@ -225,6 +231,7 @@ class TrainingStep:
             flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
             data_s: time that this rank took to load the batch.
             host_facts: returns further host values for the replica check to compare.
+            mismatch_limit: limit on the mismatch of sampler and training; None: it is not judged.
         """
         self.start_clock()
         self.begin_step(step, batch)
@@ -244,7 +251,7 @@ class TrainingStep:
         metrics = (
             None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
         )
-        decision = self.guard.decide(totals.guarded_metrics())
+        decision = self.guard.decide(totals.guarded_metrics(), totals.mismatch(mismatch_limit))
         recorder.set_phase("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         nonfinite_report = None
@@ -574,8 +581,3 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded tensor, on every rank of its mesh; collective over that mesh."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -9,7 +9,6 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.job_link import JobLink
 from moefold.config.schema import Config, has_moe_layers
 from moefold.data import ProgramData
-from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallelize import parallelize
@@ -159,7 +158,12 @@ class Trainer:
         context.log_dropped_files(self._position.step + 1)
         data_s = clock() - started_s
         result = self._train_step.run(
-            batch, self._position.step + 1, lambda: context.stop.flags, data_s, lambda: host_facts(context)
+            batch,
+            self._position.step + 1,
+            lambda: context.stop.flags,
+            data_s,
+            lambda: host_facts(context),
+            self._data_loader.mismatch_limit,
         )
         step_time_s = clock() - started_s
         if context.log is not None:
@@ -190,7 +194,7 @@ class Trainer:
         )
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
-        """Log, skip, roll back or stop after a non-finite step or a spike; return False after a rollback. Collective.
+        """Log, skip, roll back or stop after a step at fault; return False after a rollback. Collective.
 
         Raises:
             RunError: the recipe stops the run.
@@ -205,7 +209,7 @@ class Trainer:
             return True
         self._checkpointing.drain()
         if action == "stop":
-            raise RunError(step_fault.stop_message())
+            raise step_fault.stop_error()
         found = self._checkpointing.roll_back(context, step_fault)
         for callback in self._each_callback():
             callback.on_rollback(context)

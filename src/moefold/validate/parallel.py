@@ -15,6 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.layer_spec import attention_spec
+from moefold.cost.param_spec import shard_rows
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
@@ -160,13 +161,10 @@ def _validate_no_empty_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[st
 PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_pipeline_layout)
 
 
-def _validate_divides(name: str, degree: int, key: str, size: int, *, up_only: bool = False) -> Iterator[str]:
+def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[str]:
     """Check that `degree` divides the size; the message names the nearest sizes that it divides."""
     if size % degree:
-        yield (
-            f"parallel.{name}={degree} must divide {key}={size}; "
-            f"choose {key}={nearest_multiples(size, degree, up_only=up_only)}"
-        )
+        yield (f"parallel.{name}={degree} must divide {key}={size}; choose {key}={nearest_multiples(size, degree)}")
 
 
 def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
@@ -183,8 +181,14 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
         yield from _validate_divides(
             "tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
         )
-    # A smaller vocabulary could lack tokenizer ids; a larger one only has unused rows.
-    yield from _validate_divides("tp", tp, "model.vocab_size", model.vocab_size, up_only=True)
+    # tp need not divide the vocabulary, but the last rank has some of its rows.
+    _, rows = shard_rows(model.vocab_size, tp, tp - 1)
+    if not rows:
+        fewest = (tp - 1) * shard_rows(model.vocab_size, tp, 0)[1] + 1
+        yield (
+            f"parallel.tp={tp} leaves the last rank without a row of model.vocab_size={model.vocab_size}; choose "
+            f"model.vocab_size={fewest}"
+        )
 
 
 def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:

@@ -4,8 +4,10 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
+from moefold.config.suggestions import nearest_multiples
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
 from moefold.extras import install_command
@@ -20,7 +22,9 @@ def validate_learning_rate(cfg: Config) -> Iterator[str]:
     train = cfg.train
     steps = cfg.run.steps
     if train.min_lr > train.lr:
-        yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}; choose 0.0 to {train.lr}"
+        method = describe_method(method_settings(cfg))
+        default = f", the default of {method}" if train.lr == default_learning_rate(cfg) else ""
+        yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}"
     if train.warmup_steps > steps:
         yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
     elif train.lr_schedule == "wsd" and train.warmup_steps + train.decay_steps > steps:
@@ -43,6 +47,27 @@ def validate_evaluation(cfg: Config) -> Iterator[str]:
         yield (
             f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
             "none; choose validation_fraction=0.05, or eval_every=0"
+        )
+
+
+def validate_keep_best(cfg: Config) -> Iterator[str]:
+    """Check that checkpoints have a held-out loss to be compared by."""
+    every = cfg.checkpoint.every
+    eval_every = cfg.train.eval_every
+    if not cfg.checkpoint.keep_best:
+        return
+    if cfg.is_rl:
+        yield (
+            "checkpoint.keep_best=true compares held-out losses, and reinforcement learning is evaluated by rewards; "
+            "set checkpoint.keep_best=false, and keep=0 to keep all checkpoints"
+        )
+    elif not eval_every:
+        yield "checkpoint.keep_best=true compares held-out losses, and train.eval_every=0 computes none; set eval_every"
+    elif every % eval_every:
+        yield (
+            f"checkpoint.every={every} must be a multiple of train.eval_every={eval_every} with "
+            f"checkpoint.keep_best=true, so that each checkpoint has a held-out loss; choose every="
+            f"{nearest_multiples(every, eval_every)}, or another eval_every"
         )
 
 
@@ -222,6 +247,7 @@ _MUON_GROUP_NAMES = ", ".join(map(repr, MUON_GROUPS))
 
 TRAIN_RULES = (
     validate_learning_rate,
+    validate_keep_best,
     validate_muon,
     validate_moment_dtype,
     validate_gradient_delay,

@@ -264,7 +264,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rl.objective rl.advantage rl.loss_mean rl.updates rl.clip_low rl.clip_high rl.kl rl.kl_kind rl.reference "
-        "rl.correction rl.correction_low rl.correction_high rl.replay "
+        "rl.correction rl.correction_low rl.correction_high rl.replay rl.mismatch_limit "
         "rl.reset_patience rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from rollout.max_tokens "
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
@@ -398,6 +398,12 @@ UNUSED_KEY_RULES = (
     UnusedKeyRule(
         "data.overlong",
         lambda cfg: cfg.data.kind not in ("sft", "preference"),
+        "only data.kind='sft' and 'preference' read it",
+        "choose one of these",
+    ),
+    UnusedKeyRule(
+        "data.skip_bad_rows",
+        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference"),
         "only data.kind='sft' and 'preference' read it",
         "choose one of these",
     ),
@@ -556,6 +562,12 @@ UNUSED_KEY_RULES = (
         lambda cfg: not (cfg.checkpoint.init_from or cfg.model.upcycle_from or cfg.rl.reference != "start"),
         "the run begins with random weights",
         "set checkpoint.init_from",
+    ),
+    UnusedKeyRule(
+        "checkpoint.keep_best",
+        lambda cfg: cfg.checkpoint.keep == 0 or cfg.checkpoint.every == 0,
+        "no checkpoint is deleted: checkpoint.keep=0 keeps all, and checkpoint.every=0 saves one",
+        "set checkpoint.keep and checkpoint.every",
     ),
     UnusedKeyRule(
         "checkpoint.verify",

@@ -1,12 +1,12 @@
 """Distributed run of `moefold verify`: train under the recipe's mapping and gather the full tensors."""
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.sharded_tensor import full_tensor
 from moefold.config.schema import Config
 from moefold.cost.optimizers import optimizer_of
 from moefold.data import Dataset, ProgramData, open_dataset
@@ -16,7 +16,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.batch import BatchSharder
-from moefold.train.train_step import StepResult, TrainingStep, full_tensor
+from moefold.train.train_step import StepResult, TrainingStep
 from moefold.validate.config import check_config
 
 
@@ -116,8 +116,6 @@ def open_samples(cfg: Config) -> Dataset:
 
 def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
     """Gather all parameters and buffers, or all gradients, as full tensors on the first rank of a stage. Collective."""
-    # torch warns about each redistribution that gathers axis by axis, which is intended here.
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():

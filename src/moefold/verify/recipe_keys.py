@@ -83,9 +83,9 @@ data.validation_split data.subset data.revision data.streaming data.chat_templat
 align.reward align.threshold align.beta align.weight_cap align.template align.want
 """,
         "files, logs and failures: no part of a step": """
-run.dir moe.trace_every train.eval_every train.eval_samples
-checkpoint.dir checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.keep_every checkpoint.verify
-checkpoint.async_save checkpoint.peer_every checkpoint.resume
+run.dir run.epochs moe.trace_every train.eval_every train.eval_samples
+checkpoint.dir checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.keep_every checkpoint.keep_best
+checkpoint.verify checkpoint.ignore_keys checkpoint.async_save checkpoint.peer_every checkpoint.resume
 metrics.tensorboard metrics.wandb metrics.wandb_project metrics.wandb_entity metrics.wandb_name metrics.wandb_group
 metrics.wandb_tags metrics.per_layer metrics.peak_tflops metrics.memory_every metrics.expert_counts_every
 metrics.rollouts_every
@@ -96,8 +96,8 @@ sites.count sites.number sites.meet sites.secret sites.method sites.quorum sites
 """,
         "rollouts: `moefold verify` says that it compares none; an objective is judged by its own settings": """
 rl.group_size rl.objective rl.advantage rl.loss_mean rl.updates rl.staleness rl.clip_low rl.clip_high rl.correction
-rl.correction_low rl.correction_high rl.replay rl.kl rl.kl_kind rl.reference rl.reset_patience rl.mixed_only
-rl.most_rounds rl.truncated rl.length_penalty_from
+rl.correction_low rl.correction_high rl.replay rl.mismatch_limit rl.kl rl.kl_kind rl.reference rl.reset_patience
+rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from
 rollout.engine rollout.url rollout.folder rollout.timeout_s rollout.ranks rollout.tp rollout.pp rollout.ep rollout.etp
 rollout.experts rollout.max_tokens rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache
 reward.use reward.timeout_s reward.workers reward.on_error

@@ -154,7 +154,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     small = replace(
         cfg,
         parallel=_shrink_attention_plan(parallel),
-        model=_shrink_model(cfg.model, parallel),
+        model=_shrink_model(cfg.model, parallel, tp=cfg.parallel.tp),
         moe=replace(cfg.moe, replay=""),
         train=_shrink_train(cfg, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
@@ -210,7 +210,7 @@ def _has_documents(cfg: Config) -> bool:
     return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in kinds
 
 
-def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
+def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig:
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
@@ -264,7 +264,8 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
         index_head_dim=HEAD_SIZE + 2,
         linear_gate_rank=min(model.linear_gate_rank, HEAD_SIZE),
         ffn_hidden_size=SHARD_WIDTH * p.tp,
-        vocab_size=VOCAB_SHARD_SIZE * p.tp,
+        # A vocabulary that tp does not divide stays one.
+        vocab_size=VOCAB_SHARD_SIZE * p.tp - (model.vocab_size % tp > 0),
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         num_experts=num_experts,
         zero_experts=min(model.zero_experts, num_experts),

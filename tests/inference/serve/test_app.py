@@ -16,6 +16,7 @@ from moefold.data.tokenizer import ByteTokenizer
 from moefold.inference.engine.requests import NewToken, Request
 from moefold.inference.serve.app import CompletionServer
 from moefold.inference.serve.engine_loop import EngineLoop, _Add
+from moefold.inference.serve.grammar import JsonGrammars
 
 MAX_SAMPLES = 6
 
@@ -29,10 +30,10 @@ def idle_loop(dp: int = 1) -> EngineLoop:
 
 @pytest.fixture
 def server() -> CompletionServer:
-    options = SimpleNamespace(host="127.0.0.1", max_concurrent=MAX_SAMPLES, max_body_kib=1024)
+    options = SimpleNamespace(host="127.0.0.1", max_concurrent=MAX_SAMPLES, max_body_kib=1024, api_key="")
     source = SimpleNamespace(model=SimpleNamespace(vocab_size=256), eos_ids=frozenset(), uses_hf_text_start=False)
     job: Any = SimpleNamespace(options=options, source=source, name="run", max_length=80)
-    return CompletionServer(job, ByteTokenizer(), idle_loop())
+    return CompletionServer(job, ByteTokenizer(), idle_loop(), JsonGrammars(ByteTokenizer(), 256))
 
 
 class Call:
@@ -78,10 +79,10 @@ def test_streams_that_begin_at_once_stay_below_the_limit(server):
     async def check() -> list[list[int]]:
         calls = [Call(server, {"prompt": "a", "n": 4, "stream": True}) for _ in range(5)]
         await asyncio.gather(*(call.started.wait() for call in calls))
-        assert server._num_open == 4
+        assert server._metrics.num_open == 4
         for call in calls:
             await call.leave()
-        assert server._num_open == 0
+        assert server._metrics.num_open == 0
         return [call.statuses for call in calls]
 
     assert sorted(asyncio.run(check())) == [[200], [429], [429], [429], [429]]
@@ -109,9 +110,9 @@ def test_a_client_that_leaves_ends_its_samples(server, streams):
         deadline = time.monotonic() + 60
         while not server._loop._receivers and time.monotonic() < deadline:
             await asyncio.sleep(0)
-        assert server._num_open == 3
+        assert server._metrics.num_open == 3
         await call.leave()
-        assert server._num_open == 0
+        assert server._metrics.num_open == 0
 
     asyncio.run(check())
     commands = []
@@ -126,7 +127,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error(server):
         await call.leave()
 
     asyncio.run(check())
-    assert server._num_open == 0
+    assert server._metrics.num_open == 0
 
 
 def test_other_clients_are_answered_while_a_long_prompt_is_tokenised(server, monkeypatch):

@@ -3,7 +3,7 @@
 
 (() => {
   const { element } = Board;
-  const KINDS = ["nonfinite", "spike", "divergence", "straggler", "data", "reward"];
+  const KINDS = ["nonfinite", "spike", "divergence", "straggler", "data", "reward", "mismatch"];
   const state = { kind: "" };
   const opened = new Set();
 

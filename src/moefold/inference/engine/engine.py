@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +14,16 @@ from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
+from moefold.inference.engine.logit_rules import Constrain, Constraint, change_logits
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
-from moefold.inference.engine.requests import Completion, EngineSettings, FinishReason, NewToken, Request
+from moefold.inference.engine.requests import (
+    Completion,
+    EngineSettings,
+    FinishReason,
+    NewToken,
+    PromptScore,
+    Request,
+)
 from moefold.inference.sampling import SamplingParams
 from moefold.model.paged_cache import PassRows
 from moefold.parallel.forward_chain import ForwardChain
@@ -39,6 +48,10 @@ class _Open:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     expert_ids: NDArray[np.integer] | None = None
+    prompt_scores: dict[int, PromptScore] = field(default_factory=dict)
+    """Of the tokens of the prompt, by their positions."""
+    constraint: Constraint | None = None
+    """State of the grammar, on the rank that draws."""
 
     def next_draw(self) -> Draw:
         is_greedy = self.sampling.temperature == 0
@@ -77,13 +90,14 @@ class RolloutEngine:
         self._max_pages = cache_pages(cfg, settings)
 
     @contextmanager
-    def open(self, num_pages: int) -> Iterator["Generation"]:
+    def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["Generation"]:
         """Open a generation, to which requests can be added while others run; collective over all ranks.
 
         The weights must not change inside this context.
 
         Args:
             num_pages: pages of the cache, at most as many as the settings allow.
+            constrain: starts the grammar of a request; None: no request has one.
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
@@ -96,7 +110,9 @@ class RolloutEngine:
                 share_prompts=self._settings.share_prompts,
             )
             scheduler = PassScheduler(limits)
-            yield Generation(chain, decoder, scheduler, self._sampling, records_routing=self._records_routing)
+            yield Generation(
+                chain, decoder, scheduler, self._sampling, constrain, records_routing=self._records_routing
+            )
 
     def generate(
         self,
@@ -153,10 +169,12 @@ class Generation:
         decoder: PagedDecoder,
         scheduler: PassScheduler,
         sampling: SamplingParams,
+        constrain: Constrain | None = None,
         *,
         records_routing: bool = False,
     ) -> None:
         self._chain = chain
+        self._constrain = constrain
         self._decoder = decoder
         self._scheduler = scheduler
         self._sampling = sampling
@@ -215,11 +233,74 @@ class Generation:
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
         tokens_R, rows, picked_N = _pass_tensors(work.segments, self._chain.groups.device)
-        logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
+        scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
+        if scored:
+            scored_rows = torch.tensor([one.row for one in scored], dtype=torch.int64, device=picked_N.device)
+            picked_N = torch.cat([picked_N, scored_rows])
+        logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
+        if scored:
+            self._score(None if logits_NV is None else logits_NV[len(numbers) :], scored)
+            logits_NV = None if logits_NV is None else logits_NV[: len(numbers)]
         if not numbers:
             return []
         return self._advance(self._draw(logits_NV, numbers), is_complete)
+
+    def _scored(self, segments: Sequence[Segment]) -> list["_Scored"]:
+        """Return the rows of a pass whose next token belongs to a prompt that is scored."""
+        found = []
+        end = 0
+        for segment in segments:
+            start, end = end, end + len(segment.tokens)
+            if segment.scored_number < 0:
+                continue
+            prompt = self._open[segment.scored_number].request.prompt
+            positions = range(segment.first, min(segment.first + len(segment.tokens), len(prompt) - 1))
+            found += [
+                _Scored(start + position - segment.first, segment.scored_number, position + 1, prompt[position + 1])
+                for position in positions
+            ]
+        return found
+
+    def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
+        """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
+        groups = self._chain.groups
+        wanted = [self._open[one.number].request.prompt_alternatives or 0 for one in scored]
+        count = max(wanted)
+        found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
+        if logits_MV is not None:
+            tokens_M = torch.tensor([one.token for one in scored], dtype=torch.int64, device=groups.device)
+            found_DM[0] = self._log_probs(logits_MV, tokens_M)
+            if count:
+                stage = self._chain.last_stage
+                assert stage is not None
+                found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
+        found = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
+        for one, most, (log_prob, *best) in zip(scored, wanted, found, strict=True):
+            score = PromptScore(log_prob, _alternatives(one.token, log_prob, best, most))
+            self._open[one.number].prompt_scores[one.position] = score
+
+    def _log_probs(self, logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+        """Return the log-probabilities of tokens, [N], from logits of this rank's vocabulary shard."""
+        stage = self._chain.last_stage
+        assert stage is not None
+        return -stage.head.vocab_parallel.cross_entropy(logits_NV, tokens_N, stage.head.cross_entropy_ops)
+
+    def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Return the logits to draw from: those of samples with rules are changed."""
+        if all(self._open[number].request.rules is None for number in numbers):
+            return whole_NV
+        changed_NV = whole_NV.clone()
+        for row_V, number in zip(changed_NV, numbers, strict=True):
+            sample = self._open[number]
+            rules = sample.request.rules
+            if rules is None:
+                continue
+            if rules.grammar and sample.constraint is None:
+                assert self._constrain is not None, "a request with a grammar"
+                sample.constraint = self._constrain(sample.request)
+            change_logits(row_V, sample.request, rules, sample.tokens, sample.constraint)
+        return changed_NV
 
     def _draw(self, logits_NV: Tensor | None, numbers: Sequence[int]) -> list[NewToken]:
         """Draw the next token of each sample on the last stage; return the tokens on every rank."""
@@ -235,29 +316,32 @@ class Generation:
             whole_NV = vocab_parallel.gather(logits_NV)
             tokens_N = torch.zeros(len(numbers), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
-                tokens_N = choose_tokens(whole_NV, draws).to(groups.device)
+                chosen_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws)
+                self._advance_grammars(numbers, chosen_N)
+                tokens_N = chosen_N.to(groups.device)
             # Ranks that each drew from their own rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
-            losses_N = vocab_parallel.cross_entropy(scaled_NV, tokens_N, stage.head.cross_entropy_ops)
             found_DN[0] = tokens_N
-            found_DN[1] = -losses_N
+            found_DN[1] = self._log_probs(scaled_NV, tokens_N)
             if count:
-                best = _divide_by_temperature(whole_NV, draws).float().log_softmax(1).topk(count)
-                found_DN[2 : 2 + count] = best.indices.t()
-                found_DN[2 + count :] = best.values.t()
+                found_DN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
         found = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
         return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, found, strict=True)]
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
         """Return the drawn token of a sample with as many alternatives as its request has."""
-        if not best:
-            return NewToken(number, int(token), log_prob, None)
-        half = len(best) // 2
-        ids = [int(other) for other in best[: self._open[number].request.num_alternatives]]
-        # The loss computes the log-probability of the drawn token in another order of sums.
-        log_probs = [log_prob if other == token else value for other, value in zip(ids, best[half:], strict=False)]
-        return NewToken(number, int(token), log_prob, None, tuple(zip(ids, log_probs, strict=True)))
+        sample = self._open[number]
+        scores: tuple[PromptScore, ...] = ()
+        if sample.prompt_scores and not sample.tokens:
+            scores = tuple(sample.prompt_scores[position] for position in range(1, len(sample.request.prompt)))
+        alternatives = _alternatives(token, log_prob, best, sample.request.num_alternatives)
+        return NewToken(number, int(token), log_prob, None, alternatives, scores)
+
+    def _advance_grammars(self, numbers: Sequence[int], tokens_N: Tensor) -> None:
+        for number, token in zip(numbers, tokens_N.tolist(), strict=True):
+            if (constraint := self._open[number].constraint) is not None:
+                constraint.push(token)
 
     def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
         """Append the drawn tokens to their samples, and finish complete ones."""
@@ -283,6 +367,37 @@ class Generation:
                 self._scheduler.finish(number)
             found.append(new if reason is None else new._replace(finish_reason=reason))
         return found
+
+
+class _Scored(NamedTuple):
+    """A token of a prompt whose log-probability is reported."""
+
+    row: int
+    """Row of the pass whose logits predict it."""
+    number: int
+    """Of the sample."""
+    position: int
+    token: int
+
+
+def _most_likely(logits_NV: Tensor, count: int) -> Tensor:
+    """Return the ids of the most likely tokens, then their log-probabilities, [2 * count, N]."""
+    best = logits_NV.float().log_softmax(1).topk(count)
+    return torch.cat([best.indices.t().double(), best.values.t().double()])
+
+
+def _alternatives(token: float, log_prob: float, best: Sequence[float], count: int) -> tuple[tuple[int, float], ...]:
+    """Return the first most likely tokens with their log-probabilities.
+
+    Args:
+        token: the token at this position.
+        log_prob: of it. The loss computes it in another order of sums.
+        best: the ids of the most likely tokens, then their log-probabilities.
+        count: number of tokens.
+    """
+    half = len(best) // 2
+    pairs = zip(best[: min(count, half)], best[half:], strict=False)
+    return tuple((int(other), log_prob if other == token else value) for other, value in pairs)
 
 
 def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:

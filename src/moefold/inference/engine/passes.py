@@ -43,6 +43,8 @@ class Segment(NamedTuple):
     """Number of the sample whose next token is drawn after the last of these tokens; -1: none is."""
     state_slot: int
     """Slot of the sequence's recurrent state."""
+    scored_number: int = -1
+    """Number of the sample whose prompt's log-probabilities are reported; -1: none are."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Pass:
     def num_tokens(self) -> int:
         """Tokens of the pass."""
         return sum(len(segment.tokens) for segment in self.segments)
+
+
+SCORED_ROWS = 256
+"""Most tokens of prompts in a pass whose log-probabilities are reported: each has logits over the vocabulary."""
 
 
 class _Sequence:
@@ -94,6 +100,7 @@ class _Sample(_Sequence):
         self.number = number
         self.prompt = request.prompt
         self.is_active = False
+        self.scores_prompt = request.prompt_alternatives is not None
         self.prefix: _Sequence | None = None
         """The shared part of the prompt that this sample waits for."""
 
@@ -194,6 +201,7 @@ class PassScheduler:
                 sample.prefix = None
         num_decodes = sum(sample.is_decoded for sample in self._active)
         prefill_tokens = self._limits.pass_tokens - num_decodes
+        scored_rows = SCORED_ROWS
         segments: list[Segment] = []
         # Oldest first: the pages that an older sample needs come from younger ones, which are not in the pass yet.
         for sample in list(self._active):
@@ -208,16 +216,20 @@ class PassScheduler:
                 continue
             assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
             sequence: _Sequence = sample if sample.prefix is None else sample.prefix
-            count = self._reserve(sequence, min(sequence.num_pending, prefill_tokens), sample.number)
+            room = min(prefill_tokens, scored_rows) if sample.scores_prompt else prefill_tokens
+            count = self._reserve(sequence, min(sequence.num_pending, room), sample.number)
             if not count:
                 continue
             prefill_tokens -= count
+            if sample.scores_prompt:
+                scored_rows -= count
             first = sequence.num_cached
             sequence.num_cached += count
             is_drawn = sequence is sample and not sample.num_pending
             tokens = sequence.tokens[first : first + count]
             number = sample.number if is_drawn else -1
-            segments.append(Segment(tokens, first, sequence.table, number, self._state_slot(sequence)))
+            scored = sample.number if sample.scores_prompt else -1
+            segments.append(Segment(tokens, first, sequence.table, number, self._state_slot(sequence), scored))
         assert segments or not self.has_work, "a pass without tokens"
         return Pass(segments, self._copies, state_copies)
 
@@ -242,7 +254,7 @@ class PassScheduler:
         while self._waiting and len(self._active) < self._limits.slots:
             sample = self._waiting[0]
             num_pages = pages_for(len(sample.tokens))
-            prefix = self._prefixes.get(sample.prompt)
+            prefix = None if sample.scores_prompt else self._prefixes.get(sample.prompt)
             if prefix is not None:
                 # The page of the last tokens of the prompt is copied.
                 num_pages += 1 - pages_for(len(prefix.tokens))
@@ -256,7 +268,7 @@ class PassScheduler:
 
     def _new_prefix(self, sample: _Sample) -> _Sequence | None:
         """Return the shared part of a prompt as a new sequence; None if no other sample would share it."""
-        is_shared = self._limits.share_prompts and self._num_unfinished[sample.prompt] > 1
+        is_shared = self._limits.share_prompts and self._num_unfinished[sample.prompt] > 1 and not sample.scores_prompt
         if not is_shared or len(sample.prompt) == 1:
             return None
         shared = list(sample.prompt[:-1])

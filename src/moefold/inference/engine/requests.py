@@ -15,6 +15,27 @@ FinishReason = Literal["eos", "length", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogitRules:
+    """Changes of the logits from which a sample's tokens are drawn, before the temperature.
+
+    Log-probabilities are those of the unchanged logits, as they are without top-k and top-p filtering.
+    """
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """Numbers that are added to the logits of tokens: (id, bias)."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of tokens in prompt and sample."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a new token as often as it was drawn in the sample."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token of the sample."""
+    min_tokens: int = 0
+    """New tokens before the first that may be an end-of-text token."""
+    grammar: str = ""
+    """Grammar of the sample's text, for `RolloutEngine.open`; empty: any text."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One sample to generate: the continuation of a prompt.
 
@@ -36,6 +57,10 @@ class Request:
     """Sampling parameters of this sample; None: those of the engine."""
     num_alternatives: int = 0
     """Most likely tokens at each position whose log-probabilities `NewToken` reports; 0: none."""
+    rules: LogitRules | None = None
+    """Changes of the logits; None: the tokens are drawn from the model's own."""
+    prompt_alternatives: int | None = None
+    """Most likely tokens that are reported with the log-probability of each token of the prompt; None: neither is."""
 
     @property
     def max_positions(self) -> int:
@@ -61,6 +86,14 @@ class Completion:
     of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None unless the engine records them."""
 
 
+class PromptScore(NamedTuple):
+    """Log-probability of a token of a prompt after the tokens before it, under softmax(logits)."""
+
+    log_prob: float
+    alternatives: tuple[tuple[int, float], ...]
+    """The `Request.prompt_alternatives` most likely tokens at its position, the most likely first."""
+
+
 class NewToken(NamedTuple):
     """A token that a pass added to a sample."""
 
@@ -72,6 +105,8 @@ class NewToken(NamedTuple):
     """None: the sample continues."""
     alternatives: tuple[tuple[int, float], ...] = ()
     """The `Request.num_alternatives` most likely tokens with their log-probabilities, the most likely first."""
+    prompt_scores: tuple[PromptScore, ...] = ()
+    """With the first token of a sample: those of the prompt's tokens but the first, if the request asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -20,19 +21,18 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 from moefold.host.listen import LOOPBACK_HOSTS, LOOPBACK_NAMES
 from moefold.inference.engine.requests import NewToken, Request
-from moefold.inference.serve.codec import PromptEncoder, SampleText, TextPiece
+from moefold.inference.serve.access import KeyCheck, Observer
+from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.codec import EncodedRequest, PromptEncoder, SampleText
 from moefold.inference.serve.engine_loop import EngineLoop
+from moefold.inference.serve.fields import ApiKind
+from moefold.inference.serve.grammar import JsonGrammars
 from moefold.inference.serve.job import ServeJob
-from moefold.inference.serve.protocol import (
-    ApiError,
-    ApiKind,
-    ApiRequest,
-    ResponseBuilder,
-    parse_request,
-    usage_of,
-)
+from moefold.inference.serve.metrics import CONTENT_TYPE, ServerMetrics
+from moefold.inference.serve.protocol import ApiRequest, parse_request
+from moefold.inference.serve.responses import Part, ResponseBuilder, usage_of
 
-PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health")
+PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health", "GET /metrics")
 DISCONNECT_POLL_S = 0.5
 """Interval at which a whole response checks that its client is still there."""
 
@@ -44,24 +44,41 @@ class CompletionServer:
         job: the server.
         tokenizer: of the model.
         loop: runs on another thread.
+        grammars: of JSON formats.
+        log: receives a line for each request; None: there is no access log.
     """
 
-    def __init__(self, job: ServeJob, tokenizer: Tokenizer, loop: EngineLoop) -> None:
+    def __init__(
+        self,
+        job: ServeJob,
+        tokenizer: Tokenizer,
+        loop: EngineLoop,
+        grammars: JsonGrammars,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._loop = loop
-        self._encoder = PromptEncoder(job, tokenizer)
-        self._num_open = 0
+        self._log = log
+        self._encoder = PromptEncoder(job, tokenizer, grammars)
+        self._metrics = ServerMetrics()
 
     def app(self) -> Starlette:
         """Return the application; on the loopback interface it takes requests for this machine's names only."""
         # A web page whose name resolves to the loopback address would otherwise be of the same origin.
         allowed_hosts = list(LOOPBACK_HOSTS) if self._job.options.host in LOOPBACK_NAMES else ["*"]
+        key = self._job.options.api_key
+        paths = frozenset(path.partition(" ")[2] for path in PATHS)
         return Starlette(
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)],
+            middleware=[
+                Middleware(Observer, metrics=self._metrics, log=self._log, paths=paths),
+                Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts),
+                *([Middleware(KeyCheck, key=key)] if key else []),
+            ],
             exception_handlers={404: _unknown_path, 405: _unknown_path},
             routes=[
                 Route("/health", self._health),
+                Route("/metrics", self._metrics_text),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", self._endpoint("completion"), methods=["POST"]),
@@ -70,7 +87,10 @@ class CompletionServer:
         )
 
     async def _health(self, http: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok", "samples": self._num_open})
+        return JSONResponse({"status": "ok", "samples": self._metrics.num_open})
+
+    async def _metrics_text(self, http: HttpRequest) -> Response:
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def _models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})
@@ -85,16 +105,17 @@ class CompletionServer:
         model = {"id": self._job.name, "object": "model", "created": 0, "owned_by": "moefold"}
         return model | {"max_model_len": self._job.max_length}
 
-    def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Any]:
+    def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Awaitable[Any]]:
         async def answer(http: HttpRequest) -> Response | _EventStream:
             with ExitStack() as held:
                 try:
                     request = parse_request(await self._read_body(http), kind, self._job.name)
                     held.enter_context(self._counted(request))
-                    samples = await self._engine_requests(request)
+                    run = await self._start(http, request)
+                    held.callback(run.note_tokens)
                     if request.streams:
-                        return _EventStream(self._events(request, samples), held.pop_all())
-                    return JSONResponse(await self._whole(http, request, samples))
+                        return _EventStream(self._events(run), held.pop_all())
+                    return JSONResponse(await self._whole(run))
                 except ApiError as error:
                     return _error(error)
 
@@ -114,17 +135,18 @@ class CompletionServer:
             raise ApiError(
                 f"the request has {num_samples} samples, and this server takes at most {most}; ask for fewer"
             )
-        if self._num_open + num_samples > most:
+        num_open = self._metrics.num_open
+        if num_open + num_samples > most:
             raise ApiError(
-                f"{self._num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
+                f"{num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
                 f"{most}; try again later, or ask for fewer",
                 429,
             )
-        self._num_open += num_samples
+        self._metrics.num_open += num_samples
         try:
             yield
         finally:
-            self._num_open -= num_samples
+            self._metrics.num_open -= num_samples
 
     async def _read_body(self, http: HttpRequest) -> bytes:
         """Read the body up to the limit.
@@ -146,18 +168,19 @@ class CompletionServer:
             raise _client_gone() from None
         return bytes(body)
 
-    async def _engine_requests(self, request: ApiRequest) -> list[Request]:
-        """Return the samples of a request for the engine.
+    async def _start(self, http: HttpRequest, request: ApiRequest) -> "_Run":
+        """Return a request with its samples for the engine.
 
         Raises:
-            ApiError: a prompt cannot be tokenised, or does not fit.
+            ApiError: a prompt cannot be tokenised, or does not fit, or the model cannot answer in this form.
         """
+        start = time.perf_counter()
         try:
-            prompts = await self._encoder.encode(request)
+            encoded = await self._encoder.encode(request)
         except ConfigError as error:
             raise ApiError(str(error)) from error
         samples = []
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(encoded.prompts):
             room = self._job.max_length - len(prompt)
             max_tokens = room if request.max_tokens is None else request.max_tokens
             if max_tokens > room or room < 1:
@@ -166,19 +189,25 @@ class CompletionServer:
                     f"than {self._job.max_length}, the most that this server takes; shorten one of them",
                     param="max_tokens",
                 )
-            for j in range(request.num_samples):
-                samples.append(
-                    Request(
-                        prompt=prompt,
-                        prompt_number=i,
-                        sample_number=j,
-                        max_tokens=max_tokens,
-                        eos_ids=self._encoder.eos_ids(request),
-                        sampling=request.sampling,
-                        num_alternatives=min(request.num_alternatives, self._job.source.model.vocab_size),
-                    )
-                )
-        return samples
+            samples += [self._sample(encoded, prompt, i, j, max_tokens) for j in range(request.num_samples)]
+        texts = [SampleText(self._tokenizer, self._encoder.table, encoded) for _ in samples]
+        return _Run(http, request, samples, texts, self._metrics, start)
+
+    def _sample(self, encoded: EncodedRequest, prompt: tuple[int, ...], i: int, j: int, max_tokens: int) -> Request:
+        request = encoded.request
+        num_alternatives = min(request.num_alternatives, self._job.source.model.vocab_size)
+        return Request(
+            prompt=prompt,
+            prompt_number=i,
+            sample_number=j,
+            # A prompt alone is scored by the pass that draws a token after it.
+            max_tokens=max(1, max_tokens),
+            eos_ids=encoded.eos_ids,
+            sampling=request.sampling,
+            num_alternatives=num_alternatives,
+            rules=encoded.rules,
+            prompt_alternatives=num_alternatives if request.echoes and request.has_log_probs else None,
+        )
 
     @asynccontextmanager
     async def _running(self, samples: Sequence[Request]) -> AsyncIterator[asyncio.Queue[tuple[int, NewToken]]]:
@@ -198,66 +227,118 @@ class CompletionServer:
         finally:
             self._loop.cancel(numbers)
 
-    async def _pieces(
-        self, request: ApiRequest, samples: Sequence[Request]
-    ) -> AsyncGenerator[tuple[int, TextPiece], None]:
-        """Yield (index of the choice, piece) of all samples as they come."""
-        stops = (*request.stops, *self._encoder.stop_strings(request))
-        texts = [SampleText(self._tokenizer, sample, stops) for sample in samples]
-        async with self._running(samples) as arrived:
+    async def _parts(self, run: "_Run") -> AsyncGenerator[tuple[int, Part], None]:
+        """Yield (index of the choice, part) of all samples as they come."""
+        texts = run.texts
+        async with self._running(run.samples) as arrived:
             while not all(text.is_finished for text in texts):
                 index, new = await arrived.get()
-                if texts[index].is_finished:
+                text = texts[index]
+                if text.is_finished:
                     # A token after a stop string, drawn before the sample was cancelled.
                     continue
-                piece = texts[index].push(new)
-                if piece.finish_reason is not None and new.finish_reason is None:
+                run.note_first_token()
+                if run.request.echoes and not text.num_tokens:
+                    yield index, text.echo(run.samples[index].prompt, new)
+                if run.request.max_tokens == 0:
+                    text.is_finished = True
+                    yield index, Part(finish_reason="length")
+                    continue
+                part = text.push(new)
+                if part.finish_reason is not None and new.finish_reason is None:
                     self._loop.cancel([new.number])
-                if piece.text or piece.tokens or piece.finish_reason is not None:
-                    yield index, piece
+                if part.text or part.tokens or part.calls or part.finish_reason is not None:
+                    yield index, part
 
-    async def _events(self, request: ApiRequest, samples: Sequence[Request]) -> AsyncGenerator[str, None]:
+    async def _events(self, run: "_Run") -> AsyncGenerator[str, None]:
         """Yield the server-sent events of a stream."""
-        builder = ResponseBuilder(request, self._job.name)
-        if request.kind == "chat":
-            for index in range(len(samples)):
+        builder = ResponseBuilder(run.request, self._job.name)
+        if run.request.kind == "chat":
+            for index in range(len(run.samples)):
                 yield _event(builder.chunk([builder.first_delta(index)]))
-        num_new = 0
-        async with aclosing(self._pieces(request, samples)) as pieces:
-            async for index, piece in pieces:
-                num_new += len(piece.tokens)
-                choice = builder.choice(index, piece.text, piece.tokens, piece.finish_reason, is_delta=True)
-                yield _event(builder.chunk([choice]))
-        if request.includes_usage:
-            yield _event(builder.chunk([], usage_of(_num_prompt_tokens(request, samples), num_new)))
+        async with aclosing(self._parts(run)) as parts:
+            async for index, part in parts:
+                yield _event(builder.chunk([builder.choice(index, part, is_delta=True)]))
+        if run.request.includes_usage:
+            yield _event(builder.chunk([], usage_of(run.num_prompt_tokens, run.num_new_tokens)))
         yield "data: [DONE]\n\n"
 
-    async def _whole(self, http: HttpRequest, request: ApiRequest, samples: Sequence[Request]) -> dict[str, Any]:
+    async def _whole(self, run: "_Run") -> dict[str, Any]:
         """Return the response with all choices; ends the samples if the client has gone."""
-        builder = ResponseBuilder(request, self._job.name)
-        collected: list[list[TextPiece]] = [[] for _ in samples]
+        builder = ResponseBuilder(run.request, self._job.name)
+        collected: list[list[Part]] = [[] for _ in run.samples]
 
         async def collect() -> None:
-            async with aclosing(self._pieces(request, samples)) as pieces:
-                async for index, piece in pieces:
-                    collected[index].append(piece)
+            async with aclosing(self._parts(run)) as parts:
+                async for index, part in parts:
+                    collected[index].append(part)
 
         task = asyncio.ensure_future(collect())
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=DISCONNECT_POLL_S)
-                if not task.done() and await http.is_disconnected():
+                if not task.done() and await run.http.is_disconnected():
                     raise _client_gone()
         finally:
             task.cancel()
         task.result()
         choices = []
-        for index, pieces in enumerate(collected):
-            text = "".join(piece.text for piece in pieces)
-            tokens = [token for piece in pieces for token in piece.tokens]
-            choices.append(builder.choice(index, text, tokens, pieces[-1].finish_reason, is_delta=False))
-        num_new = sum(len(piece.tokens) for pieces in collected for piece in pieces)
-        return builder.whole(choices, usage_of(_num_prompt_tokens(request, samples), num_new))
+        for index, parts in enumerate(collected):
+            whole = Part(
+                text="".join(part.text for part in parts),
+                tokens=[token for part in parts for token in part.tokens],
+                calls=[call for part in parts for call in part.calls],
+                finish_reason=parts[-1].finish_reason,
+            )
+            choices.append(builder.choice(index, whole, is_delta=False))
+        return builder.whole(choices, usage_of(run.num_prompt_tokens, run.num_new_tokens))
+
+
+class _Run:
+    """A request that the engine answers.
+
+    Args:
+        http: the request.
+        request: the same, checked.
+        samples: for the engine.
+        texts: of the samples.
+        metrics: of the server.
+        start: when it began to be read, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        http: HttpRequest,
+        request: ApiRequest,
+        samples: Sequence[Request],
+        texts: Sequence[SampleText],
+        metrics: ServerMetrics,
+        start: float,
+    ) -> None:
+        self.http = http
+        self.request = request
+        self.samples = samples
+        self.texts = texts
+        self._metrics = metrics
+        self._start: float | None = start
+        self.num_prompt_tokens = sum(len(sample.prompt) for sample in samples[:: request.num_samples])
+        """Tokens of all prompts, each counted once."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """New tokens of all samples so far."""
+        return sum(text.num_tokens for text in self.texts)
+
+    def note_first_token(self) -> None:
+        """Record the time to the first token, once."""
+        if self._start is not None:
+            self._metrics.add_first_token(time.perf_counter() - self._start)
+            self._start = None
+
+    def note_tokens(self) -> None:
+        """Record the numbers of tokens; called once, after the answer."""
+        self._metrics.add_tokens(self.num_prompt_tokens, self.num_new_tokens)
+        self.http.scope["moefold.tokens"] = f" {self.num_prompt_tokens}+{self.num_new_tokens} tokens"
 
 
 class _EventStream:
@@ -293,11 +374,6 @@ def _error(error: ApiError) -> Response:
 
 def _client_gone() -> ApiError:
     return ApiError("the client has gone", 499)
-
-
-def _num_prompt_tokens(request: ApiRequest, samples: Sequence[Request]) -> int:
-    """Return the tokens of all prompts, each counted once."""
-    return sum(len(sample.prompt) for sample in samples[:: request.num_samples])
 
 
 def _event(content: dict[str, Any]) -> str:

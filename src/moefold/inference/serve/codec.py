@@ -1,24 +1,59 @@
 """Prompts to token ids and new tokens to text, for the server. Torch-free."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from moefold.data.chat import ChatTemplate
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer
+from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, TokenTable
 from moefold.errors import ConfigError
-from moefold.inference.engine.requests import NewToken, Request
+from moefold.inference.engine.requests import LogitRules, NewToken
+from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.grammar import GrammarError, JsonGrammars
 from moefold.inference.serve.job import ServeJob
-from moefold.inference.serve.protocol import ApiError, ApiRequest, TokenLogProb
+from moefold.inference.serve.protocol import ApiRequest
+from moefold.inference.serve.responses import Part, TokenLogProb
+from moefold.inference.serve.tool_calls import (
+    Call,
+    CallReader,
+    ToolFormat,
+    as_json,
+    call_id,
+    check_takes_tools,
+    find_format,
+    forced_schema,
+)
 from moefold.inference.text import (
     StopStringFilter,
     TextStream,
     encode_prompts,
-    end_of_turn_marker,
     open_chat_template,
     stop_token_ids,
 )
+
+_RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedRequest:
+    """A request in tokens."""
+
+    request: ApiRequest
+    prompts: Sequence[tuple[int, ...]]
+    eos_ids: frozenset[int]
+    """Tokens that end a sample."""
+    stops: tuple[str, ...]
+    """Texts that end a sample."""
+    rules: LogitRules | None
+    """Changes of the logits; None: there are none."""
+    tool_format: ToolFormat | None = None
+    """Of calls in the text; None: there are none, or they are forced."""
+    skipped_ids: frozenset[int] = field(repr=False)
+    """Special tokens that are left out of the text."""
 
 
 class PromptEncoder:
@@ -27,15 +62,22 @@ class PromptEncoder:
     Args:
         job: the server.
         tokenizer: of the model.
+        grammars: of JSON formats.
     """
 
-    def __init__(self, job: ServeJob, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: ServeJob, tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
         self._job = job
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._end_ids = stop_token_ids(job.source, tokenizer)
         self._vocab_size = job.source.model.vocab_size
         # The process of the template answers one conversation at a time.
         self._template_lock = asyncio.Lock()
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """Return what each id writes; the first request reads it, on its thread."""
+        return self._tokenizer.token_table()
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -47,93 +89,193 @@ class PromptEncoder:
     def _end_of_turn(self) -> tuple[frozenset[int], str]:
         return end_of_turn_marker(self._template, self._tokenizer)
 
-    async def encode(self, request: ApiRequest) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt of a request.
+    async def encode(self, request: ApiRequest) -> EncodedRequest:
+        """Return a request in tokens.
 
         Raises:
             ConfigError: there is no chat template, or it refuses the conversation.
-            ApiError: an id is outside the vocabulary, or a prompt is empty.
+            ApiError: an id is outside the vocabulary, a prompt is empty, or the model cannot answer in this form.
         """
+        # On a thread: a long text takes as long as many passes, during which other clients are answered.
         if request.kind == "chat":
             async with self._template_lock:
-                ids = await asyncio.to_thread(self._encode_chat, request)
-            if not ids:
-                raise ApiError("the chat template makes an empty text of these messages", param="messages")
-            return [ids]
-        # On a thread: a long text takes as long as many passes, during which other clients are answered.
-        return await asyncio.to_thread(self._encode_prompts, request)
+                return await asyncio.to_thread(self._encode_chat, request)
+        return await asyncio.to_thread(self._encode_completion, request)
 
-    def _encode_prompts(self, request: ApiRequest) -> list[tuple[int, ...]]:
+    def _encode_completion(self, request: ApiRequest) -> EncodedRequest:
         encoded = []
         for prompt in request.prompts:
             ids = encode_prompts(self._job.source, self._tokenizer, [prompt])[0] if isinstance(prompt, str) else prompt
             if not ids:
                 raise ApiError("the prompt has no token", param="prompt")
-            if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
-                raise ApiError(f"token id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param="prompt")
+            self._check_ids(ids, "prompt")
             encoded.append(ids)
-        return encoded
+        return self._with_ends(request, encoded, self._end_ids, request.stops)
 
-    def _encode_chat(self, request: ApiRequest) -> tuple[int, ...]:
-        text = self._template.render_prompt(request.messages, "messages", add_generation_prompt=True)
-        # Read here, on the thread that may wait for the process of the template.
-        assert self._end_of_turn is not None
-        return tuple(self._tokenizer.encode(text).tolist())
+    def _encode_chat(self, request: ApiRequest) -> EncodedRequest:
+        template = self._template
+        use = request.tool_use
+        tools = None if use is None else use.tools
+        source = template.source_for(tools)
+        template.check_roles(ChatRequest(request.messages, tools, "messages"))
+        tool_format = None
+        if use is not None and use.forced:
+            check_takes_tools(source, template.location)
+        elif use is not None:
+            tool_format = find_format(source, template.location)
+        text = template.render_prompt(
+            request.messages,
+            "messages",
+            add_generation_prompt=not request.continues_last,
+            tools=tools,
+            variables=_known_variables(request.template_variables, source, template.location),
+        )
+        ids = tuple(self._tokenizer.encode(text).tolist())
+        if not ids:
+            raise ApiError("the chat template makes an empty text of these messages", param="messages")
+        turn_ids, turn_end = self._end_of_turn
+        ends = (turn_end,) if turn_end and not request.ignores_end else ()
+        encoded = self._with_ends(request, [ids], self._end_ids | turn_ids, (*request.stops, *ends))
+        return replace(
+            encoded, tool_format=tool_format, skipped_ids=self._skipped_ids(request, encoded.eos_ids, tool_format)
+        )
 
-    def eos_ids(self, request: ApiRequest) -> frozenset[int]:
-        """Return the tokens that end a completion; for a chat, after `encode`."""
-        return self._end_ids | self._end_of_turn[0] if request.kind == "chat" else self._end_ids
+    def _with_ends(
+        self, request: ApiRequest, prompts: Sequence[tuple[int, ...]], end_ids: frozenset[int], stops: tuple[str, ...]
+    ) -> EncodedRequest:
+        self._check_ids(request.stop_ids, "stop_token_ids")
+        self._check_ids([token for token, _ in request.rules.bias], "logit_bias")
+        eos_ids = request.stop_ids if request.ignores_end else end_ids | request.stop_ids
+        return EncodedRequest(
+            request=request,
+            prompts=prompts,
+            eos_ids=eos_ids,
+            stops=stops,
+            rules=self._rules(request, eos_ids),
+            skipped_ids=self._skipped_ids(request, eos_ids, None),
+        )
 
-    def stop_strings(self, request: ApiRequest) -> tuple[str, ...]:
-        """Return the texts that end a completion in addition to those of the request; after `encode`."""
-        return (self._end_of_turn[1],) if request.kind == "chat" and self._end_of_turn[1] else ()
+    def _skipped_ids(
+        self, request: ApiRequest, eos_ids: frozenset[int], tool_format: ToolFormat | None
+    ) -> frozenset[int]:
+        if not request.skips_special or not self.table.special_ids:
+            return frozenset()
+        marks = {*tool_format.begins, *tool_format.marks} if tool_format is not None else set()
+        pieces = self.table.pieces
+        return frozenset(token for token in self.table.special_ids if pieces[token].decode() not in marks)
+
+    def _rules(self, request: ApiRequest, eos_ids: frozenset[int]) -> LogitRules | None:
+        use = request.tool_use
+        schema = json.dumps(forced_schema(use)) if use is not None and use.forced else request.schema
+        if schema:
+            param = "tool_choice" if use is not None else "response_format"
+            try:
+                self._grammars.check(schema, eos_ids)
+            except GrammarError as error:
+                raise ApiError(f"{param}: {error}", param=param) from None
+        rules = replace(request.rules, grammar=schema)
+        return None if rules == LogitRules() else rules
+
+    def _check_ids(self, ids: Sequence[int] | frozenset[int], param: str) -> None:
+        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
+            raise ApiError(f"{param}: id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param=param)
 
 
-@dataclass(frozen=True)
-class TextPiece:
-    """Text that a new token adds to a sample."""
+def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
+    """Return the variables of a request for its template; false and null are what a template without them reads.
 
-    text: str
-    """Text that is now final."""
-    tokens: Sequence[TokenLogProb]
-    """The token, unless it has no text of its own."""
-    finish_reason: str | None
-    """None: the sample continues; "stop": by an end-of-text token or a stop string; "length"."""
+    Raises:
+        ApiError: the template does not read one of them.
+    """
+    for name, value in given.items():
+        param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
+        if name in _RESERVED_VARIABLES:
+            raise ApiError(f"chat_template_kwargs.{name} is a field of the request itself; set that", param=param)
+        if value not in (None, False) and not re.search(rf"\b{re.escape(name)}\b", source):
+            raise ApiError(
+                f"{param}: the chat template of {location} does not read {name!r}; leave it out", param=param
+            )
+    return given
 
 
 class SampleText:
-    """Text of one sample as its tokens come.
+    """Text and calls of one sample as its tokens come.
 
     Args:
         tokenizer: of the model.
-        sample: the sample.
-        stops: texts that end it, and are not part of it.
+        table: what its ids write.
+        encoded: the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sample: Request, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, table: TokenTable, encoded: EncodedRequest) -> None:
+        self._encoded = encoded
         self._tokenizer = tokenizer
-        self._eos_ids = sample.eos_ids
+        self._table = table
+        self._request = encoded.request
         self._stream = TextStream(tokenizer)
-        self._filter = StopStringFilter(*stops)
+        self._filter = StopStringFilter(*encoded.stops)
+        use = self._request.tool_use
+        self._calls = None if use is None else CallReader(use, encoded.tool_format)
+        self.num_tokens = 0
+        """New tokens, the end-of-text token included."""
         self.is_finished = False
 
-    def push(self, new: NewToken) -> TextPiece:
+    def push(self, new: NewToken) -> Part:
         """Add a token of a sample that is not finished."""
-        if new.token in self._eos_ids:
-            self.is_finished = True
-            return TextPiece(self._rest(), [], "stop")
-        text = self._filter.push(self._stream.push(new.token))
-        if not self._filter.is_stopped and new.finish_reason is not None:
-            text += self._rest()
-        finish_reason = "stop" if self._filter.is_stopped else new.finish_reason
-        self.is_finished = finish_reason is not None
-        alternatives = tuple(self._with_text(token, log_prob) for token, log_prob in new.alternatives)
-        token = replace(self._with_text(new.token, new.log_prob), alternatives=alternatives)
-        return TextPiece(text, [token], finish_reason)
+        self.num_tokens += 1
+        is_end = new.token in self._encoded.eos_ids
+        text = ""
+        if not is_end and new.token not in self._encoded.skipped_ids:
+            text = self._filter.push(self._stream.push(new.token))
+        reason: str | None = None
+        if self._filter.is_stopped or is_end:
+            reason = "stop"
+        elif new.finish_reason is not None:
+            reason = "length"
+        if reason is not None and not self._filter.is_stopped:
+            text += self._filter.push(self._stream.finish()) + self._filter.finish()
+            reason = "stop" if self._filter.is_stopped else reason
+        text, calls, reason = self._split(text, reason)
+        self.is_finished = reason is not None
+        # A chat's log-probabilities are those of its content; a completion's are those of all tokens.
+        tokens = [] if is_end and self._request.kind == "chat" else [self._log_prob(new)]
+        return Part(text=text, tokens=tokens if self._request.has_log_probs else [], calls=calls, finish_reason=reason)
 
-    def _with_text(self, token: int, log_prob: float) -> TokenLogProb:
-        return TokenLogProb(text=self._tokenizer.decode([token]), log_prob=log_prob)
+    def echo(self, prompt: Sequence[int], new: NewToken) -> Part:
+        """Return the prompt of a completion, with the log-probabilities that came with its first token."""
+        shown = [token for token in prompt if token not in self._encoded.skipped_ids]
+        tokens = []
+        if self._request.has_log_probs:
+            tokens = [self._with_alternatives(prompt[0], None, ())]
+            for token, score in zip(prompt[1:], new.prompt_scores, strict=True):
+                tokens.append(self._with_alternatives(token, score.log_prob, score.alternatives))
+        return Part(text=self._tokenizer.decode(shown), tokens=tokens)
 
-    def _rest(self) -> str:
-        """Return the text that was held back."""
-        return self._filter.push(self._stream.finish()) + self._filter.finish()
+    def _split(self, text: str, reason: str | None) -> tuple[str, list[Mapping[str, Any]], str | None]:
+        """Return the text without calls, the calls, and the reason for the end."""
+        if self._calls is None:
+            return text, [], reason
+        content, calls = self._calls.push(text)
+        if reason is not None:
+            more, last = self._calls.finish()
+            content += more
+            calls += last
+        if self._calls.num_calls and (reason == "stop" or self._calls.is_done):
+            reason = "tool_calls"
+        return content, [self._as_json(call) for call in calls], reason
+
+    def _as_json(self, call: Call) -> Mapping[str, Any]:
+        return as_json(call, call_id(self._encoded.tool_format))
+
+    def _log_prob(self, new: NewToken) -> TokenLogProb:
+        return self._with_alternatives(new.token, new.log_prob, new.alternatives)
+
+    def _with_alternatives(
+        self, token: int, log_prob: float | None, alternatives: Sequence[tuple[int, float]]
+    ) -> TokenLogProb:
+        others = tuple(TokenLogProb(piece=self._piece(other), log_prob=value) for other, value in alternatives)
+        is_shown = token not in self._encoded.skipped_ids
+        return TokenLogProb(piece=self._piece(token), log_prob=log_prob, alternatives=others, is_shown=is_shown)
+
+    def _piece(self, token: int) -> bytes:
+        return self._table.pieces[token] if token < len(self._table.pieces) else b""

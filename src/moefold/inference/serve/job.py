@@ -1,7 +1,7 @@
 """Checked job of a server, made before any rank starts. Torch-free on the CPU."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +53,10 @@ class ServeOptions:
     """Compute type; auto: the type of the stored weights."""
     device: str = "auto"
     """"cpu", "cuda" or "auto"."""
+    api_key: str = field(default="", repr=False)
+    """Key that clients must send; empty: none."""
+    access_log: str = ""
+    """File to which a line for each request is added, "-" for standard error; empty: none."""
     ignore_key: Sequence[str] = ()
     """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
@@ -107,7 +111,7 @@ def prepare_server(
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
-        open_tokenizer(source, options.tokenizer)
+        open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
     with reworded_errors(*ENGINE_OPTIONS):
         settings.check()
@@ -134,6 +138,9 @@ def _check_options(options: ServeOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     if options.max_length == 1:
         raise ConfigError("--max-length 1 leaves no room for a completion; set at least 2 (0: the context length)")
+    key = options.api_key
+    if key and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError("the key of clients (--api-key) must have letters, digits and signs of ASCII only, no spaces")
     check_port(options.port)
     if options.cache_gib <= 0:
         raise ConfigError(f"--cache-gib {options.cache_gib:g} must be above 0: the requests are not known in advance")

@@ -1,108 +1,51 @@
-"""Requests and responses of the OpenAI API that the server understands. Torch-free.
+"""Requests of the OpenAI API as the server understands them. Torch-free."""
 
-A field that is unknown, or has a value that would have no effect, is refused with its name.
-"""
-
+import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
+from moefold.inference.engine.requests import LogitRules
 from moefold.inference.sampling import MIN_TEMPERATURE, SamplingParams
+from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.fields import (
+    ApiKind,
+    ChatFields,
+    CompletionFields,
+    Message,
+    NamedTool,
+    SharedFields,
+    Tool,
+    read_fields,
+)
 
 MAX_STOP_STRINGS = 16
-MAX_SAMPLES = 128
-"""Largest `n`."""
-MAX_ALTERNATIVES = 20
-"""Largest `logprobs` of completions and `top_logprobs` of chats."""
+MAX_BIAS = 100
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where a request has none, as OpenAI's."""
 
-ApiKind = Literal["completion", "chat"]
 
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """Tools of a chat."""
 
-class ApiError(Exception):
-    """A request that is answered with an error.
+    tools: tuple[Mapping[str, Any], ...]
+    """Descriptions, as the template writes them."""
+    forced: tuple[str, ...] = ()
+    """Names of the tools of which at least one must be called; empty: the model decides whether it calls any."""
+    allows_many: bool = True
+    """Whether an answer may have several calls."""
+    is_named: bool = False
+    """Whether the request names the one tool to call."""
 
-    Args:
-        message: what is wrong, and what would be right.
-        status: HTTP status.
-        param: field of the request.
-    """
-
-    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the body of the response."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        if self.status == 429:
-            kind = "rate_limit_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _StreamOptions(_Strict):
-    include_usage: bool = False
-
-
-class _TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(_Strict):
-    role: str = Field(max_length=64)
-    content: str | list[_TextPart]
-
-    def as_turn(self) -> dict[str, str]:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
-
-
-class _TextFormat(_Strict):
-    type: Literal["text"]
-
-
-class _SharedFields(_Strict):
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    user: str | None = None
-    # Other values than the neutral ones have no implementation.
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-
-
-class _CompletionFields(_SharedFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-
-
-class _ChatFields(_SharedFields):
-    messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
-    response_format: _TextFormat | None = None
+    def parameters_of(self, name: str) -> Mapping[str, Any]:
+        """Return the JSON schema of a tool's arguments."""
+        found = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
+        parameters: Mapping[str, Any] = found.get("parameters") or {"type": "object"}
+        return parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +55,36 @@ class ApiRequest:
     kind: ApiKind
     prompts: tuple[str | tuple[int, ...], ...] = ()
     """Prompts of a completion, as text or ids."""
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     """Turns of a chat."""
+    template_variables: Mapping[str, Any]
+    """Further variables of the chat template."""
+    continues_last: bool = False
+    """Whether the last turn stays open and is continued."""
+    tool_use: ToolUse | None = None
+    schema: str = ""
+    """JSON schema of the answer, as JSON; empty: any text."""
     max_tokens: int | None = None
     """None: as many as fit."""
     sampling: SamplingParams
+    rules: LogitRules
     num_samples: int = 1
     """Samples of each prompt."""
     stops: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens besides the end of text that end a sample."""
+    ignores_end: bool = False
+    """Whether a sample goes on after the model's end-of-text tokens and ends of turns."""
+    skips_special: bool = True
+    """Whether special tokens are left out of the text."""
     streams: bool = False
     includes_usage: bool = False
     """Whether a stream ends with the numbers of tokens."""
     has_log_probs: bool = False
     num_alternatives: int = 0
     """Most likely tokens whose log-probabilities are reported at each position."""
+    echoes: bool = False
+    """Whether the text of a completion begins with the prompt."""
 
     @property
     def num_prompts(self) -> int:
@@ -144,53 +103,235 @@ def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
     Raises:
         ApiError: the body is not valid, or asks for something that is not implemented.
     """
-    try:
-        fields = (_CompletionFields if kind == "completion" else _ChatFields).model_validate_json(body)
-    except ValidationError as error:
-        raise _api_error(error) from None
+    fields = read_fields(body, kind)
     if fields.model not in (None, model_name):
         raise ApiError(f"model {fields.model!r} does not exist; this server has {model_name!r}", 404, "model")
+    if isinstance(fields, CompletionFields):
+        return _completion(fields)
+    return _chat(fields)
+
+
+def _completion(fields: CompletionFields) -> ApiRequest:
+    max_tokens = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    echoes = bool(fields.echo)
+    if not max_tokens and not echoes:
+        raise ApiError("max_tokens=0 must be at least 1, unless echo is true", param="max_tokens")
+    if echoes and fields.stream:
+        raise ApiError("echo=true is not supported with stream=true; leave one of them out", param="echo")
+    return ApiRequest(
+        **_shared(fields, "completion"),
+        prompts=_prompts(fields.prompt),
+        template_variables={},
+        max_tokens=max_tokens,
+        has_log_probs=fields.logprobs is not None,
+        num_alternatives=fields.logprobs or 0,
+        echoes=echoes,
+    )
+
+
+def _chat(fields: ChatFields) -> ApiRequest:
+    if fields.top_logprobs and not fields.logprobs:
+        raise ApiError("top_logprobs has no effect without logprobs=true", param="top_logprobs")
+    limits = [limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None]
+    if len(set(limits)) > 1:
+        raise ApiError("max_tokens and max_completion_tokens mean the same; give one of them", param="max_tokens")
+    if limits and limits[0] < 1:
+        raise ApiError("max_tokens=0 must be at least 1", param="max_tokens")
+    continues = bool(fields.continue_final_message)
+    if continues is not (fields.add_generation_prompt is False):
+        raise ApiError(
+            "add_generation_prompt=false is supported with continue_final_message=true only, and the latter needs it",
+            param="add_generation_prompt",
+        )
+    if continues and fields.messages[-1].role != "assistant":
+        raise ApiError("continue_final_message=true needs a last message of the assistant", param="messages")
+    if continues and not isinstance(fields.messages[-1].content, str):
+        raise ApiError("continue_final_message=true needs a last message whose content is a text", param="messages")
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        variables["reasoning_effort"] = fields.reasoning_effort
+    tool_use = _tool_use(fields)
+    shared = _shared(fields, "chat")
+    if tool_use is not None and shared["schema"]:
+        raise ApiError(
+            "response_format and tools cannot be used together; set tool_choice='none', or leave one of them out",
+            param="response_format",
+        )
+    if tool_use is not None and tool_use.forced and shared["rules"].min_tokens:
+        raise ApiError("min_tokens cannot be used with a forced tool; leave it out", param="min_tokens")
+    return ApiRequest(
+        **shared,
+        messages=tuple(_turn(message, i) for i, message in enumerate(fields.messages)),
+        template_variables=variables,
+        continues_last=continues,
+        tool_use=tool_use,
+        max_tokens=limits[0] if limits else None,
+        has_log_probs=bool(fields.logprobs),
+        num_alternatives=fields.top_logprobs or 0,
+    )
+
+
+def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
+    """Return the arguments of `ApiRequest` that both kinds of requests have."""
     stops = tuple([fields.stop] if isinstance(fields.stop, str) else fields.stop or ())
     if len(stops) > MAX_STOP_STRINGS or not all(stops):
         raise ApiError(f"stop must have at most {MAX_STOP_STRINGS} strings, none of them empty", param="stop")
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError("stream_options has no effect without stream=true", param="stream_options")
+    options = fields.stream_options
+    if options is not None and options.include_usage and not fields.stream:
+        raise ApiError("stream_options.include_usage has no effect without stream=true", param="stream_options")
     temperature = 1.0 if fields.temperature is None else fields.temperature
     if 0 < temperature < MIN_TEMPERATURE:
         raise ApiError(f"temperature must be 0, or at least {MIN_TEMPERATURE:g}", param="temperature")
-    shared: dict[str, Any] = {
+    rules = LogitRules(
+        bias=_bias(fields.logit_bias or {}),
+        repetition_penalty=fields.repetition_penalty or 1.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        min_tokens=fields.min_tokens or 0,
+    )
+    schema = _schema(fields)
+    if schema and (rules.min_tokens or fields.ignore_eos):
+        name = "min_tokens" if rules.min_tokens else "ignore_eos"
+        raise ApiError(f"{name} cannot be used with response_format, which ends the answer; leave it out", param=name)
+    return {
         "kind": kind,
         "sampling": SamplingParams(
             temperature=temperature,
             # The likeliest token is the same with and without the other tokens.
             top_p=(fields.top_p or 1.0) if temperature else 1.0,
-            top_k=(fields.top_k or 0) if temperature else 0,
-            seed=secrets.randbits(62) if fields.seed is None else fields.seed,
+            top_k=max(fields.top_k or 0, 0) if temperature else 0,
+            seed=secrets.randbits(62) if fields.seed is None else fields.seed % 2**63,
         ),
+        "rules": rules,
+        "schema": schema,
         "num_samples": fields.n or 1,
         "stops": stops,
+        "stop_ids": frozenset(fields.stop_token_ids or ()),
+        "ignores_end": bool(fields.ignore_eos),
+        "skips_special": fields.skip_special_tokens is not False,
         "streams": bool(fields.stream),
-        "includes_usage": fields.stream_options is not None and fields.stream_options.include_usage,
+        "includes_usage": options is not None and bool(options.include_usage),
     }
-    if isinstance(fields, _CompletionFields):
-        return ApiRequest(
-            **shared,
-            prompts=_prompts(fields.prompt),
-            max_tokens=fields.max_tokens or DEFAULT_COMPLETION_TOKENS,
-            has_log_probs=fields.logprobs is not None,
-            num_alternatives=fields.logprobs or 0,
+
+
+def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    found = []
+    for name, value in given.items():
+        if not name.isdecimal() or not name.isascii() or len(name) > 12:
+            raise ApiError(f"logit_bias has the key {name!r}; the keys are token ids", param="logit_bias")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise ApiError(
+                f"logit_bias of token {name} is {value:g}; it must be between -{MAX_BIAS} and {MAX_BIAS}",
+                param="logit_bias",
+            )
+        found.append((int(name), value))
+    return tuple(found)
+
+
+def _schema(fields: SharedFields) -> str:
+    """Return the JSON schema that the answer must follow; empty if any text will do."""
+    wanted = fields.response_format
+    if wanted is None or wanted.type == "text":
+        return ""
+    if wanted.type == "json_object":
+        return json.dumps({"type": "object"})
+    schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
+    if schema is None:
+        raise ApiError("response_format.json_schema.schema is required", param="response_format")
+    return json.dumps(schema)
+
+
+def _tool_use(fields: ChatFields) -> ToolUse | None:
+    """Return the tools that the model may call.
+
+    With tool_choice="none" it may call none: they are left out of the prompt.
+    """
+    choice = fields.tool_choice
+    if not fields.tools:
+        if choice not in (None, "none", "auto"):
+            raise ApiError("tool_choice asks for a call, and the request has no tools", param="tool_choice")
+        return None
+    if choice == "none":
+        return None
+    names = [tool.function.name for tool in fields.tools]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ApiError(f"tools has the function {repeated[0]!r} twice", param="tools")
+    forced: Sequence[str] = ()
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in names:
+            raise ApiError(f"tool_choice names {choice.function.name!r}, which is not in tools", param="tool_choice")
+        forced = [choice.function.name]
+    elif choice == "required":
+        forced = names
+    if not forced and (strict := [tool.function.name for tool in fields.tools if tool.function.strict]):
+        raise ApiError(
+            f"tools: strict=true of {strict[0]!r} is kept only where a call is forced; set tool_choice to 'required' "
+            "or to a function, or leave strict out",
+            param="tools",
         )
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise ApiError("top_logprobs has no effect without logprobs=true", param="top_logprobs")
-    if None not in (fields.max_tokens, fields.max_completion_tokens):
-        raise ApiError("max_tokens and max_completion_tokens mean the same; give one of them", param="max_tokens")
-    return ApiRequest(
-        **shared,
-        messages=tuple(message.as_turn() for message in fields.messages),
-        max_tokens=fields.max_tokens or fields.max_completion_tokens,
-        has_log_probs=bool(fields.logprobs),
-        num_alternatives=fields.top_logprobs or 0,
+    if forced and (fields.ignore_eos or fields.continue_final_message):
+        raise ApiError("tool_choice cannot force a call with ignore_eos or continue_final_message", param="tool_choice")
+    return ToolUse(
+        tools=tuple(_description(tool) for tool in fields.tools),
+        forced=tuple(forced),
+        allows_many=fields.parallel_tool_calls is not False,
+        is_named=isinstance(choice, NamedTool),
     )
+
+
+def _description(tool: Tool) -> dict[str, Any]:
+    """Return a tool as templates write it, without fields that are not given."""
+    given = tool.function.model_dump()
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+
+
+def _turn(message: Message, index: int) -> dict[str, Any]:
+    """Return a message as chat templates read it: the arguments of calls are objects.
+
+    A content that is null stays so where there are calls: templates ask for it.
+    """
+    place = f"messages[{index}]"
+    content = message.content
+    if content is None and not message.tool_calls:
+        if message.role != "assistant":
+            raise ApiError(f"{place}.content is required", param="messages")
+        content = ""
+    turn: dict[str, Any] = {"role": message.role}
+    if isinstance(content, list):
+        # Several parts are joined as the template asks, see `join_parts`.
+        turn["content"] = [part.model_dump() for part in content] if len(content) != 1 else content[0].text
+    else:
+        turn["content"] = content
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    if message.reasoning is not None:
+        turn.setdefault("reasoning_content", message.reasoning)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}_{number}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"{place}.tool_calls[{number}]"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return turn
+
+
+def _arguments(given: str | Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    if not isinstance(given, str):
+        return given
+    try:
+        found = from_json(given) if given.strip() else {}
+    except ValueError as error:
+        raise ApiError(f"{place}.function.arguments is not JSON: {error}", param="messages") from None
+    if not isinstance(found, dict):
+        raise ApiError(f"{place}.function.arguments must be a JSON object", param="messages")
+    return found
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:
@@ -206,112 +347,3 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
         else:
             prompts.append(part if isinstance(part, str) else tuple(part))
     return (tuple(ids),) if ids else tuple(prompts)
-
-
-_NEUTRAL_VALUES = {"presence_penalty": "0", "frequency_penalty": "0", "echo": "false", "best_of": "1"}
-"""The only values of fields without an implementation."""
-
-
-def _api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    # A union repeats the error for each of its members, whose names follow the field's.
-    param = str(first["loc"][0]) if first["loc"] else None
-    if first["type"] == "extra_forbidden":
-        return ApiError(f"{'.'.join(map(str, first['loc']))} is not supported; leave it out", param=param)
-    if param in _NEUTRAL_VALUES:
-        return ApiError(f"{param} is only supported as {_NEUTRAL_VALUES[param]}; leave it out", param=param)
-    return ApiError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}", param=param)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogProb:
-    """A token and its log-probability under the law that it was drawn from, before top-k and top-p."""
-
-    text: str
-    """Text of the token by itself."""
-    log_prob: float
-    alternatives: Sequence["TokenLogProb"] = ()
-    """The most likely tokens at its position."""
-
-
-class ResponseBuilder:
-    """Builds the JSON objects of one response.
-
-    Args:
-        request: the request.
-        model_name: name of the served model.
-    """
-
-    def __init__(self, request: ApiRequest, model_name: str) -> None:
-        self._request = request
-        self._model_name = model_name
-        self._is_chat = request.kind == "chat"
-        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-
-    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        """Return the response that is not streamed."""
-        return self._envelope("chat.completion" if self._is_chat else "text_completion", choices) | {"usage": usage}
-
-    def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return one object of a stream; the one with the usage has no choices."""
-        envelope = self._envelope("chat.completion.chunk" if self._is_chat else "text_completion", choices)
-        return envelope if usage is None else envelope | {"usage": usage}
-
-    def first_delta(self, index: int) -> dict[str, Any]:
-        """Return the choice that begins a stream of a chat."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    def choice(
-        self, index: int, text: str, tokens: Sequence[TokenLogProb], finish_reason: str | None, *, is_delta: bool
-    ) -> dict[str, Any]:
-        """Return a choice with a text, or a piece of one."""
-        rest = {"index": index, "logprobs": self._log_probs(tokens), "finish_reason": finish_reason}
-        if not self._is_chat:
-            return {"text": text} | rest
-        if is_delta:
-            return {"delta": {"content": text} if text else {}} | rest
-        return {"message": {"role": "assistant", "content": text}} | rest
-
-    def _log_probs(self, tokens: Sequence[TokenLogProb]) -> dict[str, Any] | None:
-        if not self._request.has_log_probs:
-            return None
-        if self._is_chat:
-            return {
-                "content": [
-                    _chat_log_prob(token) | {"top_logprobs": [_chat_log_prob(other) for other in token.alternatives]}
-                    for token in tokens
-                ]
-            }
-        found: dict[str, Any] = {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.log_prob for token in tokens],
-        }
-        if self._request.num_alternatives:
-            # Tokens without a text of their own have the same text: the most likely one counts.
-            found["top_logprobs"] = [
-                {other.text: other.log_prob for other in reversed(token.alternatives)} for token in tokens
-            ]
-        return found
-
-    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model_name,
-            "choices": list(choices),
-        }
-
-
-def _chat_log_prob(token: TokenLogProb) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.log_prob, "bytes": list(token.text.encode())}
-
-
-def usage_of(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
-    """Return the numbers of tokens of a response."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_new_tokens,
-        "total_tokens": num_prompt_tokens + num_new_tokens,
-    }

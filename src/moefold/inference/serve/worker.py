@@ -9,8 +9,10 @@ from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.load import load_model
 from moefold.inference.sampling import SamplingParams
+from moefold.inference.serve.access import AccessLog
 from moefold.inference.serve.app import CompletionServer
 from moefold.inference.serve.engine_loop import EngineLoop
+from moefold.inference.serve.grammar import JsonGrammars
 from moefold.inference.serve.job import OOM_HINT, ServeJob
 from moefold.inference.settings import explain_oom
 from moefold.inference.text import open_tokenizer
@@ -28,14 +30,17 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
     ):
         # A port in use is reported before the weights are read.
         listener = listen(job.options.host, job.options.port) if rank_env.rank == 0 else None
+        log_name = job.options.access_log if rank_env.rank == 0 else ""
+        log = AccessLog(log_name).write if log_name else None
         tokenizer = open_tokenizer(job.source, job.options.tokenizer)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
         engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
-        with engine.open(job.num_pages) as generation:
+        grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
+        with engine.open(job.num_pages, grammars.start) as generation:
             loop = EngineLoop(generation, loaded.groups)
             if listener is not None:
                 url = url_of(listener)
-                _start_http(CompletionServer(job, tokenizer, loop), loop, listener)
+                _start_http(CompletionServer(job, tokenizer, loop, grammars, log), loop, listener)
                 print_escaped(f"moefold: {job.name} at {url}/v1", flush=True)
             loop.run()
     return 0

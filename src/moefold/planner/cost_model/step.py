@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.param_spec import shard_rows
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
@@ -394,7 +395,7 @@ class CostModel:
             shape = self.model_spec
             gemm = self.layer_costs.gemm
             tokens = self.layer_costs.tokens(cp, mbs)
-            width = shape.vocab_size // tp
+            _, width = shard_rows(shape.vocab_size, tp, 0)
             gather = all_gather_s(self.device, RankGroup(tp, 1), tokens * shape.hidden_size * self.workload.value_bytes)
             logits = gemm.memory_bound_s(tokens * width * 4)
             forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather

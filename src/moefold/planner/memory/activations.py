@@ -18,6 +18,7 @@ from moefold.cost.activation_columns import (
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
+from moefold.cost.param_spec import shard_rows
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -196,10 +197,23 @@ class ActivationMemoryTable:
             )
         return self._recompute_tables[key]
 
+    def _has_fixed_head_sizes(self, mapping: ParallelMapping) -> bool:
+        """Return whether the loss of a mapping, or of the one of its table, is computed in chunks or tiles."""
+        cfg = self.cfg
+        if self.kernel_profile.tiled_loss or cfg.train.loss_chunk >= 0:
+            return self.kernel_profile.tiled_loss or cfg.train.loss_chunk > 0
+        return any(
+            replace(
+                cfg,
+                parallel=replace(cfg.parallel, tp=mapping.tp, cp=cp),
+                train=replace(cfg.train, micro_batch_size=mbs),
+            ).loss_chunk_tokens(self.kernel_profile.device_type)
+            for cp, mbs in ((1, 1), (mapping.cp, mapping.mbs))
+        )
+
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
         """Replace the head columns for these tokens: chunks and tiles of the loss have a fixed size."""
-        has_fixed_sizes = self.cfg.train.loss_chunk != 0 or self.kernel_profile.tiled_loss
-        if not has_fixed_sizes or self.model_spec.config is None:
+        if self.model_spec.config is None or not self._has_fixed_head_sizes(mapping):
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
         for name, parts in end_columns(formula).items():
@@ -263,7 +277,8 @@ class ActivationMemoryTable:
                 if point not in WGRAD_POINTS:
                     table[0, columns.layer_column(point) + kind] = table[0, columns.layer_column("saved") + kind]
                     table[1, columns.layer_column(point) + kind] = dispatch
-        table[2, columns.end_column("head")] = tokens * self.model_spec.vocab_size / mapping.tp * 4
+        _, vocab_rows = shard_rows(self.model_spec.vocab_size, mapping.tp, 0)
+        table[2, columns.end_column("head")] = tokens * vocab_rows * 4
         table[3, columns.end_column("hidden")] = tokens / mapping.tp * self.model_spec.hidden_size * BF16_BYTES
         return saved, table
 

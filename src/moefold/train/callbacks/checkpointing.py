@@ -1,5 +1,6 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.config.sites import SitesConfig
 from moefold.convert.init_from import load_initial_weights
+from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError, RunError
 from moefold.launch.failure import is_collective_error
@@ -82,6 +84,7 @@ class Checkpointing(Callback):
         self.checkpoint_dp: int | None = None
         self.resume_messages: tuple[str, ...] = ()
         self._adapters: AdapterWeights | None = None
+        self._eval_loss: float | None = None
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
             self._history.snapshots = PeerSnapshots()
         self.snapshots = self._history.snapshots
@@ -122,6 +125,8 @@ class Checkpointing(Callback):
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
                     "to start with trained ones"
                 )
+        if run.is_first_rank and run.cfg.checkpoint.saves:
+            save_run_tokenizer(run.cfg, is_resumed=resume.path is not None)
         if resume.path is None:
             if run.training.outer is not None:
                 run.training.outer.start()
@@ -207,6 +212,8 @@ class Checkpointing(Callback):
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Save if it is due; collective."""
         run.save_s = 0.0
+        is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
+        self._eval_loss = step.eval_loss if is_finite else None
         if is_save_due(run.cfg.checkpoint, step):
             self.save(run)
         if is_due(run.cfg.checkpoint.peer_every, step.number):
@@ -256,6 +263,7 @@ class Checkpointing(Callback):
             moment_updates=training.moment_updates,
             lora={} if self._adapters is None else self._adapters.settings,
             sites=None if training.outer is None else training.outer.state(),
+            eval_loss=self._eval_loss,
             **run.data.data_state(),
         )
 

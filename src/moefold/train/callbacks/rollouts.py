@@ -1,15 +1,16 @@
-"""Callbacks of reinforcement learning: held-out reward, rollouts.jsonl, and a message if nothing is learnt."""
+"""Callbacks of reinforcement learning: held-out reward, files of rollouts, and a message if nothing is learnt."""
 
 import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from moefold.inference.rollouts import rollout_records
-from moefold.metrics.writer import ROLLOUTS_FILE, truncate_metrics
+from moefold.inference.rollouts import rollout_records, token_records
+from moefold.metrics.writer import MISMATCH_FILE, ROLLOUTS_FILE, truncate_metrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.rollout_loader import RolloutLoader
+from moefold.train.step_fault import MismatchError
 
 SILENT_STEPS = 20
 """Steps without a mixed group after which the log says that nothing is learnt."""
@@ -78,6 +79,16 @@ class RolloutLogging(Callback):
         assert self._file is not None
         self._file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
         self._file.flush()
+
+    def on_error(self, run: TrainingContext, error: Exception) -> None:
+        """Write the rollouts of a sampler that is not that of training."""
+        if run.log is None or not isinstance(error, MismatchError):
+            return
+        loader = rollout_loader(run)
+        records = [record for group in loader.round for record in token_records(group, loader.completion_text)]
+        text = "".join(json.dumps({"step": run.position.step + 1, **record}) + "\n" for record in records)
+        path = Path(run.cfg.run.dir) / MISMATCH_FILE
+        run.log.outputs.attempt(MISMATCH_FILE, lambda: path.write_text(text, encoding="utf-8"))
 
     def on_end(self, run: TrainingContext, status: int) -> None:
         """Close the file."""

@@ -1,0 +1,91 @@
+"""Default learning rates by method of training, with their sources. Torch-free.
+
+A rate for random weights destroys a trained model: 3e-4 is usual in pretraining, and 300 times what preference
+optimisation takes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moefold.config.align import PREFERENCE_METHODS
+from moefold.config.schema import Config
+
+LR_KEY = "train.lr"
+METHOD_KEYS = ("data.kind", "align.method", "rl.group_size", "lora.rank", "train.optimizer")
+"""Keys that determine the method of training."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRates:
+    """Peak learning rates of a method, for all weights and for adapters alone."""
+
+    method: str
+    all_weights: float
+    adapters: float
+    source: str
+
+
+PRETRAINING = MethodRates(
+    "pretraining", 3e-4, 2e-4, "LLaMA 7B (arXiv:2302.13971); adapters: QLoRA 7B and 13B (arXiv:2305.14314)"
+)
+FINE_TUNING = MethodRates("supervised fine-tuning", 2e-5, 2e-4, "SFTConfig and the LoRA example of TRL 1.16")
+PREFERENCES = MethodRates(
+    "preference optimisation",
+    1e-6,
+    1e-5,
+    "DPOConfig, KTOConfig and CPOConfig of TRL 1.16; adapters: ten times as much, as in its examples of DPO",
+)
+REINFORCEMENT = MethodRates(
+    "reinforcement learning", 1e-6, 1e-5, "GRPOConfig of TRL 1.16, the actor of verl 0.9; adapters: ten times as much"
+)
+ZEROTH_ORDER = MethodRates("SPSA", 1e-6, 5e-5, "MeZO (arXiv:2305.17333)")
+METHODS = (PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, ZEROTH_ORDER)
+
+
+def method_of(settings: Mapping[str, Any]) -> MethodRates:
+    """Return the method of training of a run.
+
+    Args:
+        settings: the values of METHOD_KEYS, by key.
+    """
+    if settings["train.optimizer"] == "spsa":
+        return ZEROTH_ORDER
+    if settings["rl.group_size"]:
+        return REINFORCEMENT
+    if settings["data.kind"] == "preference" or settings["align.method"] in PREFERENCE_METHODS:
+        return PREFERENCES
+    return FINE_TUNING if settings["data.kind"] == "sft" else PRETRAINING
+
+
+def method_settings(cfg: Config) -> dict[str, Any]:
+    """Return the values of METHOD_KEYS of a recipe, by key."""
+    pairs = (key.split(".") for key in METHOD_KEYS)
+    return {f"{section}.{key}": getattr(getattr(cfg, section), key) for section, key in pairs}
+
+
+def describe_method(settings: Mapping[str, Any]) -> str:
+    """Return the name of the method of training of a run, with its adapters."""
+    return f"{method_of(settings).method}{' of adapters' if settings['lora.rank'] else ''}"
+
+
+def default_learning_rate(cfg: Config) -> float:
+    """Return the learning rate of a recipe that leaves train.lr out."""
+    settings = method_settings(cfg)
+    rates = method_of(settings)
+    return rates.adapters if settings["lora.rank"] else rates.all_weights
+
+
+def rates_text() -> str:
+    """Return the defaults of all methods in one sentence."""
+    words = [f"{rates.method} {rates.all_weights:g} (adapters {rates.adapters:g})" for rates in METHODS]
+    return f"Left out, it follows from the method: {', '.join(words)}."
+
+
+def rates_table() -> list[str]:
+    """Return the defaults of all methods as lines of a Markdown table, with their sources."""
+    lines = ["| method | all weights | adapters ([lora]) | source |", "| --- | --- | --- | --- |"]
+    for rates in METHODS:
+        method, full, adapters, source = (getattr(rates, one.name) for one in fields(rates))
+        lines.append(f"| {method} | {full:g} | {adapters:g} | {source} |")
+    return lines

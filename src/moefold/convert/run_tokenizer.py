@@ -1,0 +1,158 @@
+"""The tokenizer and the chat template of a run, which are copied next to its checkpoints. Torch-free.
+
+A run reads the tokenizer that its recipe names, by a path that may be relative, or of another machine. So its files
+are copied next to the checkpoints, and everything that uses a checkpoint reads them there. A checkpoint without them
+has the fingerprint of the tokenizer, and another file under the recorded name is refused.
+"""
+
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import have_same_content
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, checkpoint_folder
+from moefold.config.schema import Config, DataConfig
+from moefold.data.fingerprint import matches_fingerprint
+from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_folder import (
+    TEMPLATE_DIR,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    declaring_files,
+    has_same_content_hash,
+    read_tokenizer_folder,
+    tokenizer_file,
+)
+from moefold.errors import ConfigError
+from moefold.remote_copy import local_copy
+from moefold.remote_path import RemotePath, is_remote
+
+RUN_TOKENIZER_DIR = "tokenizer"
+"""Folder of a run's tokenizer and chat template, next to its checkpoints."""
+CHAT_KINDS = ("sft", "preference", "prompts")
+"""Kinds of data that teach a model to end its turns as a chat template does."""
+TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
+
+
+def tokenizer_name(order: Mapping[str, Any]) -> str:
+    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if the run read no text, or it is unknown."""
+    name = str(order.get("tokenizer", ""))
+    kind = order.get("kind", DataConfig().kind)
+    return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
+
+
+def save_run_tokenizer(cfg: Config, *, is_resumed: bool) -> None:
+    """Copy the tokenizer and the chat template of a run next to its checkpoints.
+
+    Args:
+        cfg: the recipe.
+        is_resumed: the run continues from a checkpoint: what an earlier start copied is kept.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+    """
+    name = tokenizer_name({"kind": cfg.data.kind, "tokenizer": cfg.data.tokenizer})
+    files: dict[str, Path] = {}
+    if name and name != "bytes":
+        path = existing_path("data.tokenizer", name)
+        files = declaring_files(path)
+    if cfg.data.chat_template:
+        files = {file: found for file, found in files.items() if not file.startswith(TEMPLATE_DIR)}
+        files[TEMPLATE_FILE] = existing_path("data.chat_template", cfg.data.chat_template)
+    target = checkpoint_folder(cfg) / RUN_TOKENIZER_DIR
+    is_own_copy = any(target in found.parents for found in files.values())
+    if is_own_copy or (is_resumed and target.exists()):
+        return
+    try:
+        _copy_files(files, target)
+    except OSError as error:
+        raise ConfigError(
+            f"the tokenizer {name!r} cannot be copied to {str(target)!r} ({error.strerror or error}); make it writable"
+        ) from error
+
+
+def _copy_files(files: Mapping[str, Path], target: Path) -> None:
+    """Replace a folder by files, given by their names in it."""
+    if isinstance(target, RemotePath):
+        for name, found in files.items():
+            (target / name).upload(found)
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    if not files:
+        return
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    for name, found in files.items():
+        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found, unfinished / name)
+    unfinished.rename(target)
+
+
+def check_run_tokenizer(cfg: Config, checkpoint: Path) -> None:
+    """Check that a run continues with the tokenizer that it began with, by what makes ids and text.
+
+    Raises:
+        ConfigError: it is another one, or its chat template is another one.
+    """
+    saved = find_run_tokenizer(checkpoint)
+    name = tokenizer_name({"kind": cfg.data.kind, "tokenizer": cfg.data.tokenizer})
+    if saved is None or name in ("", "bytes") or not tokenizer_file(saved).is_file():
+        return
+    path = existing_path("data.tokenizer", name)
+    ours = read_tokenizer_folder(path)
+    theirs = read_tokenizer_folder(saved)
+    advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
+    if ours.process.content_hash() != theirs.process.content_hash() or ours.end_of_text()[0] != theirs.end_of_text()[0]:
+        raise ConfigError(f"data.tokenizer={name!r} makes other ids of a text than the tokenizer of the run: {advice}")
+    if cfg.data.kind in CHAT_KINDS and not cfg.data.chat_template and ours.templates != theirs.templates:
+        raise ConfigError(f"data.tokenizer={name!r} has another chat template than the tokenizer of the run: {advice}")
+
+
+def find_run_tokenizer(checkpoint: Path) -> Path | None:
+    """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint; None if there is none."""
+    for folder in (checkpoint / RUN_TOKENIZER_DIR, checkpoint.parent / RUN_TOKENIZER_DIR):
+        if folder.is_dir():
+            return Path(local_copy(str(folder))) if is_remote(folder) else folder
+    return None
+
+
+def recorded_fingerprint(meta: CheckpointMeta) -> str:
+    """Return the fingerprint of the tokenizer that a checkpoint's run read; empty if there is none."""
+    name = tokenizer_name(meta.order)
+    return meta.data_files.get(Path(name).name, "") or meta.data_files.get(TOKENIZER_FILE, "")
+
+
+def other_tokenizer_reason(name: str, file: Path, fingerprint: str) -> str:
+    """Return why the file under a recorded name is not the tokenizer of a run; empty if it is, or if it is unknown."""
+    if not fingerprint or not file.is_file() or matches_fingerprint(file, fingerprint):
+        return ""
+    return f"data.tokenizer={name!r} has other content than at the training: {file} is another tokenizer"
+
+
+def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
+    """Return the tokenizer that a checkpoint's run read: "bytes", an absolute path, or "" if it is unknown or gone.
+
+    It is the file that the recipe named if it is still there, else the copy next to the checkpoint.
+    """
+    name = tokenizer_name(meta.order)
+    if name in ("", "bytes") or is_remote(name):
+        return name
+    named = tokenizer_file(Path(name).expanduser().absolute())
+    saved = find_run_tokenizer(checkpoint)
+    copy = None if saved is None else tokenizer_file(saved)
+    if copy is not None and copy.is_file():
+        try:
+            return str(named if have_same_content(named, copy) else copy)
+        except OSError:
+            return str(copy)
+    is_usable = named.is_file() and not other_tokenizer_reason(name, named, recorded_fingerprint(meta))
+    return str(named) if is_usable else ""
+
+
+def have_same_ids(first: Path, second: Path) -> bool:
+    """Return whether two tokenizers make the same ids of a text, whatever the bytes of their files."""
+    try:
+        return have_same_content(first, second) or has_same_content_hash(first, second)
+    except (OSError, ConfigError):
+        return False

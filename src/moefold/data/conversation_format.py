@@ -1,0 +1,275 @@
+"""Rows of fine-tuning data as conversations: the four common JSON formats, in normal form.
+
+A message in normal form has a known role, a text or a list of texts, no field that is null, and no weight: those that
+are not to be trained are listed by their numbers.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moefold.config.suggestions import closest_match
+from moefold.data.file_formats import JsonlRecord, column_text, reject_surrogates, unknown_column_message
+from moefold.errors import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of messages; a template may use others, but the answers to train on are the assistant's."""
+
+ANSWER_FIELDS = ("response", "completion")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Chat template role of each speaker name of the ShareGPT format."""
+
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning in a message; templates read the first, and those of gpt-oss the second."""
+_WEIGHT_FIELDS = ("weight", "train", "trainable")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a conversation, and the tools available in it."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: Any = None
+    untrained: frozenset[int] = frozenset()
+    """Indices of the assistant's messages that are part of the prompt only."""
+
+
+def parse_conversation(record: JsonlRecord) -> Conversation:
+    """Parse a record in one of four formats, detected by its fields, in this order.
+
+    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]},
+    optionally with "system"; Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the
+    instruction; {"prompt", "response"} (or "completion"): two texts, or, as in TRL, two lists of messages, of which
+    only the completion is trained. Other fields are ignored; those of a message are passed to the template.
+
+    Raises:
+        ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
+            line.
+    """
+    fields = record.fields
+    place = record.location
+    tools = _parse_tools(fields.get("tools"), place)
+    if "messages" in fields:
+        return replace(parse_messages(fields["messages"], place), tools=tools)
+    if "conversations" in fields:
+        return replace(_parse_sharegpt(fields, place), tools=tools)
+    if "instruction" in fields and "prompt" not in fields:
+        return Conversation(_parse_alpaca(fields, place))
+    if "prompt" not in fields:
+        guess = closest_match("messages", fields) or closest_match("prompt", fields)
+        hint = f"its {guess!r} has another name" if guess else unknown_column_message("messages", fields)
+        if "chosen" in fields and "rejected" in fields:
+            hint = 'it is a pair, which data.kind="preference" reads'
+        raise ConfigError(
+            f'{place} is not a conversation ({hint}); give it "messages", "conversations", "instruction" '
+            'and "output", or "prompt" and "response"'
+        )
+    answer = next((name for name in ANSWER_FIELDS if name in fields), ANSWER_FIELDS[0])
+    if isinstance(fields["prompt"], list) or isinstance(fields.get(answer), list):
+        return replace(_parse_completion(fields, answer, place), tools=tools)
+    turns = (("user", "prompt"), ("assistant", answer))
+    return Conversation(
+        tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns), tools
+    )
+
+
+def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Conversation:
+    """Return the conversation of two lists of messages: the prompt, which is not trained, and the completion."""
+    parts = []
+    for name in ("prompt", answer):
+        if not isinstance(fields.get(name), list):
+            raise ConfigError(
+                f'{location}: one of "prompt" and "{answer}" is a list of messages, and the other is not; make them '
+                "alike: two texts, or two lists"
+            )
+        parts.append(parse_messages(fields[name], f'{location}: "{name}"'))
+    prompt, completion = parts
+    size = len(prompt.messages)
+    prompts = {i for i, message in enumerate(prompt.messages) if message["role"] == "assistant"}
+    return Conversation(
+        (*prompt.messages, *completion.messages),
+        untrained=frozenset(prompts | {size + i for i in completion.untrained}),
+    )
+
+
+def _parse_tools(tools: Any, location: str) -> Any:
+    """Return the list of tools, which may be written as a JSON text; None for none."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise ConfigError(f'{location}: "tools" is a text that is not JSON ({error}); give a list') from None
+    if tools is not None and not isinstance(tools, list):
+        raise ConfigError(f'{location}: "tools" must be a list of descriptions of tools; fix it')
+    # An empty list is no tool: templates test for null.
+    return tools or None
+
+
+def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
+    """Return the messages of a ShareGPT record; turns with "role" and "content" are accepted, too."""
+    turns = fields["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise ConfigError(f'{location}: "conversations" must be a list of at least one turn; fix it or remove the line')
+    messages: list[dict[str, Any]] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": column_text(fields, "system", location)})
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise ConfigError(f'{location}: turn {number} must be an object with "from" and "value"; fix it')
+        if "role" in turn and "from" not in turn:
+            messages.append(turn)
+            continue
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            raise ConfigError(
+                f'{location}: turn {number} has "from": {speaker!r}; it must be one of {", ".join(SHAREGPT_ROLES)}'
+            )
+        text = column_text(turn, "value", f"{location}: turn {number}")
+        weights = {name: turn[name] for name in _WEIGHT_FIELDS if name in turn}
+        messages.append({"role": SHAREGPT_ROLES[speaker], "content": text, **weights})
+    return parse_messages(messages, location)
+
+
+def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
+    """Return the messages of an Alpaca record: a nonempty "input" follows the instruction after an empty line."""
+    question = column_text(fields, "instruction", location)
+    more = column_text(fields, "input", location) if fields.get("input") is not None else ""
+    content = f"{question}\n\n{more}" if more else question
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": column_text(fields, "output", location)},
+    ]
+    if fields.get("system"):
+        messages.insert(0, {"role": "system", "content": column_text(fields, "system", location)})
+    return tuple(messages)
+
+
+def parse_messages(messages: object, location: str) -> Conversation:
+    """Check a list of messages and return it in normal form.
+
+    Raises:
+        ConfigError: it is no list, or a message has no role or no text; the message has the location.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
+    found = []
+    untrained = set()
+    for number, message in enumerate(messages, 1):
+        place = f"{location}: message {number}"
+        if not isinstance(message, dict):
+            raise ConfigError(f"{place} must be an object with a role and a content; fix it")
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise ConfigError(f'{place} has no role; give it "role": "system", "user", "assistant" or "tool"')
+        reject_surrogates(role, place)
+        # Null fields are what APIs and tables write for absent ones.
+        message = {name: value for name, value in message.items() if value is not None}
+        if not _parse_weight(message, place):
+            untrained.add(number - 1)
+        if (content := _parse_content(message, place)) is not None:
+            message["content"] = content
+        found.append(_with_reasoning(message))
+    return Conversation(tuple(found), untrained=frozenset(untrained))
+
+
+def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str) -> None:
+    """Check that roles are those of chat templates: a template writes nothing for others, or no turn to train on.
+
+    Args:
+        messages: in normal form.
+        template: source of the template, which may name further roles.
+        location: FILE:LINE, for messages.
+
+    Raises:
+        ConfigError: a role is unknown.
+    """
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role not in ROLES and not any(quote + role + quote in template for quote in ("'", '"')):
+            meant = SHAREGPT_ROLES.get(role) or closest_match(role, ROLES)
+            hint = f"did you mean {meant!r}?" if meant else f"the roles are {', '.join(ROLES)}"
+            raise ConfigError(
+                f"{location}: message {number} has the role {role!r}, which the chat template does not name; {hint}"
+            )
+
+
+def _parse_weight(message: dict[str, Any], place: str) -> bool:
+    """Remove the weights of a message; return whether its answer is trained."""
+    is_trained = True
+    for name in _WEIGHT_FIELDS:
+        if name not in message:
+            continue
+        value = message.pop(name)
+        is_switch = value in (0, 1) if name == "weight" else isinstance(value, bool)
+        if not is_switch:
+            allowed = "0 or 1" if name == "weight" else "true or false"
+            raise ConfigError(f'{place} has "{name}": {value!r}; it must be {allowed}')
+        if value and message["role"] != "assistant" and name != "weight":
+            raise ConfigError(
+                f'{place} has "{name}": true and the role {message["role"]!r}; only the assistant\'s messages are '
+                "trained: remove it"
+            )
+        is_trained &= bool(value)
+    return is_trained
+
+
+def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, Any]] | None:
+    """Return the content of a message: a text, or a list of several texts; None if it only calls tools."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return None
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                reject_surrogates(part["text"], place)
+                continue
+            named = f"a part of type {kind!r}" if kind else "a part without a type"
+            raise ConfigError(
+                f'{place} has no text: its content has {named}, and only {{"type": "text", "text": "..."}} is read; '
+                "fix or remove it"
+            )
+        if len(content) == 1:
+            return str(content[0]["text"])
+        if content:
+            return content
+    if not isinstance(content, str):
+        raise ConfigError(f'{place} has no text; give it "content": "..."')
+    reject_surrogates(content, place)
+    return content
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under the names that templates read, as transformers does."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def join_parts(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return messages with contents that a template can write: a list of texts stays one if the template reads lists.
+
+    Otherwise its texts are joined by line ends, as vLLM joins them.
+    """
+    reads_lists = any(word in template for word in ("content is string", "content is not string", "['type']", ".type"))
+    if reads_lists:
+        return list(messages)
+    return [
+        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]

@@ -1,0 +1,224 @@
+"""Rendering, tokenisation and targets of a conversation, in one function.
+
+Targets are those of transformers' `return_assistant_tokens_mask` where a template marks the assistant's output: every
+token that overlaps it. Without marks they are the tokens that follow the longest common prefix of the conversation and
+the prompt that inference continues.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
+from moefold.data.file_formats import reject_surrogates
+from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer
+from moefold.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedConversation:
+    """The ids of a conversation, and its targets."""
+
+    ids: NDArray[np.int64]
+    """[tokens], at least one."""
+    is_target: NDArray[np.bool_]
+    """[tokens]."""
+
+
+class RowReport:
+    """Notes on the rows of conversations, with the first row of each kind.
+
+    Args:
+        template: origin of the chat template, for messages.
+        skips: skip rows that cannot be used, instead of raising their errors.
+    """
+
+    def __init__(self, template: str, *, skips: bool = False) -> None:
+        self._template = template
+        self._skips = skips
+        self._refused: list[str] = []
+        self._num_refused = 0
+        self._mismatched: dict[str, None] = {}
+        self._altered: dict[str, None] = {}
+
+    def refuse(self, error: ConfigError) -> None:
+        """Count a row that cannot be used.
+
+        Raises:
+            ConfigError: `error`, unless such rows are skipped.
+        """
+        if not self._skips:
+            raise error
+        self._refused = self._refused or [str(error)]
+        self._num_refused += 1
+
+    def note_mismatch(self, location: str) -> None:
+        """Note a row in which the prompt at inference has other tokens than the same text in training."""
+        self._mismatched[location] = None
+
+    def note_altered(self, location: str, turn: int) -> None:
+        """Note a row in which the template leaves out a part of a turn since others follow."""
+        self._altered[f"{location}, turn {turn}"] = None
+
+    def notes(self) -> list[str]:
+        """Return what was noticed, one line for each kind."""
+        found = []
+        if self._refused:
+            found.append(f"data.skip_bad_rows: {self._num_refused} rows skipped; the first: {self._refused[0]}")
+        if self._mismatched:
+            found.append(
+                f"the chat template of {self._template}: in {len(self._mismatched)} rows, the prompt at inference has "
+                f"other tokens than the conversation in training (first: {next(iter(self._mismatched))}): a token "
+                "spans the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens "
+                "of the answer are trained. To make them equal, end the generation prompt with a special token, where "
+                "a finished turn begins (data.chat_template)"
+            )
+        if self._altered:
+            found.append(
+                f"the chat template of {self._template}: in {len(self._altered)} turns, it leaves out a part of the "
+                f"answer, such as its reasoning, since other turns follow (first: {next(iter(self._altered))}); this "
+                "part is not trained. To train it, give such a turn as the last of a row"
+            )
+        return found
+
+
+def stored_notes(cached: Path, report: RowReport) -> list[str]:
+    """Return the notes on a cached file of conversations, which are stored next to it when it is made.
+
+    Args:
+        cached: the file.
+        report: what was noticed when this process made the file; nothing if it did not.
+    """
+    file = cached.with_suffix(".notes.json")
+    if notes := report.notes():
+        unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+        unfinished.write_text(json.dumps(notes), encoding="utf-8")
+        os.replace(unfinished, file)
+        return notes
+    try:
+        stored = read_json(file, MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
+        # Notes are a courtesy: without them the tokens are the same.
+        return []
+    return [str(note) for note in stored] if isinstance(stored, list) else []
+
+
+def tokenize_conversations(
+    conversations: Sequence[ChatRequest], tokenizer: OffsetTokenizer, template: ChatTemplate, report: RowReport
+) -> Iterator[TokenizedConversation | None]:
+    """Render and tokenise conversations, and find their targets.
+
+    Args:
+        conversations: those of one row follow each other.
+        tokenizer: the tokenizer.
+        template: the chat template.
+        report: gets what was noticed, and the errors of rows.
+
+    Yields:
+        The tokens of each conversation; None for those of a skipped row.
+
+    Raises:
+        ConfigError: a conversation cannot be used, unless the report skips such rows.
+    """
+    chats: list[RenderedChat | None] = []
+    refused: set[str] = set()
+    for one, rendered in zip(conversations, template.render_all(conversations), strict=True):
+        try:
+            chats.append(_checked(rendered, one, tokenizer, template))
+        except ConfigError as error:
+            chats.append(None)
+            if one.location not in refused:
+                report.refuse(error)
+            refused.add(one.location)
+    used = [None if one.location in refused else chat for one, chat in zip(conversations, chats, strict=True)]
+    kept = [chat for chat in used if chat is not None]
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
+    prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
+    tokens_of = iter(encoded)
+    for one, chat in zip(conversations, used, strict=True):
+        if chat is None:
+            yield None
+            continue
+        ids, places = next(tokens_of)
+        prompts = next(prompts_of)
+        if chat.altered_turn:
+            report.note_altered(one.location, chat.altered_turn)
+        if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
+            report.note_mismatch(one.location)
+        yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))
+
+
+def _encode_prompts(
+    chats: Sequence[RenderedChat],
+    encoded: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    tokenizer: OffsetTokenizer,
+) -> list[list[NDArray[np.int64]]]:
+    """Return the ids of the prompts of each conversation.
+
+    An added token divides a text before anything else, so that the tokens before one do not depend on the text after
+    it: of a prompt with which the conversation begins, only the part from its last added token on is tokenised.
+    """
+    starts: list[NDArray[np.int64]] = []
+    texts: list[str] = []
+    for chat, (ids, places) in zip(chats, encoded, strict=True):
+        added = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
+        for prompt in chat.prompts:
+            before = added[places[added, 1] <= len(prompt)] if chat.text.startswith(prompt) else added[:0]
+            first = int(before[-1]) if len(before) else 0
+            starts.append(ids[:first])
+            texts.append(prompt[int(places[first, 0]) if first else 0 :])
+    pairs = zip(starts, tokenizer.encode_batch(texts), strict=True)
+    whole = iter([np.concatenate([start, rest]) for start, rest in pairs])
+    return [[next(whole) for _ in chat.prompts] for chat in chats]
+
+
+def _checked(
+    chat: RenderedChat | ConfigError, one: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
+) -> RenderedChat:
+    """Return a rendered conversation.
+
+    Raises:
+        ConfigError: it could not be rendered, or its text cannot be tokenised.
+    """
+    template.check_roles(one)
+    if isinstance(chat, ConfigError):
+        raise chat
+    # The text may contain other fields than the content, such as names and tool calls.
+    reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
+    if not chat.text:
+        raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
+    if isinstance(tokenizer, ByteTokenizer) and "\0" in chat.text:
+        raise ConfigError(
+            f"{one.location}: the conversation holds a NUL character, which ends documents with the tokenizer 'bytes'; "
+            "remove it, or name a tokenizer.json"
+        )
+    return chat
+
+
+def _targets(
+    chat: RenderedChat, ids: NDArray[np.int64], places: NDArray[np.int64], prompts: Sequence[NDArray[np.int64]]
+) -> NDArray[np.bool_]:
+    """Return the mask of targets, [tokens]."""
+    is_target = np.zeros(len(ids), dtype=np.bool_)
+    for number, response in enumerate(chat.responses):
+        overlaps = (places[:, 1] > response.start) & (places[:, 0] < response.stop)
+        if not chat.is_marked and chat.text.startswith(chat.prompts[number]):
+            # Tokens that the prompt has otherwise: the first of the answer may begin in the prompt.
+            first = _common_length(ids, prompts[number])
+            overlaps[first:] |= places[first:, 0] < response.stop
+        is_target |= overlaps
+    return is_target
+
+
+def _common_length(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """Return the length of the longest common prefix."""
+    size = min(len(first), len(second))
+    differs = first[:size] != second[:size]
+    return int(np.argmax(differs)) if differs.any() else size

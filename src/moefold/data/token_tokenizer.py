@@ -1,0 +1,49 @@
+"""The tokenizer that made the ids of token files, compared with the one that a run names."""
+
+from collections.abc import Sequence
+
+from moefold.data.token_file import TokenFile, read_tokenize_info
+from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer
+from moefold.errors import ConfigError
+
+
+def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: str) -> str:
+    """Compare the tokenizer of token files with that of a run, by what makes the ids of a text.
+
+    Args:
+        files: the token files.
+        tokenizer: the tokenizer of the run; bare numbers are compared with none.
+        name: data.tokenizer, for messages.
+
+    Returns:
+        A note if the tokenizer of some files is not known; else empty.
+
+    Raises:
+        ConfigError: files were made with another tokenizer.
+    """
+    if isinstance(tokenizer, NumberTokenizer):
+        return ""
+    unknown = []
+    for folder in sorted({file.path.parent for file in files}):
+        info = read_tokenize_info(folder)
+        made_with = str(info.get("tokenizer", "")).split()
+        ours = tokenizer.identity.split()
+        if not made_with:
+            unknown.append(str(folder))
+        elif made_with[0] == ours[0]:
+            continue
+        elif info.get("format") == 1 and made_with[0] != "bytes" and isinstance(tokenizer, JsonTokenizer):
+            if made_with[0] != tokenizer.folder.process.sha256:
+                unknown.append(str(folder))
+        else:
+            known = str(info.get("tokenizer_name", "")) or "another one"
+            raise ConfigError(
+                f"data.tokenizer={name!r} is not the tokenizer that made the ids of {folder}: `moefold tokenize` had "
+                f"{known!r}; set data.tokenizer to that one"
+            )
+    if not unknown or name == "bytes":
+        return ""
+    return (
+        f"note: {unknown[0]} does not say which tokenizer made its ids, so data.tokenizer={name!r} is not compared "
+        "with it; `moefold tokenize` records it"
+    )

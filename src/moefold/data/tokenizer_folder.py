@@ -1,0 +1,295 @@
+"""The reader of a tokenizer folder: ids, special tokens, chat templates and ends, as transformers declares them.
+
+`read_tokenizer_folder` reads every file that `AutoTokenizer` takes something from: tokenizer.json, or vocab.json and
+merges.txt; tokenizer_config.json, special_tokens_map.json, added_tokens.json; chat_template.jinja and
+additional_chat_templates; config.json, which may choose the class of the tokenizer; and, for the ends of a text,
+generation_config.json. No code of the folder is run. The tokenizer itself is loaded in a subprocess
+(`TokenizerProcess`), where the declarations are applied to it. Torch-free.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moefold.bounded_read import (
+    MAX_CONFIG_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    read_bytes,
+    read_json,
+    read_text,
+)
+from moefold.data.tokenizer_classes import PLAIN, ClassTable, TokenizerClass
+from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess
+from moefold.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+TOKENS_MAP_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_DIR = "additional_chat_templates"
+SLOW_FILES = ("vocab.json", "merges.txt")
+"""Files of a byte-pair encoder without a tokenizer.json."""
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+"""Name of the template for conversations with tools, where there are several."""
+END_OF_TEXT_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+)
+"""End-of-text tokens of published tokenizers, in order of preference, for a folder that declares none."""
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """Declarations of the files of a tokenizer folder."""
+
+    file: Path
+    """tokenizer.json, or vocab.json."""
+    process: TokenizerProcess
+    """The tokenizer, with the declared tokens, parts and post-processor."""
+    vocab_size: int
+    """One more than the largest id; 0 for an empty vocabulary."""
+    added_ids: tuple[int, ...]
+    """Ids of the tokens that divide a text before it is tokenised, in order."""
+    ids: Mapping[str, int]
+    """Ids of the special tokens, and of `END_OF_TEXT_NAMES` in the vocabulary."""
+    special_tokens: Mapping[str, str]
+    """Declared tokens by name, such as `bos_token`; a template may use each by its name."""
+    templates: Mapping[str, str]
+    """Chat templates by name; one without a name is `DEFAULT_TEMPLATE`."""
+    template_file: Path
+    """Origin of the templates, for messages."""
+    ends: tuple[int, ...]
+    """Ids that end a generated text, as generation_config.json, else config.json, declares them; may be empty."""
+    usable_end: int | None
+    """The first of `ends`, if it is in the vocabulary."""
+    notes: tuple[str, ...]
+    """What is not declared and was guessed, or is declared and cannot be followed."""
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a special token by its name, such as "bos_token"; None if none is declared."""
+        token = self.special_tokens.get(name)
+        return None if token is None else self.ids.get(token)
+
+    def end_of_text(self) -> tuple[int | None, str]:
+        """Return the id that ends documents, and a note if no file declares it.
+
+        It is the declared eos_token, else `usable_end`, else the first of `END_OF_TEXT_NAMES` in the
+        vocabulary, else None.
+        """
+        if (declared := self.token_id("eos_token")) is not None:
+            return declared, ""
+        if self.usable_end is not None:
+            return self.usable_end, ""
+        for name in END_OF_TEXT_NAMES:
+            if (found := self.ids.get(name)) is not None:
+                note = (
+                    f"{self.file}: no file declares an eos_token: {name} (id {found}) is taken for the end of a text; "
+                    f'declare it: {{"eos_token": ...}} in {SETTINGS_FILE} next to it'
+                )
+                return found, note
+        return None, f"{self.file}: no file declares an eos_token, so no token ends a document"
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Return the tokenizer.json of a folder, else its vocab.json; the path itself if it is a file."""
+    if not path.is_dir():
+        return path
+    slow = path / SLOW_FILES[0]
+    has_slow_files = slow.is_file() and (path / SLOW_FILES[1]).is_file()
+    return slow if has_slow_files and not (path / TOKENIZER_FILE).exists() else path / TOKENIZER_FILE
+
+
+def declaring_files(path: Path) -> dict[str, Path]:
+    """Return the files that `read_tokenizer_folder` reads, by their names in a folder of their own.
+
+    A file of another name than tokenizer.json is one in that folder.
+    """
+    file = tokenizer_file(path)
+    names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
+    names += [f"{TEMPLATE_DIR}/{one.name}" for one in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
+    is_slow = file.name == SLOW_FILES[0]
+    own = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
+    return own | {name: file.parent / name for name in names if (file.parent / name).is_file()}
+
+
+def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> TokenizerFolder:
+    """Read a tokenizer.json and the files next to it, or a folder.
+
+    Args:
+        path: the file or the folder.
+        limits: resource limits of the subprocess that runs the tokenizer; None for the defaults.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read, or is not what its name says.
+    """
+    file = tokenizer_file(path)
+    folder = file.parent
+    settings = _read_object(folder / SETTINGS_FILE)
+    config = _read_object(folder / CONFIG_FILE)
+    ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
+    is_slow = file.name == SLOW_FILES[0]
+    process = _start_process(file, limits or TokenizerLimits())
+    table = ClassTable.load()
+    name = table.choose(settings, config, is_byte_level=process.is_byte_level and not is_slow)
+    rebuilt = table.rebuilt(name, settings)
+    if is_slow and (rebuilt is None or not rebuilt.reads_merges):
+        named = f"its class {name} does not read them" if name != PLAIN else "no file names its class"
+        raise ConfigError(
+            f"{folder} has {SLOW_FILES[0]} and {SLOW_FILES[1]}, but no {TOKENIZER_FILE}, and {named}; save one "
+            "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    notes = [] if is_slow else _class_notes(file, name, rebuilt, process.model)
+    declarations = {
+        **_declared_tokens(folder, settings),
+        "class": None if notes or rebuilt is None else asdict(rebuilt),
+        "is_slow": is_slow,
+        "asked_tokens": END_OF_TEXT_NAMES,
+        "asked_ids": ends[:1],
+    }
+    with translate_tokenizer_errors(file, "has parts or added tokens that do not fit it"):
+        found = process.declare(declarations)
+    templates, template_file = _read_templates(folder, settings)
+    return TokenizerFolder(
+        file=file,
+        process=process,
+        vocab_size=found["vocab_size"],
+        added_ids=tuple(found["added_ids"]),
+        ids=found["ids"],
+        special_tokens=found["special_tokens"],
+        templates=templates,
+        template_file=template_file,
+        ends=ends,
+        usable_end=ends[0] if found["known_ids"] else None,
+        notes=tuple(notes),
+    )
+
+
+@contextmanager
+def translate_tokenizer_errors(file: Path, failure: str) -> Iterator[None]:
+    """Turn errors of the tokenizer, and texts that are not Unicode, into a ConfigError."""
+    try:
+        yield
+    except (TokenizerError, UnicodeError) as error:
+        raise ConfigError(
+            f"data.tokenizer={str(file)!r} {failure} ({error}); name another tokenizer.json, "
+            'or use data.tokenizer="bytes"'
+        ) from error
+
+
+def _start_process(file: Path, limits: TokenizerLimits) -> TokenizerProcess:
+    files = (file, file.with_name(SLOW_FILES[1])) if file.name == SLOW_FILES[0] else (file,)
+    with translate_tokenizer_errors(file, "is not a tokenizer.json of the tokenizers package"):
+        try:
+            return TokenizerProcess(partial(_read_files, files), limits)
+        except OSError as error:
+            raise ConfigError(
+                f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
+            ) from error
+
+
+def _read_files(files: tuple[Path, ...]) -> list[bytes]:
+    return [read_bytes(file, MAX_TOKENIZER_BYTES) for file in files]
+
+
+def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a folder, and the tokens of the files that transformers reads with them.
+
+    Raises:
+        ConfigError: a file has another form.
+    """
+    # A template may be long, and makes no token.
+    given = {key: value for key, value in settings.items() if key != "chat_template"}
+    if "added_tokens_decoder" not in given:
+        others = {"tokens_map": TOKENS_MAP_FILE, "added_tokens": ADDED_TOKENS_FILE}
+        return {"settings": given, **{key: _read_object(folder / name) for key, name in others.items()}}
+    entries = given["added_tokens_decoder"]
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ConfigError(f"{folder / SETTINGS_FILE}: added_tokens_decoder must be an object of objects; mend it")
+    return {"settings": given, "tokens_map": {}, "added_tokens": {}}
+
+
+def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: str) -> list[str]:
+    """Return a note if transformers would not use a tokenizer.json as it is, and its changes are not known."""
+    if rebuilt is None and name != PLAIN:
+        return [
+            f"{file} is read as it is; transformers has a class {name} for it, whose code may replace parts of it: "
+            "compare the ids of a text"
+        ]
+    if rebuilt is not None and model != "BPE":
+        return [
+            f"{file} is read as it is: it is no byte-pair encoder, which transformers' class {name} would take it for; "
+            f'set "tokenizer_class": "PreTrainedTokenizerFast" in {SETTINGS_FILE}'
+        ]
+    return []
+
+
+def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
+    """Return the chat templates of a folder by name, and their origin; files take the place of all in the settings."""
+    found = {}
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        found[DEFAULT_TEMPLATE] = read_template(file)
+    for other in sorted((folder / TEMPLATE_DIR).glob("*.jinja")):
+        found[other.name.removesuffix(".jinja")] = read_template(other)
+    if found:
+        return found, file
+    declared = settings.get("chat_template")
+    if isinstance(declared, list):
+        declared = {str(one.get("name")): one.get("template") for one in declared if isinstance(one, dict)}
+    if not isinstance(declared, dict):
+        declared = {DEFAULT_TEMPLATE: declared}
+    named = {name: source for name, source in declared.items() if isinstance(source, str)}
+    return named, folder / SETTINGS_FILE
+
+
+def read_template(file: Path) -> str:
+    """Return the source of a chat template.
+
+    Raises:
+        ConfigError: it cannot be read, or is not text.
+    """
+    try:
+        return read_text(file, MAX_TEMPLATE_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error
+
+
+def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    ends = config.get("eos_token_id")
+    return tuple(number for number in (ends if isinstance(ends, list) else [ends]) if type(number) is int)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; empty if the file does not exist."""
+    try:
+        found = read_json(file, MAX_CONFIG_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not a readable {file.name} ({error}); fix or remove it") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not a {file.name}: it holds no object; fix or remove it")
+    return found
+
+
+def has_same_content_hash(first: Path, second: Path) -> bool:
+    """Return whether two tokenizers have the same content hash.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    ours, theirs = (read_tokenizer_folder(path).process.content_hash() for path in (first, second))
+    return ours == theirs

@@ -1,0 +1,114 @@
+"""Middleware of the server: the key of clients, times of requests, and the access log. Torch-free."""
+
+import hmac
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moefold.errors import ConfigError
+from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.metrics import ServerMetrics
+from moefold.terminal import print_escaped, printable
+
+OPEN_PATHS = ("/health",)
+"""Paths that need no key: what watches over a server asks whether it lives."""
+
+
+class KeyCheck:
+    """ASGI middleware that refuses requests without `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+                error = ApiError("the key is missing or wrong; send the header Authorization: Bearer KEY", 401)
+                await JSONResponse(error.as_dict(), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Observer:
+    """ASGI middleware that counts and logs requests, after the last byte of their answers."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, log: Callable[[str], None] | None, paths: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        statuses: list[int] = []
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            seconds = time.perf_counter() - start
+            status = statuses[0] if statuses else 500
+            path = scope["path"]
+            self._metrics.add_request(path if path in self._paths else "other", status, seconds)
+            if self._log is not None:
+                client = (scope.get("client") or ("-",))[0]
+                now = datetime.now(UTC).isoformat(timespec="milliseconds")
+                tokens = scope.get("moefold.tokens", "")
+                self._log(f"{now} {client} {scope['method']} {path} {status} {seconds:.3f} s{tokens}")
+
+
+class AccessLog:
+    """Writes a line for each request.
+
+    Args:
+        name: a file, to which lines are added, or "-" for standard error.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_failed = False
+        if name != "-":
+            try:
+                self._append("")
+            except OSError as error:
+                raise ConfigError(f"--access-log {name!r} cannot be written: {error.strerror}") from error
+
+    def write(self, line: str) -> None:
+        """Write a line; the server goes on with one warning where the file can no longer be written."""
+        if self._name == "-":
+            print_escaped(line, file=sys.stderr, flush=True)
+            return
+        try:
+            self._append(printable(line) + "\n")
+        except OSError as error:
+            if not self._has_failed:
+                words = f"moefold: warning: --access-log {self._name!r} cannot be written ({error.strerror})"
+                print_escaped(words, file=sys.stderr, flush=True)
+            self._has_failed = True
+
+    def _append(self, text: str) -> None:
+        # Opened for each line, so that the file may be moved away (log rotation).
+        with Path(self._name).open("a", encoding="utf-8") as file:
+            file.write(text)

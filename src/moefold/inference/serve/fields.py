@@ -1,0 +1,341 @@
+"""Fields of requests: their types, the values that mean nothing to this server, and errors in words. Torch-free.
+
+Null is "not given" for every field. A field that has no implementation is accepted with its neutral values, with which
+every server does the same, and refused by name with others. Names that no table has are refused.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from moefold.config.suggestions import closest_match
+from moefold.inference.serve.api_error import ApiError
+
+MAX_SAMPLES = 128
+"""Largest `n`."""
+MAX_ALTERNATIVES = 20
+"""Largest `logprobs` of completions and `top_logprobs` of chats."""
+MAX_BIASED_TOKENS = 1024
+MAX_TOOLS = 128
+
+ApiKind = Literal["completion", "chat"]
+
+LABELS = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "cache_salt",
+)
+"""Fields that tell who asks: no value of theirs has an effect on the answer."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": ({},),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+"""Fields of OpenAI and vLLM without an implementation, and the values with which they ask for nothing."""
+
+_WAYS_OUT = {
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_json": "use response_format with json_schema",
+    "structured_outputs": "use response_format with json_schema",
+    "prompt_logprobs": "use echo and logprobs of /v1/completions",
+    "allowed_token_ids": "use logit_bias",
+    "best_of": "use n",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class _TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Strict):
+    """A call of a function in a message."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = None
+
+
+class ToolCall(_Strict):
+    """A call of a tool in a message."""
+
+    id: str | None = None
+    index: int | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class Message(_Strict):
+    """A turn of a chat, as clients write it, and as they send back an answer."""
+
+    role: str = Field(max_length=64)
+    content: str | list[_TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # Of answers that are sent back; the parsed form repeats the content.
+    refusal: Literal[""] | None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None
+
+
+class FunctionTool(_Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class _FunctionName(_Strict):
+    name: str
+
+
+class NamedTool(_Strict):
+    """Choice of one tool."""
+
+    type: Literal["function"]
+    function: _FunctionName
+
+
+class JsonSchema(_Strict):
+    """A JSON schema of the answer."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """Format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SharedFields(_Strict):
+    """Fields of completions and of chats."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASED_TOKENS)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionFields(SharedFields):
+    """Fields of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+    echo: bool | None = None
+    add_special_tokens: Literal[True] | None = None
+
+
+class ChatFields(SharedFields):
+    """Fields of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
+    echo: Literal[False] | None = None
+
+
+def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:
+    """Read the fields of a request.
+
+    Raises:
+        ApiError: the body is not valid, or asks for something that is not implemented.
+    """
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ApiError("the body must be a JSON object")
+    schema = CompletionFields if kind == "completion" else ChatFields
+    given = {}
+    for name, value in content.items():
+        if value is None or name in LABELS:
+            continue
+        if name in schema.model_fields:
+            given[name] = value
+        else:
+            _check_neutral(name, value, schema)
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _api_error(error) from None
+
+
+def _check_neutral(name: str, value: Any, schema: type[SharedFields]) -> None:
+    """Check a field without an implementation.
+
+    Raises:
+        ApiError: the field is unknown, or its value asks for something.
+    """
+    if name not in NEUTRAL:
+        guess = closest_match(name, [*schema.model_fields, *NEUTRAL, *LABELS])
+        hint = f"; did you mean {guess!r}?" if guess else "; leave it out"
+        raise ApiError(f"{name!r} is not supported: this server has no such field{hint}", param=name)
+    values = NEUTRAL[name]
+    if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values):
+        return
+    shown = " or ".join(json.dumps(neutral) for neutral in values)
+    way_out = _WAYS_OUT.get(name, f"leave it out{f', or set {shown}' if shown else ''}")
+    raise ApiError(f"{name}={_shown(value)} is not supported; {way_out}", param=name)
+
+
+_WORDS = {
+    "missing": "is required",
+    "string_type": "must be a text",
+    "string_unicode": "is not valid Unicode",
+    "string_too_long": "is longer than {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "none_required": "is not supported; leave it out",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+}
+"""What each kind of error says of a value."""
+_UNIONS = {
+    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "must be a text or a list of texts",
+    "content": 'must be a text, or a list of parts {"type": "text", "text": ...}: this server reads text only',
+    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "arguments": "must be a text with a JSON object",
+}
+"""What fields of several types say of a value of none of them."""
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    place = _place(first)
+    param = str(first["loc"][0])
+    name = str(place[-1])
+    if name in _UNIONS and first["type"] != "missing":
+        return ApiError(f"{_dotted(place)} {_UNIONS[name]}", param=param)
+    if first["type"] == "extra_forbidden":
+        return ApiError(f"{_dotted(place)} is not supported; leave it out", param=param)
+    words = _WORDS.get(first["type"], "is not valid").format(**first.get("ctx", {}))
+    value = first["input"]
+    shown = "" if first["type"] == "missing" or isinstance(value, dict | list) else f"={_shown(value)}"
+    return ApiError(f"{_dotted(place)}{shown} {words}", param=param)
+
+
+def _place(error: ErrorDetails) -> list[str | int]:
+    """Return the keys that lead to a value; the names of a union's members, which follow its field, are left out."""
+    place: list[str | int] = []
+    for key in error["loc"]:
+        if place and place[-1] in _UNIONS:
+            break
+        place.append(key)
+    return place
+
+
+def _dotted(place: list[str | int]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).removeprefix(".")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,430 @@
+"""Tool calls in the text of an answer: the formats of chat templates, and their readers. Torch-free."""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.protocol import ToolUse
+from moefold.inference.text import StopStringFilter
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class Taken(NamedTuple):
+    """Calls at the beginning of a text."""
+
+    calls: Sequence[Call]
+    length: int
+    """Characters of the text that they take."""
+
+
+class NoCallError(ValueError):
+    """A text that begins as a call does is none."""
+
+
+Take = Callable[[str, bool, ToolUse], Taken | None]
+"""Reads the calls at the beginning of a text (text, whether it is complete, tools); None: more text is needed.
+
+Raises `NoCallError` if it has none.
+"""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of calls."""
+
+    name: str
+    begins: tuple[str, ...]
+    """Texts that begin a call anywhere in an answer."""
+    take: Take
+    marks: tuple[str, ...] = ()
+    """Further special tokens of the format."""
+    starts_answer: str = ""
+    """Text that begins a call at the beginning of an answer only."""
+
+
+_SPACES = " \t\r\n"
+_ENDS = frozenset("}]>;" + _SPACES)
+"""Characters of which one ends a call, or follows it."""
+_DECODER = json.JSONDecoder()
+
+
+def _decoded(text: str, start: int, *, is_end: bool) -> tuple[Any, int] | None:
+    """Return the JSON value at a place and where it ends; None if it may not be complete."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (json.JSONDecodeError, RecursionError) as error:
+        # Invalid JSON and incomplete JSON fail alike: what follows decides.
+        if is_end or isinstance(error, RecursionError):
+            raise NoCallError from None
+        return None
+
+
+def _call_of(value: Any) -> Call:
+    """Return the call of a JSON object."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise NoCallError
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _object_of(arguments)
+    if not isinstance(arguments, dict):
+        raise NoCallError
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        raise NoCallError from None
+    if not isinstance(found, dict):
+        raise NoCallError
+    return found
+
+
+def _skip(text: str, start: int, more: str = "") -> int:
+    """Return the first place that has no space, and none of some further characters."""
+    while start < len(text) and text[start] in _SPACES + more:
+        start += 1
+    return start
+
+
+_TAG, _END_TAG = "<tool_call>", "</tool_call>"
+_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+    """Read `<tool_call>...</tool_call>`: JSON as Hermes and Qwen, `<function=...>` as Qwen3-Coder, or as GLM."""
+    start = len(_TAG)
+    end = text.find(_END_TAG)
+    if end < 0 and not is_end:
+        return None
+    body = text[start : len(text) if end < 0 else end]
+    length = len(text) if end < 0 else end + len(_END_TAG)
+    if body.lstrip().startswith("{"):
+        decoded = _decoded(body, _skip(body, 0), is_end=True)
+        assert decoded is not None
+        return Taken([_call_of(decoded[0])], length)
+    if (function := _XML_FUNCTION.fullmatch(body)) is not None:
+        pairs = _XML_PARAMETER.findall(function[2])
+        return Taken([_call_of_texts(function[1].strip(), pairs, use)], length)
+    if end < 0:
+        # The answer was cut: arguments may be missing.
+        raise NoCallError
+    if "<arg_key>" in body:
+        name = body.partition("<arg_key>")[0].strip()
+        pairs = [(key.strip(), value) for key, value in _GLM_ARGUMENT.findall(body)]
+        return Taken([_call_of_texts(name, pairs, use)], length)
+    name = body.strip()
+    if not name or "<" in name:
+        raise NoCallError
+    return Taken([Call(name, "{}")], length)
+
+
+def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], use: ToolUse) -> Call:
+    """Return a call whose arguments are texts: those that are no string by the tool's schema are JSON."""
+    if name not in _names(use):
+        raise NoCallError
+    schema = use.parameters_of(name)
+    types = schema.get("properties", {})
+    arguments = {}
+    for key, value in pairs:
+        declared = types.get(key) if isinstance(types, dict) else None
+        arguments[key] = value if isinstance(declared, dict) and declared.get("type") == "string" else _json_or(value)
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _json_or(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
+_MISTRAL_NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def _take_array(begin: str, end: str = "") -> Take:
+    """Return a reader of a mark and a JSON array of calls, or, as newer Mistral models, `NAME[ARGS]{...}`."""
+
+    def take(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+        start = _skip(text, len(begin))
+        if start == len(text):
+            return _wait(is_end)
+        if text[start] in "[{":
+            decoded = _decoded(text, start, is_end=is_end)
+            if decoded is None:
+                return None
+            value, stop = decoded
+            calls = [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+            return Taken(calls, _skip_mark(text, stop, end))
+        named = _MISTRAL_NAME.match(text, start)
+        if named is None:
+            if "{" in text[start:] or len(text) - start > 256:
+                raise NoCallError
+            return _wait(is_end)
+        decoded = _decoded(text, named.end(), is_end=is_end)
+        if decoded is None:
+            return None
+        return Taken([_call_of({"name": named[1], "arguments": decoded[0]})], _skip_mark(text, decoded[1], end))
+
+    return take
+
+
+def _wait(is_end: bool) -> Taken | None:
+    """Return None, which asks for more text.
+
+    Raises:
+        NoCallError: there is none.
+    """
+    if is_end:
+        raise NoCallError
+    return None
+
+
+def _skip_mark(text: str, start: int, mark: str) -> int:
+    return start + len(mark) if mark and text.startswith(mark, start) else start
+
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+    """Read JSON objects with "name" and "parameters", several with ";" between them."""
+    start = _skip(text, len(_PYTHON_TAG) if text.startswith(_PYTHON_TAG) else 0, ";")
+    if start == len(text):
+        return _wait(is_end)
+    if text[start] != "{":
+        raise NoCallError
+    decoded = _decoded(text, start, is_end=is_end)
+    if decoded is None:
+        return None
+    calls = [_call_of(decoded[0])]
+    stop = decoded[1]
+    if text[_skip(text, stop) :].startswith(";"):
+        rest = text[_skip(text, stop, ";") :]
+        more = _take_llama(rest, is_end, use)
+        if more is None:
+            return None
+        return Taken([*calls, *more.calls], len(text) - len(rest) + more.length)
+    # A call may follow.
+    return Taken(calls, stop) if is_end or text[_skip(text, stop) :] else None
+
+
+_DEEPSEEK = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")}
+_DEEPSEEK_FENCED = re.compile(r"(.*?)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+
+
+def _take_deepseek(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+    """Read the calls between DeepSeek's marks: `function<sep>NAME` and a block of JSON (V3), or `NAME<sep>JSON`."""
+    end = text.find(_DEEPSEEK["calls▁end"])
+    if end < 0 and not is_end:
+        return None
+    body = text[: len(text) if end < 0 else end]
+    calls = []
+    for part in body.split(_DEEPSEEK["call▁begin"])[1:]:
+        kind, _, rest = part.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
+        fenced = _DEEPSEEK_FENCED.fullmatch(rest)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (kind, rest)
+        calls.append(Call(name.strip(), json.dumps(_object_of(arguments), ensure_ascii=False)))
+    if not calls:
+        raise NoCallError
+    return Taken(calls, len(text) if end < 0 else end + len(_DEEPSEEK["calls▁end"]))
+
+
+_BAR_TAG, _END_BAR_TAG = "<|tool_call|>", "<|/tool_call|>"
+
+FORMATS = (
+    ToolFormat("DeepSeek's", (_DEEPSEEK["calls▁begin"],), _take_deepseek, tuple(_DEEPSEEK.values())),
+    ToolFormat("<tool_call>", (_TAG,), _take_tagged, (_END_TAG,)),
+    ToolFormat("[TOOL_CALLS]", ("[TOOL_CALLS]",), _take_array("[TOOL_CALLS]"), _MISTRAL_MARKS),
+    ToolFormat("<|tool_call|>", (_BAR_TAG,), _take_array(_BAR_TAG, _END_BAR_TAG), (_END_BAR_TAG,)),
+    ToolFormat("Llama 3's JSON", (_PYTHON_TAG,), _take_llama, starts_answer="{"),
+)
+
+
+def find_format(template: str, location: str) -> ToolFormat:
+    """Return the format in which a chat template writes calls.
+
+    Args:
+        template: source of the template.
+        location: origin of the template, for messages.
+
+    Raises:
+        ApiError: it takes no tools, or writes calls in a format without a reader.
+    """
+    check_takes_tools(template, location)
+    for one in FORMATS:
+        if any(begin in template for begin in one.begins):
+            return one
+    if "ipython" in template and '"parameters"' in template:
+        return FORMATS[-1]
+    known = ", ".join(one.name for one in FORMATS)
+    raise ApiError(
+        f"the chat template of {location} writes tool calls in a format that this server does not read (it reads "
+        f"{known}); force a call by tool_choice='required' or a function's name, or leave tools out",
+        param="tools",
+    )
+
+
+def check_takes_tools(template: str, location: str) -> None:
+    """Check that a chat template writes descriptions of tools.
+
+    Raises:
+        ApiError: it does not.
+    """
+    if not re.search(r"\btools\b", template):
+        raise ApiError(f"the chat template of {location} takes no tools; leave them out", param="tools")
+
+
+def forced_schema(use: ToolUse) -> dict[str, Any]:
+    """Return the JSON schema of an answer that must call a tool: its arguments, or a list of calls."""
+    if use.is_named:
+        return dict(use.parameters_of(use.forced[0]))
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": use.parameters_of(name)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name in use.forced
+    ]
+    most = {} if use.allows_many else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | most
+
+
+def _names(use: ToolUse) -> set[str]:
+    return {tool["function"]["name"] for tool in use.tools}
+
+
+class CallReader:
+    """Splits the text of an answer into text and calls, as it comes.
+
+    A call of an unknown tool, and what begins as a call and is none, stays text.
+    """
+
+    def __init__(self, use: ToolUse, tool_format: ToolFormat | None) -> None:
+        """Start an answer.
+
+        Args:
+            use: the tools.
+            tool_format: of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
+        """
+        self._use = use
+        self._format = tool_format
+        self._pending = ""
+        """Text of a call that is not complete."""
+        self._is_in_call = False
+        self._has_text = False
+        self._skips_spaces = False
+        self.num_calls = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the answer ends here: it may have one call, and has it."""
+        return self.num_calls > 0 and not self._use.allows_many
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """Add text; return the text that is no call, and complete calls."""
+        self._pending += text
+        # A call is read again only after what may end it.
+        waits = self._format is None or (self._is_in_call and not _ENDS.intersection(text))
+        return ("", []) if waits else self._split(is_end=False)
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """Return what was held back."""
+        return self._forced() if self._format is None else self._split(is_end=True)
+
+    def _forced(self) -> tuple[str, list[Call]]:
+        text, self._pending = self._pending, ""
+        if self._use.is_named:
+            return "", self._counted([Call(self._use.forced[0], text.strip())])
+        try:
+            values = json.loads(text)
+            return "", self._counted([_call_of(value) for value in values])
+        except (ValueError, TypeError):
+            # The answer was cut.
+            return text, []
+
+    def _split(self, *, is_end: bool) -> tuple[str, list[Call]]:
+        assert self._format is not None
+        found = ""
+        calls: list[Call] = []
+        self._is_in_call = False
+        while self._pending and not self.is_done:
+            begin = self._begin(self._pending, is_end=is_end)
+            found += self._text(self._pending[:begin])
+            self._pending = self._pending[begin:]
+            if not self._pending or not self._is_call(self._pending):
+                break
+            try:
+                taken = self._format.take(self._pending, is_end, self._use)
+                if taken is not None and any(call.name not in _names(self._use) for call in taken.calls):
+                    raise NoCallError
+            except NoCallError:
+                found += self._text(self._pending[0])
+                self._pending = self._pending[1:]
+                continue
+            if taken is None:
+                self._is_in_call = True
+                break
+            self._skips_spaces = True
+            calls += self._counted(taken.calls)
+            self._pending = self._pending[taken.length :]
+        if self.is_done:
+            self._pending = ""
+        return found, calls
+
+    def _counted(self, calls: Sequence[Call]) -> list[Call]:
+        kept = list(calls) if self._use.allows_many else list(calls[:1])
+        self.num_calls += len(kept)
+        return kept
+
+    def _is_call(self, text: str) -> bool:
+        assert self._format is not None
+        starts = self._format.starts_answer
+        return text.startswith(self._format.begins) or bool(starts and not self._has_text and text.startswith(starts))
+
+    def _begin(self, text: str, *, is_end: bool) -> int:
+        """Return where a call begins, or may begin when more text comes."""
+        assert self._format is not None
+        if not self._has_text and self._is_call(text.lstrip()):
+            return len(text) - len(text.lstrip())
+        whole = StopStringFilter(*self._format.begins)
+        return len(whole.push(text) + (whole.finish() if is_end else ""))
+
+    def _text(self, text: str) -> str:
+        """Return text that is no call; spaces after calls are left out."""
+        if self._skips_spaces:
+            text = text.lstrip()
+        if text:
+            self._skips_spaces = False
+        self._has_text = self._has_text or bool(text.strip())
+        return text
+
+
+def call_id(tool_format: ToolFormat | None) -> str:
+    """Return an id of a call; templates of Mistral refuse any but nine letters and digits."""
+    if tool_format is not None and tool_format.name == "[TOOL_CALLS]":
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def as_json(call: Call, identity: str) -> Mapping[str, Any]:
+    """Return a call as the API writes it."""
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,82 @@
+"""Number of optimizer steps of a run whose length is given in epochs, from the length of its data. Torch-free."""
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moefold.config.limits import MAX_STEPS
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.train.log_lines import MIN_UNBOUNDED_SAMPLES
+
+if TYPE_CHECKING:
+    from moefold.data import ProgramData
+
+
+def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> tuple[Config, str]:
+    """Return a recipe with the run.steps that its run.epochs are, and a message; reads and tokenises the data.
+
+    Steps are rounded up: the last one may go beyond the last epoch. Every process finds the same number.
+
+    Args:
+        cfg: a valid recipe with run.epochs.
+        program_data: the samples that a program passes.
+        is_first: whether this process reports the progress of tokenising, and the others wait for it.
+
+    Raises:
+        ConfigError: the length of the data is unknown, or the data cannot be read.
+    """
+    if reason := _unknown_length_reason(cfg):
+        raise ConfigError(f"run.epochs={cfg.run.epochs:g} needs the length of the data, and {reason}; set run.steps")
+    number = _num_samples(cfg, program_data, is_first=is_first)
+    if not 0 < number < MIN_UNBOUNDED_SAMPLES:
+        raise ConfigError(
+            f"run.epochs={cfg.run.epochs:g} needs the length of the data, and data.kind={cfg.data.kind!r} has no end; "
+            "set run.steps"
+        )
+    # One step of reinforcement learning takes a prompt for each group of rollouts, and rounds are whole.
+    size = cfg.train.global_batch_size // (cfg.rl.group_size if cfg.is_rl else 1)
+    multiple = cfg.rl.updates if cfg.is_rl else 1
+    steps = max(1, math.ceil(cfg.run.epochs * number / (size * multiple))) * multiple
+    if steps > MAX_STEPS:
+        raise ConfigError(f"run.epochs={cfg.run.epochs:g} is {steps} steps, and at most {MAX_STEPS} are allowed")
+    what = "prompts" if cfg.is_rl else f"samples of {cfg.train.seq_len:,} tokens"
+    message = f"run.epochs={cfg.run.epochs:g} is run.steps={steps}: {number:,} {what}, {size:,} in a step"
+    return replace(cfg, run=replace(cfg.run, steps=steps)), message
+
+
+def _unknown_length_reason(cfg: Config) -> str:
+    """Return why the settings alone tell that the length of the data is unknown; "" if they do not."""
+    if cfg.data.streaming:
+        return "data.streaming=true reads a stream, whose length is unknown"
+    if cfg.data.kind == "synthetic":
+        return "data.kind='synthetic' has no end"
+    if cfg.is_rl and cfg.rl.mixed_only:
+        return "rl.mixed_only=true takes as many prompts as it needs"
+    return ""
+
+
+def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> int:
+    """Return the number of samples in an epoch of this job, of all its data-parallel ranks together."""
+    # Lazy import: a wrong key is refused without numpy and the tokenizer.
+    from moefold.data import check_data, open_dataset, prepare
+    from moefold.data.strided import StridedSampler
+
+    if program_data is not None:
+        return len(program_data.train)
+    data = cfg.data
+    check_data(data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    if cfg.is_rl:
+        from moefold.data.prompts import open_prompts
+        from moefold.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)
+        return len(open_prompts(data, tokenizer, seed=cfg.run.seed).train)
+    seq_len = cfg.train.seq_len
+    vocab_size = cfg.model.vocab_size
+    seed = cfg.run.seed
+    if is_first and (data.kind != "tokens" or data.corrupt == "fatal"):
+        prepare(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align)
+    samples = open_dataset(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align).train
+    sites = cfg.sites
+    return len(StridedSampler(samples, sites.count, sites.number) if sites.count > 1 else samples)

@@ -1,0 +1,93 @@
+"""Keys that a recipe leaves out and a run has resolved: a resumed run keeps them, whatever the defaults are now.
+
+Defaults change between versions, and a resumed run must not change with them. Torch-free.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.config.method_defaults import (
+    LR_KEY,
+    METHOD_KEYS,
+    PRETRAINING,
+    default_learning_rate,
+    describe_method,
+    method_of,
+    method_settings,
+)
+from moefold.config.schema import Config
+
+CHUNK_KEY = "train.loss_chunk"
+
+
+def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[str]) -> Config:
+    """Return a recipe with the values that a run has resolved for keys that the recipe leaves out.
+
+    The learning rate is kept if the method of training is the same, and the steps of run.epochs if files of the data
+    may be lost meanwhile.
+
+    Args:
+        cfg: the recipe.
+        settings: the keys of the run as "section.key"; it may lack some, and hold anything.
+        left_out: keys of `recipe.RESOLVED_KEYS` that the recipe leaves out.
+    """
+    same_length = all(settings.get(key) == value for key, value in _length_settings(cfg).items())
+    if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
+        cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
+    chunk = settings.get(CHUNK_KEY)
+    if CHUNK_KEY in left_out and type(chunk) is int and -1 <= chunk < cfg.loss_tokens:
+        cfg = replace(cfg, train=replace(cfg.train, loss_chunk=chunk))
+    rate = settings.get(LR_KEY)
+    before = method_settings(Config()) | {key: settings[key] for key in METHOD_KEYS if key in settings}
+    ours = method_settings(cfg)
+    if (
+        LR_KEY not in left_out
+        or not isinstance(rate, int | float)
+        or isinstance(rate, bool)
+        or not 0 <= rate < math.inf
+    ):
+        return cfg
+    if describe_method(before) != describe_method(ours):
+        return cfg
+    return replace(cfg, train=replace(cfg.train, lr=float(rate)))
+
+
+def _length_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings that determine the number of steps, with the files of the data."""
+    train = cfg.train
+    sizes = {"train.seq_len": train.seq_len, "train.global_batch_size": train.global_batch_size}
+    path = list(cfg.data.path) if isinstance(cfg.data.path, tuple) else cfg.data.path
+    return {"run.epochs": cfg.run.epochs, "data.kind": cfg.data.kind, "data.path": path} | sizes
+
+
+def settings_of_checkpoint(meta: CheckpointMeta, cfg: Config) -> dict[str, Any]:
+    """Return what a checkpoint tells of the settings of its run, as "section.key"; an optimizer is the recipe's."""
+    order = meta.order
+    return dict(meta.schedule) | {
+        "data.kind": order.get("kind", cfg.data.kind),
+        "align.method": order.get("align.method", cfg.align.method),
+        "rl.group_size": 0 if meta.rl is None else max(1, cfg.rl.group_size),
+        "lora.rank": meta.lora.get("rank", 0),
+        "train.optimizer": cfg.train.optimizer,
+    }
+
+
+def describe_learning_rate(cfg: Config, left_out: frozenset[str]) -> str:
+    """Return the line of the log about a learning rate that the recipe leaves out; "" if it sets one."""
+    if LR_KEY not in left_out:
+        return ""
+    settings = method_settings(cfg)
+    default = default_learning_rate(cfg)
+    if cfg.train.lr != default:
+        return (
+            f"train.lr={cfg.train.lr:g}, as the run has it: the recipe sets none, and the default of "
+            f"{describe_method(settings)} is {default:g}"
+        )
+    begins_random = not (cfg.checkpoint.init_from or cfg.model.upcycle_from or cfg.lora.init_from)
+    hint = ""
+    if method_of(settings) != PRETRAINING and begins_random and cfg.data.kind != "program":
+        hint = f"; the run begins with random weights, for which {PRETRAINING.all_weights:g} is usual"
+    return f"train.lr={default:g} is the default of {describe_method(settings)}{hint}"

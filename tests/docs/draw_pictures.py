@@ -1,0 +1,80 @@
+"""Draw the pictures of README.md and of the pages that show commands: `python -m tests.docs.draw_pictures [FOLDER]`.
+
+Trains the quickstart in FOLDER (default build/pictures) if it is not there: some minutes on a few cores. Reports and
+views of the board need Chromium.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from tests.board.chromium import Page, open_page
+from tests.board.draw_pictures import open_view, page_keys
+from tests.board.test_browser import served as board_served
+from tests.docs.browser import served
+
+IMAGES = Path(__file__).parents[2] / "docs/images"
+STAGE = ("world_size=4", "tp=2", "cp=2", "ep=4")
+"""The ranks of one pipeline stage of the quickstart."""
+PLAN = ("mixtral-8x7b", "--gpu", "h100", "--num-gpus", "64", "--seq-len", "4096", "--global-batch-size", "256")
+COLORS = 128
+
+
+def moefold(*words: object) -> None:
+    """Run a command of moefold."""
+    subprocess.run([sys.executable, "-m", "moefold", *map(str, words)], check=True)
+
+
+def draw_run(folder: Path) -> None:
+    """Train the quickstart, and write loss.png and expert-load.png."""
+    run = folder / "quickstart"
+    if not (run / "loss.png").exists():
+        moefold("train", "recipes/quickstart.toml", f"run.dir={run}")
+    shutil.copyfile(run / "loss.png", IMAGES / "loss.png")
+    moefold("inspect", run, "--force", "--picture", IMAGES / "expert-load.png")
+
+
+def draw_report(page: Page, address: str, folder: Path) -> None:
+    """Write plan-report.png and plan-memory.png from the report of a plan."""
+    moefold("plan", *PLAN, "--force", "--report", folder / "plan.html")
+    page.open(f"{address}/plan.html", 1180, 700)
+    page.screenshot(IMAGES / "plan-report.png")
+    page.open(f"{address}/plan.html", 1180, 540)
+    page.evaluate(
+        "[...document.querySelectorAll('h2')].find((one) => one.innerText.startsWith('Memory of')).scrollIntoView()"
+    )
+    page.screenshot(IMAGES / "plan-memory.png")
+
+
+def draw_ranks(page: Page, folder: Path) -> None:
+    """Write board-ranks.png: the times of ranks on the board."""
+    with board_served(folder) as address:
+        open_view(page, address, f"view=ranks&runs={page_keys(page, address)['quickstart']}", 1180)
+        page.screenshot(IMAGES / "board-ranks.png")
+
+
+def reduce_colors(path: Path) -> None:
+    """Store a picture of few colours with a palette, in a fraction of the bytes."""
+    Image.open(path).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main(argv: list[str]) -> None:
+    """Train and draw."""
+    folder = Path(argv[0] if argv else "build/pictures")
+    folder.mkdir(parents=True, exist_ok=True)
+    moefold("layout", *STAGE, "--force", "--picture", IMAGES / "folding.png")
+    moefold("layout", "recipes/quickstart.toml", "--force", "--picture", IMAGES / "layout.png")
+    draw_run(folder)
+    with tempfile.TemporaryDirectory() as profile, open_page(Path(profile)) as page, served(folder) as server:
+        draw_report(page, server.address, folder)
+        draw_ranks(page, folder)
+    for name in ("folding", "layout", "expert-load", "plan-report", "plan-memory", "board-ranks"):
+        reduce_colors(IMAGES / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

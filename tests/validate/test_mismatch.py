@@ -1,0 +1,38 @@
+"""Default of rl.mismatch_limit: by dtype and by whether sampling has the bits of training."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.schema import Config, MoEConfig, RunConfig
+from moefold.validate.mismatch import mismatch_advice, mismatch_limit
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_exact", "limit"),
+    [
+        ("float32", True, 1e-6),
+        ("bfloat16", True, 1e-6),
+        ("float64", False, 1e-6),
+        ("float32", False, 0.01),
+        ("bfloat16", False, 0.1),
+    ],
+)
+def test_the_limit_follows_the_rounding(dtype, is_exact, limit):
+    cfg = Config(run=RunConfig(dtype=dtype))
+    assert mismatch_limit(cfg, is_exact=is_exact) == limit
+    assert mismatch_limit(replace(cfg, rl=RLConfig(mismatch_limit=0.5)), is_exact=is_exact) == 0.5
+
+
+def test_dispatch_in_few_bits_rounds_as_coarsely_in_any_dtype():
+    cfg = Config(run=RunConfig(dtype="float32"), moe=MoEConfig(dispatch_precision="fp8-blockwise"))
+    assert mismatch_limit(cfg, is_exact=False) == 0.1
+
+
+def test_the_causes_are_those_of_the_sampler():
+    own = Config(run=RunConfig(dtype="bfloat16"))
+    served = replace(own, rollout=RolloutConfig(engine="vllm", folder="hf"))
+    assert "rl.replay='on'" in mismatch_advice(own)
+    assert "rollout.folder='hf'" not in mismatch_advice(own)
+    assert "rollout.folder='hf' has another RoPE" in mismatch_advice(served)
