@@ -1,6 +1,7 @@
 """Limit on the difference of log-probabilities between sampler and training (`rl.mismatch_limit`). Torch-free."""
 
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_moe_layers
+from moefold.topology.rollout_mapping import has_rollout_mapping
 
 EXACT_LIMIT = 1e-6
 """Limit in nats where sampling has the bits of training, in any dtype."""
@@ -27,21 +28,32 @@ def mismatch_limit(cfg: Config, *, is_exact: bool) -> float:
 
 def mismatch_advice(cfg: Config) -> str:
     """Return the likely causes of a larger mismatch, and the ways out."""
-    dtype = f"run.dtype={cfg.run.dtype!r}"
     if cfg.rollout.engine == "vllm":
         causes = (
-            f"the server computes in another dtype than {dtype}; its reload left stale weights or broke those of the "
-            f"experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has another RoPE, length, "
-            "vocabulary or tokenizer than this run"
+            f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or "
+            f"broke those of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has another "
+            "RoPE, length, vocabulary or tokenizer than this run"
         )
         way_out = (
-            "start a server of its own again, on a GPU or with another version of vLLM, from a folder that moefold "
+            "start the server again, on a GPU or with another version of vLLM, from a folder that moefold "
             "export wrote of this model, or set rollout.engine='own'"
         )
     else:
-        causes = (
-            f"{dtype} is too coarse for a router whose experts are nearly tied; kernels that compute wrongly here; "
-            "stale weights in the copy that samples (rollout.ranks, tp, pp, ep, etp)"
-        )
-        way_out = "set rl.replay='on', run.kernels='plain', run.dtype='float32', or no mapping of its own for sampling"
+        causes, way_out = _own_engine(cfg)
     return f"likely causes: {causes}; {way_out}; if it does no harm, raise rl.mismatch_limit"
+
+
+def _own_engine(cfg: Config) -> tuple[str, str]:
+    """Return causes and ways out for sampling by the own engine, without what the recipe has already."""
+    causes = ["kernels that compute wrongly on this machine"]
+    ways_out = [] if cfg.run.kernels == "plain" else ["set run.kernels='plain'"]
+    if cfg.run.dtype == "bfloat16":
+        causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
+        ways_out.append("set run.dtype='float32'")
+    if cfg.rl.replay != "on" and has_moe_layers(cfg.model):
+        causes.append("training chooses other experts than sampling")
+        ways_out.append("set rl.replay='on'")
+    if has_rollout_mapping(cfg):
+        causes.append("stale weights in the copy that samples")
+        ways_out.append("leave rollout.ranks, tp, pp, ep and etp out")
+    return "; ".join(causes), ", or ".join(ways_out) or "report it with mismatch.jsonl"
