@@ -111,7 +111,9 @@ def test_unmarked_turns_follow_the_common_prefix_with_the_prompt(
     assert is_equal or list((tmp_path / "cache").glob("*.notes.json"))
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"trainable": False}, {"loss": False}, {"weight": 0.0}])
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"train": False}, {"trainable": False}, {"loss": False}, {"weight": 0.0}]
+)
 @pytest.mark.parametrize("template", [CHATML, SPACE])
 def test_messages_of_weight_0_are_no_targets(tmp_path: Path, flag: dict[str, Any], template: str):
     bad = {"role": "assistant", "content": "bad", **flag}

@@ -104,9 +104,7 @@ def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
     if isinstance(fields["prompt"], list) or isinstance(fields.get(answer), list):
         return _parse_completion(fields, answer, place)
     turns = (("user", "prompt"), ("assistant", answer))
-    return Conversation(
-        tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns)
-    )
+    return Conversation(tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns))
 
 
 def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Conversation:
