@@ -154,6 +154,22 @@ def test_templates_for_tools_and_parts_of_contents(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}", "<a><>"),
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<a><>"),
+        ("{% for m in messages %}{{ 'calls' if m['content'] is none else m['content'] }}{% endfor %}", "acalls"),
+    ],
+)
+@pytest.mark.parametrize("absent", [{}, {"content": None}])
+def test_a_message_that_only_calls_tools_has_an_empty_content(template: str, text: str, absent: dict[str, Any]):
+    chat = ChatTemplate(template, location="t", special_tokens={})
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}], **absent}
+    messages = [{"role": "user", "content": "a"}, calls]
+    assert chat.render_prompt(messages, "f:1", add_generation_prompt=True) == text
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '[{"instruction": "a", "output": "b"},\n {"instruction": "c", "output": "d"}]',

@@ -5,6 +5,7 @@ are not to be trained are listed by their numbers.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,8 @@ SHAREGPT_ROLES = {
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in a message; templates read the first, and those of gpt-oss the second."""
+_TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
+"""Test of a template for a content that is null."""
 _WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
 
 
@@ -277,14 +280,17 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def join_parts(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
     """Return messages with contents that a template can write: a list of texts stays one if the template reads lists.
 
-    Otherwise its texts are joined by line ends, as vLLM joins them.
+    Otherwise its texts are joined by line ends, as vLLM joins them. The content of a message that only calls tools is
+    null if the template tests for null, else empty, so that no "None" is written.
     """
     reads_lists = any(word in template for word in ("content is string", "content is not string", "['type']", ".type"))
-    if reads_lists:
-        return list(messages)
-    return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+    absent = None if _TESTS_NULL.search(template) else ""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and not reads_lists:
+            message = {**message, "content": "\n".join(part["text"] for part in content)}
+        elif content is None and message.get("tool_calls"):
+            message = {**message, "content": absent}
+        found.append(message)
+    return found
