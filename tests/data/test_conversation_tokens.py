@@ -153,6 +153,17 @@ def test_templates_for_tools_and_parts_of_contents(tmp_path: Path):
     assert targets(open_rows(tmp_path, [row], CHATML, None)) == "z<|im_end|>"
 
 
+def test_calls_that_a_template_does_not_write_are_refused(tmp_path: Path):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:1: message 2 calls tools, which the chat template of .* does not"
+    ):
+        open_rows(tmp_path, [{"messages": [U, calls]}], CHATML, None)
+    name = "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    writes = CHATML.replace("m.content", name)
+    assert targets(open_rows(tmp_path, [{"messages": [U, calls]}], writes, None)) == "f<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("template", "text"),
     [
