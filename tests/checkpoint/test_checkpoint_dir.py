@@ -79,8 +79,8 @@ def test_complete_ones_in_order_and_nothing_else(tmp_path):
     paths = [write(tmp_path, step) for step in (1000000, 5, 20)]
     (tmp_path / "step-000030").mkdir()
     (tmp_path / "step-last").mkdir()
-    tmp_checkpoint_path(tmp_path, 40).mkdir()
-    write_meta(tmp_checkpoint_path(tmp_path, 40), meta(40))
+    tmp_checkpoint_path(tmp_path, 40, "job").mkdir()
+    write_meta(tmp_checkpoint_path(tmp_path, 40, "job"), meta(40))
     assert complete_checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]
     assert complete_checkpoints(tmp_path / "absent") == []
 
@@ -225,7 +225,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
 def test_only_the_newest_are_kept_and_drafts_of_killed_runs_go(tmp_path):
     for step in (5, 10, 15):
         write(tmp_path, step)
-    tmp_checkpoint_path(tmp_path, 12).mkdir()
+    tmp_checkpoint_path(tmp_path, 12, "job").mkdir()
     (tmp_path / ".step-000002.old").mkdir()
     (tmp_path / "notes.txt").touch()
     newest = step_path(tmp_path, 15)
@@ -249,9 +249,21 @@ def test_those_of_every_so_many_steps_are_kept_too(tmp_path):
     assert names(tmp_path) == ["step-000010", "step-000020", "step-000025"]
 
 
+def test_a_checkpoint_that_another_job_has_just_saved_is_not_replaced(tmp_path, monkeypatch):
+    (write(tmp_path, 5) / "other").touch()
+    draft = tmp_checkpoint_path(tmp_path, 5, "job")
+    draft.mkdir()
+    # It appears after the look for one of that name.
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(OSError, match=r"not empty|exists"):
+        commit(draft, step_path(tmp_path, 5))
+    monkeypatch.undo()
+    assert (step_path(tmp_path, 5) / "other").exists()
+
+
 def test_a_draft_replaces_a_checkpoint_of_its_step(tmp_path):
     (write(tmp_path, 5) / "old").touch()
-    draft = tmp_checkpoint_path(tmp_path, 5)
+    draft = tmp_checkpoint_path(tmp_path, 5, "job")
     draft.mkdir()
     (draft / "new").touch()
     commit(draft, step_path(tmp_path, 5))

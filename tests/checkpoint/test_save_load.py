@@ -347,15 +347,15 @@ def _save_over_a_draft(cfg: Config) -> bool:
     Returns:
         Whether this rank began to write while it still lay there.
     """
-    left = tmp_checkpoint_path(Path(cfg.run.dir) / "checkpoints", 1) / "left"
+    left = tmp_checkpoint_path(Path(cfg.run.dir) / "checkpoints", 1, "job") / "left"
     left.parent.mkdir(parents=True, exist_ok=True)
     left.touch()
     dist.barrier()
     delete, save, found = shutil.rmtree, dcp.save, []
 
-    def delete_slowly(path: Path, *, ignore_errors: bool) -> None:
+    def delete_slowly(path: Path) -> None:
         time.sleep(0.5)
-        delete(path, ignore_errors=ignore_errors)
+        delete(path)
 
     def note_and_save(*args: Any, **kwargs: Any) -> Metadata:
         found.append(left.exists())
@@ -382,7 +382,9 @@ def _explained(causes: list[Exception], disk: Path | None) -> str:
 
 def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
     after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
-    (tmp_path / "__1_0.distcp").touch()
+    draft = tmp_checkpoint_path(tmp_path, 1, "job")
+    draft.mkdir()
+    (draft / "__1_0.distcp").touch()
     rest = r"; ([\d,]+ MiB are free there|the disk is full)(; free disk space, then run the same command .*)?"
     error = _explained([after, full], tmp_path)
     assert re.fullmatch(r"it fails: file __1_0\.distcp .* to its end \(No space left on device\)" + rest, error)

@@ -81,3 +81,20 @@ def test_other_runs_have_no_curves(tmp_path, capsys):
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "rl" not in json.loads(capsys.readouterr().out)
     print_curves(None, "reinforcement learning", RL_CURVES, [])
+
+
+def test_preferences_have_their_accuracy_and_margin(tmp_path, capsys):
+    _run(tmp_path, steps=20)
+    path = tmp_path / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for i, record in enumerate(records):
+        record["loss_metrics"] = {"accuracy": 0.5 + i / 40, "margin": -0.25, "own": 7.0}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["inspect", str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["accuracy", "0.5125", "0.9625", "0.5", "0.975"] in rows
+    assert ["margin,", "nats", *["-0.25"] * 4] in rows
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["preferences"]
+    assert list(found) == ["accuracy", "margin"]
+    assert found["accuracy"]["max"] == 0.975

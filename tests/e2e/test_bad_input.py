@@ -8,7 +8,7 @@ from tests.e2e.command import fresh, small
 pytestmark = pytest.mark.e2e
 
 BAD = {
-    "unknown key": (["train.seq_length=64"], "unknown key train.seq_length; did you mean train.seq_len?"),
+    "unknown key": (["train.seq_length=64"], "unknown key train.seq_length; moefold calls this train.seq_len"),
     "wrong type": (["run.steps=many"], "run.steps='many' must be an integer"),
     "degree": (["parallel.world_size=8", "parallel.tp=3"], "parallel.tp=3 must divide"),
     "heads": (["parallel.world_size=16", "parallel.tp=16"], "parallel.tp=16 must divide model.num_attention_heads=8"),

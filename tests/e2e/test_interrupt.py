@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from tests.e2e.command import (
     FOLDED,
     FOUR,
@@ -119,18 +120,24 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert checkpoints(tmp_path / "run") == [f"step-{len(losses(tmp_path / 'run')):06d}"]
 
 
-def test_second_job_in_the_same_folder_is_refused_first_continues(tmp_path):
-    run_dir, words, refused = tmp_path / "run", ("run.steps=100000", "checkpoint.every=5", "faults.timeout_s=20"), []
+def test_second_jobs_in_the_same_folders_are_refused_after_a_save_and_the_first_continues(tmp_path):
+    run_dir, saved = tmp_path / "run", tmp_path / "saved"
+    words = ("run.steps=100000", "checkpoint.every=3", f"checkpoint.dir={saved}")
+    refused = []
 
-    def start_another(first: int) -> None:
-        refused.append(moefold(*small(run_dir, *words)))
+    def start_others(first: int) -> None:
+        for folder in (run_dir, tmp_path / "other"):
+            refused.append(moefold(*small(folder, *words, "faults.timeout_s=20")))
         before = len(losses(run_dir))
         while len(losses(run_dir)) < before + 6:
             time.sleep(0.05)
         os.kill(first, signal.SIGTERM)
 
-    done = interrupted(run_dir, 3, start_another, *words)
+    done = interrupted(run_dir, 7, start_others, *words)
     assert done.returncode == 143, done.stderr
-    assert refused[0].returncode == 2
-    assert f"run.dir={str(run_dir)!r} is in use by another job (process " in refused[0].stderr.splitlines()[-1]
-    assert [record["step"] for record in metrics(run_dir)] == list(range(1, len(losses(run_dir)) + 1))
+    for other, folder in zip(refused, (f"run.dir={str(run_dir)!r}", f"checkpoint.dir={str(saved)!r}"), strict=True):
+        assert other.returncode == 2
+        assert f"{folder} is in use by another job (process " in other.stderr.splitlines()[-1]
+    steps = [record["step"] for record in metrics(run_dir)]
+    assert steps == list(range(1, len(losses(run_dir)) + 1))
+    assert complete_checkpoints(saved)[-1].name == f"step-{steps[-1]:06d}"

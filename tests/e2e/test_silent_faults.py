@@ -31,4 +31,4 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(tmp_path, mappi
 def test_a_skipped_step_is_in_the_log(tmp_path):
     done = train(tmp_path / "run", *DIVERGES, "faults.nonfinite=skip", "run.steps=3")
     assert "step 2: the loss is " in done.stdout
-    assert done.stdout.count("; skipped, as faults.nonfinite says") == 2
+    assert done.stdout.count("; skipped (faults.nonfinite); see moefold board ") == 2

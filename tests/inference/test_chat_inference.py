@@ -39,6 +39,8 @@ def with_marks(tmp_path: Path) -> Path:
 def test_a_message_is_a_turn_of_the_user_and_the_answer_is_begun():
     (ids,) = encode_messages(CHAT_ML, ByteTokenizer(), ["Hi"])
     assert bytes(ids).decode() == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    (ids,) = encode_messages(CHAT_ML, ByteTokenizer(), ["Hi"], "Be brief.")
+    assert bytes(ids).decode().startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
     with pytest.raises(ConfigError, match="--chat: the model was trained on bare ids"):
         encode_messages(CHAT_ML, NumberTokenizer(9), ["1"])
 

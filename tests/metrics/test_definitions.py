@@ -10,7 +10,7 @@ from moefold.data.prompts import Prompt
 from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text, metrics_page, undefined
 from moefold.metrics.expert_balance import LayerSummary
 from moefold.metrics.memory_breakdown import MemoryByPart
-from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, SITE_CURVES
+from moefold.metrics.metric_curves import ATTENTION_CURVES, PREFERENCE_CURVES, RL_CURVES, SITE_CURVES
 from moefold.metrics.progress import StepLine
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
@@ -67,10 +67,13 @@ def test_what_trackers_and_inspect_show_is_of_the_record():
     assert set(RL_CURVES) <= set(NAMES["rl."])
     assert set(SITE_CURVES) <= set(NAMES["sites."])
     assert set(ATTENTION_CURVES) <= set(NAMES[""])
+    assert set(PREFERENCE_CURVES) <= set(NAMES["loss_metrics."])
 
 
 def test_each_word_of_the_line_of_a_step_is_defined():
-    step = replace(STEP, indexer_loss=0.5, rl={"reward": 0.25}, dropped_fraction=0.5, moe_layers=(LAYER,))
+    pairs = {"accuracy": 0.5, "margin": 0.25}
+    step = replace(STEP, indexer_loss=0.5, rl={"reward": 0.25}, loss_metrics=pairs, dropped_fraction=0.5)
+    step = replace(step, moe_layers=(LAYER,))
     line = StepLine(100, is_gpu=True, evaluates=True)
     parts = [text for mfu in (None, 0.5) for text in line.columns(replace(step, mfu=mfu), 2.5, 60.0).values()]
     words = {part: [name for name in NAMES["log."] if name in part] for part in parts}

@@ -74,6 +74,14 @@ def test_a_gpu_shows_memory_and_mfu_and_a_cpu_neither() -> None:
     assert not any(word in text for word in ("MFU", "GiB", "TFLOP"))
 
 
+def test_preferences_show_their_accuracy_and_margin() -> None:
+    metrics = replace(STEP, loss_metrics={"accuracy": 0.7125, "margin": 0.123, "chosen_reward": 0.1})
+    text = StepLine(10, is_gpu=False, evaluates=False).format(metrics, 5.0, 120)
+    assert "loss  2.5000  acc  71.2%  margin   0.1230  lr" in text
+    own = replace(STEP, loss_metrics={"accuracy": 0.7125})
+    assert "acc" not in StepLine(10, is_gpu=False, evaluates=False).format(own, 5.0, 120), "of a loss of a program"
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_a_line_fits_and_keeps_the_most_important_columns(width: int, is_gpu: bool) -> None:

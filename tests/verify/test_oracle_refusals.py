@@ -331,7 +331,7 @@ def test_a_key_of_rounds_without_a_formula_is_refused():
     cfg = _small(model={"num_experts": 2})
     sites = replace(cfg.sites, count=2, every=1)
     OracleSites(replace(cfg, sites=sites)).run(1)
-    for key, value in (("precision", "int8"), ("moments", "average"), ("weigh", "even")):
+    for key, value in (("precision", "int8"), ("moments", "average")):
         with pytest.raises(NoFormulaError, match=f"no formula for sites.{key}='{value}'"):
             OracleSites(replace(cfg, sites=replace(sites, **{key: value}))).run(1)
     for key in ("topology", "experts"):

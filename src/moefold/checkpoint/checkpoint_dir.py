@@ -150,11 +150,19 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def tmp_checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path under which a checkpoint is written before `commit.commit`: its own in a remote folder."""
+def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
+    """Return the path under which a job writes a checkpoint before `commit.commit`; in a remote folder, the final one.
+
+    No two jobs write into one folder: a job that was suspended in a save may go on at any time.
+    """
     if isinstance(folder, RemotePath):
         return step_path(folder, step)
-    return folder / f".step-{step:06d}.partial"
+    return folder / f".step-{step:06d}.{job}.partial"
+
+
+def unfinished_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders of a local folder to which a save was begun and not ended."""
+    return list(folder.glob(".step-*.partial"))
 
 
 def step_of(path: Path) -> int:
@@ -311,7 +319,7 @@ def has_unfinished_checkpoint(folder: Path) -> bool:
     """Return whether a save into a folder was begun and not ended."""
     if isinstance(folder, RemotePath):
         return len(remote_step_folders(folder)) > len(named_checkpoints(folder))
-    return any(folder.glob(".step-*.partial"))
+    return bool(unfinished_checkpoints(folder))
 
 
 def remote_step_folders(folder: RemotePath) -> list[RemotePath]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import (
@@ -10,6 +11,7 @@ from moefold.checkpoint.checkpoint_dir import (
     named_checkpoints,
     remote_step_folders,
     step_of,
+    unfinished_checkpoints,
 )
 from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.remote_path import RemotePath
@@ -18,10 +20,9 @@ from moefold.remote_path import RemotePath
 def commit(tmp: Path, final: Path) -> None:
     """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name.
 
-    In a remote folder both names are the same, and the manifest, which was written last, has committed it.
+    Raises:
+        OSError: another job gave that name to a checkpoint of its own at this moment: it stays.
     """
-    if isinstance(final, RemotePath):
-        return
     if final.exists():
         remove_checkpoint(final)
     tmp.rename(final)
@@ -60,12 +61,18 @@ def remove_older(
             if unfinished.name not in kept and may_remove(unfinished):
                 unfinished.delete_tree()
         return
-    for path in folder.glob(".step-*.partial"):
+    for path in unfinished_checkpoints(folder):
         if may_remove(path):
-            shutil.rmtree(path)
+            remove_folder(path)
     for path in folder.glob(".step-*.old"):
         # Another job may be removing it.
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a local folder that another job may be deleting too."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -79,8 +86,12 @@ def remove_checkpoint(path: Path) -> None:
         return
     doomed = path.with_name(f".{path.name}.old")
     doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        # Another job that found it at its start has just deleted it.
+        return
     if doomed.is_symlink():
         doomed.unlink()
     else:
-        shutil.rmtree(doomed)
+        remove_folder(doomed)

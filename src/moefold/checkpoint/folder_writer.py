@@ -1,17 +1,27 @@
 """The job that writes a folder of checkpoints, named in each of them: no job replaces those of another. Torch-free.
 
 The lock of the folder keeps a second job out. The names hold where there is none: in an object store, on a file system
-without locks, or after the lock of a host that was given up was removed.
+without locks, or after the lock of a host that was given up was removed. In a local folder each job also writes to a
+folder of its own, which becomes the checkpoint by a rename that replaces nothing: a job that was suspended in a save
+and goes on later cannot write into the checkpoint of another.
 """
 
 import json
+import re
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
-from moefold.checkpoint.checkpoint_dir import named_checkpoints, remote_step_folders
+from moefold.checkpoint.checkpoint_dir import (
+    named_checkpoints,
+    remote_step_folders,
+    step_of,
+    step_path,
+    tmp_checkpoint_path,
+    unfinished_checkpoints,
+)
+from moefold.checkpoint.commit import remove_checkpoint, remove_folder
 from moefold.checkpoint.manifest import MANIFEST_FILE, regular_file
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import Owner
@@ -19,6 +29,7 @@ from moefold.remote_path import RemotePath
 
 WRITER_FILE = ".writer.json"
 """Name of the job in a checkpoint; hidden, so that no upload contains the name of a host."""
+_DRAFT_PATTERN = re.compile(r"\.step-(\d+)\..*")
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class FolderWriter:
     """Identity of a job that saves into a folder of checkpoints; used on its first rank.
 
     The job replaces and removes the checkpoints that it wrote itself, and those that it found at its start: unfinished
-    ones only while nothing in them changes, as their job may run elsewhere.
+    ones only if their process does not run on this machine, and while nothing in them changes, as it may run elsewhere.
 
     Args:
         folder: the folder of checkpoints; need not exist.
@@ -45,14 +56,39 @@ class FolderWriter:
         self._key = key
         self._job = uuid.uuid4().hex
         self._owner = Owner.current()
-        self._found = {path.name: _stamp(path) for path in _step_folders(folder)}
+        self._found = {path.name: _stamp(path) for path in (*_step_folders(folder), *_drafts(folder))}
         self._own: set[str] = set()
 
-    def check(self, *replaced: Path) -> None:
-        """Check that no other job saves into the folder, and that these folders may be replaced.
+    def create_draft(self, step: int) -> Path:
+        """Create an empty folder to write the checkpoint of a step to; delete what killed jobs left of that step.
 
         Raises:
-            ConfigError: another job wrote a checkpoint, or a part of one, since this job started.
+            ConfigError: another job saves into the folder of checkpoints.
+            OSError: it cannot be created.
+        """
+        self.check(step_path(self._folder, step))
+        newest = max((step_of(Path(name)) for name in self._own), default=-1)
+        for path in _drafts(self._folder):
+            mark = _read_mark(path)
+            # A job that is slower than this one is refused when it comes to its end.
+            if mark is not None and not self.may_replace(path) and _step_of_draft(path) > newest:
+                raise self.taken_error(path)
+            if _step_of_draft(path) == step and self.may_replace(path):
+                remove_folder(path)
+        draft = tmp_checkpoint_path(self._folder, step, self._job)
+        if isinstance(draft, RemotePath):
+            remove_checkpoint(draft)
+            draft.mkdir(parents=True, exist_ok=True)
+        else:
+            draft.mkdir(parents=True)
+        self.mark(draft)
+        return draft
+
+    def check(self, final: Path) -> None:
+        """Check that no other job saved into the folder since this job started, and that `final` may be replaced.
+
+        Raises:
+            ConfigError: another job wrote a checkpoint; in a remote folder, or a part of one.
         """
         for path in _step_folders(self._folder):
             if path.name in self._found or path.name in self._own:
@@ -60,9 +96,8 @@ class FolderWriter:
             mark = _read_mark(path)
             if mark is not None and mark.job != self._job:
                 raise self.taken_error(path)
-        for path in replaced:
-            if path.exists() and not self.may_replace(path):
-                raise self.taken_error(path)
+        if final.exists() and not self.may_replace(final):
+            raise self.taken_error(final)
 
     def mark(self, draft: Path) -> None:
         """Write the name of this job into a new folder, before anything else."""
@@ -70,13 +105,20 @@ class FolderWriter:
         (draft / WRITER_FILE).write_text(text, encoding="utf-8")
 
     def check_own(self, draft: Path) -> None:
-        """Check that a folder that this job began to write is still its own.
+        """Check that a folder that this job began to write is still its own; delete what it wrote after a removal.
 
         Raises:
-            ConfigError: another job replaced it.
+            ConfigError: another job replaced it, or it was removed.
         """
         mark = _read_mark(draft)
-        if mark is None or mark.job != self._job:
+        if mark is None:
+            if not isinstance(draft, RemotePath):
+                remove_folder(draft)
+            raise ConfigError(
+                f"{str(draft)!r} was removed while it was written, by hand or by another job that saves into "
+                f"{self._key}={str(self._folder)!r}: nothing is saved; make sure that one job writes there"
+            )
+        if mark.job != self._job:
             raise self.taken_error(draft)
 
     def note_saved(self, final: Path) -> None:
@@ -88,6 +130,8 @@ class FolderWriter:
         mark = _read_mark(path)
         if mark is not None and mark.job == self._job:
             return True
+        if mark is not None and _step_of_draft(path) >= 0 and mark.owner.is_running_here():
+            return False
         return path.name in self._found and _stamp(path) == self._found[path.name]
 
     def taken_error(self, path: Path) -> ConfigError:
@@ -101,13 +145,19 @@ class FolderWriter:
         )
 
 
-def _step_folders(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints of a folder, finished or not."""
-    if isinstance(folder, RemotePath):
-        yield from remote_step_folders(folder)
-    else:
-        yield from named_checkpoints(folder)
-        yield from folder.glob(".step-*.partial")
+def _step_folders(folder: Path) -> list[RemotePath] | list[Path]:
+    """Return the folders that are named like a checkpoint: in a remote folder, also those that are not complete."""
+    return remote_step_folders(folder) if isinstance(folder, RemotePath) else named_checkpoints(folder)
+
+
+def _drafts(folder: Path) -> list[Path]:
+    return [] if isinstance(folder, RemotePath) else unfinished_checkpoints(folder)
+
+
+def _step_of_draft(path: Path) -> int:
+    """Return the step in the name of an unfinished checkpoint of a local folder, -1 for another name."""
+    match = _DRAFT_PATTERN.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def _stamp(path: Path) -> tuple[object, ...]:

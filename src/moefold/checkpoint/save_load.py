@@ -33,11 +33,10 @@ from moefold.checkpoint.checkpoint_dir import (
     resume_candidate,
     sample_order,
     step_path,
-    tmp_checkpoint_path,
     validate_files,
     write_meta,
 )
-from moefold.checkpoint.commit import commit, remove_checkpoint, remove_older
+from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
 from moefold.checkpoint.remote_writer import RemoteWriter
@@ -153,15 +152,14 @@ def write_checkpoint(
             job saves into it.
     """
     folder = checkpoint_folder(cfg)
-    draft = tmp_checkpoint_path(folder, train_state.step)
     final = step_path(folder, train_state.step)
     with translate_io_errors(
         f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}",
-        disk=None if isinstance(draft, RemotePath) else draft,
+        disk=None if isinstance(folder, RemotePath) else folder,
     ):
         if dist.get_rank() == 0 and writer is None:
             writer = FolderWriter(folder, checkpoint_folder_key(cfg))
-        _create_tmp_folder(draft, final, writer, group)
+        draft = folder / _create_draft(train_state.step, writer, group)
         storage = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
         planner = planner or ShardSavePlanner()
         metadata = dcp.save(dict(state), storage_writer=storage, process_group=group, planner=planner)
@@ -169,6 +167,7 @@ def write_checkpoint(
         fault: list[Exception | None] = [None]
         if writer is not None:
             try:
+                writer.check_own(draft)
                 if missing := _missing_or_short_files(draft, metadata):
                     raise ConfigError(
                         f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
@@ -193,14 +192,19 @@ def _complete(
     writer: FolderWriter,
 ) -> None:
     """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
-    writer.check_own(draft)
     write_meta(draft, checkpoint_meta(cfg, train_state))
     records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
     write_manifest(draft, records)
     if not isinstance(draft, RemotePath):
         _fsync_folder(draft)
-        writer.check(final)
-    commit(draft, final)
+        try:
+            writer.check(final)
+            commit(draft, final)
+        except (ConfigError, OSError):
+            remove_folder(draft)
+            # Another job may have saved this step at this moment.
+            writer.check(final)
+            raise
     writer.note_saved(final)
     if isinstance(final, RemotePath):
         # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
@@ -306,34 +310,27 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
-def _create_tmp_folder(tmp: Path, final: Path, writer: FolderWriter | None, group: dist.ProcessGroup | None) -> None:
-    """Create an empty folder, replacing one left by a killed run; collective, it exists for all ranks afterwards.
+def _create_draft(step: int, writer: FolderWriter | None, group: dist.ProcessGroup | None) -> str:
+    """Create the folder to which a checkpoint is written; collective, it exists for all ranks afterwards.
+
+    Returns:
+        Its name in the folder of checkpoints.
 
     Raises:
         ConfigError: another job saves into the folder of checkpoints; raised on every rank.
         OSError: the first rank cannot create it; raised on every rank.
     """
-    fault: list[Exception | None] = [None]
+    result: list[str | Exception] = [""]
     if writer is not None:
         try:
-            writer.check(tmp, final)
-            if isinstance(tmp, RemotePath):
-                remove_checkpoint(tmp)
-                tmp.mkdir(parents=True, exist_ok=True)
-            else:
-                shutil.rmtree(tmp, ignore_errors=True)
-                tmp.parent.mkdir(parents=True, exist_ok=True)
-                tmp.mkdir()
-            writer.mark(tmp)
-        except FileExistsError:
-            # Another job came here at the same time.
-            fault = [writer.taken_error(tmp)]
+            result = [writer.create_draft(step).name]
         except (ConfigError, OSError) as error:
-            fault = [error]
-    # DCP creates the folder on every rank if it is missing; that must not race with the deletion of the old one.
-    dist.broadcast_object_list(fault, src=0, group=group)
-    if fault[0] is not None:
-        raise fault[0]
+            result = [error]
+    # DCP creates the folder on every rank if it is missing; that must not race with the deletion of old ones.
+    dist.broadcast_object_list(result, src=0, group=group)
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
 
 
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
@@ -454,8 +451,8 @@ def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path
     Args:
         failure: the operation that failed; the reason is appended.
         extra_errors: other exceptions to translate.
-        disk: the folder that is written to: if its disk is full, the message says so, with the free space and the
-            remedy.
+        disk: the folder of checkpoints that is written to: if its disk is full, the message says so, with the free
+            space and the remedy.
 
     Raises:
         ConfigError: in place of the translated exceptions.
@@ -500,7 +497,7 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
 
     Args:
         error: the reason.
-        disk: the folder that is written to, if any.
+        disk: the folder of checkpoints that is written to, if any.
         rank: the rank that failed, if known.
     """
     text = _one_line(error)
@@ -512,10 +509,10 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
     written = Path(os.fsdecode(error.filename)).name if isinstance(error, OSError) and error.filename else ""
     if not written and rank is not None:
         # DCP begins the names of a rank's files with its number.
-        written = format_list(sorted(path.name for path in disk.glob(f"__{rank}_*")))
+        written = format_list(sorted({path.name for path in disk.glob(f".step-*.partial/__{rank}_*")}))
     name = f"file {written}" if written else "a file"
     found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    saved = complete_checkpoints(disk.parent)
+    saved = complete_checkpoints(disk)
     way_on = f"to resume from {saved[-1].name}" if saved else "again, from the start: there is no checkpoint yet"
     return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command {way_on}"
 

@@ -53,9 +53,14 @@ class CheckpointSaver:
             ConfigError: the checkpoint cannot be written.
         """
         started_s = time.perf_counter()
-        self._warn_if_last_is_gone()
+        self._prepare()
         self._last = write_checkpoint(self._cfg, state, train_state, writer=self._writer)
         return time.perf_counter() - started_s
+
+    def _prepare(self) -> None:
+        self._warn_if_last_is_gone()
+        if self._writer is None:
+            self.open_folder()
 
     def _warn_if_last_is_gone(self) -> None:
         """Warn if the last checkpoint has been deleted: retention keeps it, so a user or the disk removed it."""
@@ -115,7 +120,7 @@ class BackgroundSaver(CheckpointSaver):
         """
         started_s = time.perf_counter()
         self._wait()
-        self._warn_if_last_is_gone()
+        self._prepare()
         staged = self._stage(state)
         self._is_awaited.clear()
         planner = _ThrottledPlanner(self._is_awaited)

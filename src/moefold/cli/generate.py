@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat-template", default="", metavar="FILE", help="template for --chat instead of the model's"
     )
+    parser.add_argument("--system", default="", metavar="TEXT", help="with --chat: system message before each prompt")
     parser.add_argument(
         "--want", default="", metavar="REWARD", help="with --chat: reward to ask for, not align.want; none: for none"
     )

@@ -18,7 +18,7 @@ from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.metric_curves import ATTENTION_CURVES, RL_CURVES, SITE_CURVES, MetricCurve
+from moefold.metrics.metric_curves import ATTENTION_CURVES, PREFERENCE_CURVES, RL_CURVES, SITE_CURVES, MetricCurve
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -49,10 +49,16 @@ def run(argv: list[str]) -> int:
         reject_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
-    from moefold.metrics.metric_curves import read_attention_curves, read_reward_curves, read_site_curves
+    from moefold.metrics.metric_curves import (
+        read_attention_curves,
+        read_preference_curves,
+        read_reward_curves,
+        read_site_curves,
+    )
 
     balance = read_balance(arguments.run)
     curves = read_reward_curves(arguments.run)
+    preferences = read_preference_curves(arguments.run)
     attention = read_attention_curves(arguments.run)
     sites = read_site_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
@@ -78,6 +84,8 @@ def run(argv: list[str]) -> int:
         }
         if curves:
             record["rl"] = {curve.name: curve.summary() for curve in curves}
+        if preferences:
+            record["preferences"] = {curve.name: curve.summary() for curve in preferences}
         if attention:
             record["attention"] = {curve.name: curve.summary() for curve in attention}
         if sites:
@@ -89,6 +97,7 @@ def run(argv: list[str]) -> int:
         console = PrintableConsole(highlight=False)
         print_balance(console, balance, arguments.layer)
         print_curves(console, "reinforcement learning", RL_CURVES, curves)
+        print_curves(console, "preferences", PREFERENCE_CURVES, preferences)
         print_curves(console, "attention", ATTENTION_CURVES, attention)
         print_curves(console, "rounds of sites", SITE_CURVES, sites)
     return 0

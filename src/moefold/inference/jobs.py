@@ -93,6 +93,8 @@ class GenerateOptions:
     """File of a template instead of the model's; with `chat` only."""
     want: str = ""
     """Reward to ask for instead of align.want, or "none"; with `chat` only."""
+    system: str = ""
+    """System message before each prompt; with `chat` only."""
     ignore_eos: bool = False
     """Continue after an end-of-text token."""
     tokenizer: str = ""
@@ -266,6 +268,8 @@ def prepare_generation(
         raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
     if options.want and not options.chat:
         raise ConfigError(f"--want {options.want} has no effect without --chat; add it, or leave --want out")
+    if options.system and not options.chat:
+        raise ConfigError("--system has no effect without --chat; add it, or leave the system message out")
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
@@ -383,7 +387,7 @@ def _encode_chat(
         *TOKENIZER_OPTION,
     ):
         template = open_chat_template(source, options.tokenizer, options.chat_template)
-        ids = encode_messages(template, tokenizer, messages)
+        ids = encode_messages(template, tokenizer, messages, options.system)
         ends, mark = end_of_turn_marker(template, tokenizer)
     return ids, ends, mark
 

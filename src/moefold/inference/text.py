@@ -184,11 +184,17 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
 
 
 def encode_messages(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[str]
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[str], system: str = ""
 ) -> tuple[tuple[int, ...], ...]:
     """Tokenise each message as a user turn followed by the start of the assistant turn.
 
     No special tokens are added beyond those of the template.
+
+    Args:
+        template: the chat template.
+        tokenizer: the tokenizer.
+        messages: what the user says in each conversation.
+        system: system message before each of them; "" for none.
 
     Raises:
         ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
@@ -196,9 +202,12 @@ def encode_messages(
     if isinstance(tokenizer, NumberTokenizer):
         raise ConfigError("--chat: the model was trained on bare ids and has no tokenizer; name its --tokenizer")
     encoded = []
+    reject_surrogates(system, "--system")
+    before = [{"role": "system", "content": system}] if system else []
     for message in messages:
         reject_surrogates(message, "the prompt")
-        text = template.render_prompt([{"role": "user", "content": message}], "the prompt", add_generation_prompt=True)
+        turns = [*before, {"role": "user", "content": message}]
+        text = template.render_prompt(turns, "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))
     return tuple(encoded)
 

@@ -41,9 +41,10 @@ def has_no_gpu(root: Path = Path("/")) -> bool:
 def missing_gpu_message(requested_device: str, world_size: int, rank_env: RankEnv | None, num_gpus: int) -> str:
     """Return the error message for a machine with fewer GPUs than ranks."""
     if rank_env is None:
+        fewer = f", or at most {num_gpus} ranks" if num_gpus else ""
         return (
             f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
-            "set run.device='cpu', or fewer ranks"
+            f"set run.device='cpu'{fewer}"
         )
     return (
         f"run.device={requested_device!r} needs a GPU for each rank, and local rank {rank_env.local_rank} finds "

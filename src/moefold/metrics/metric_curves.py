@@ -18,6 +18,15 @@ RL_CURVES = {
     "mismatch_mean": "mismatch, nats",
 }
 """Metrics of the key "rl", with their names in a table or picture."""
+PREFERENCE_CURVES = {
+    "accuracy": "accuracy",
+    "margin": "margin, nats",
+    "chosen_reward": "chosen, nats",
+    "rejected_reward": "rejected, nats",
+    "desirable_reward": "desirable, nats",
+    "undesirable_reward": "undesirable, nats",
+}
+"""Metrics of the key "loss_metrics" of a run on preferences, likewise."""
 ATTENTION_CURVES = {
     "attention_max_over_mean": "busiest rank",
     "attention_moved_rows": "moved rows",
@@ -41,7 +50,7 @@ class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Key of `RL_CURVES`, `ATTENTION_CURVES` or `SITE_CURVES`."""
+    """Key of `RL_CURVES`, `PREFERENCE_CURVES`, `ATTENTION_CURVES` or `SITE_CURVES`."""
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -71,6 +80,15 @@ def read_reward_curves(run_dir: Path) -> list[MetricCurve]:
         ConfigError: metrics.jsonl cannot be read.
     """
     return _read_curves(run_dir, RL_CURVES, "rl")
+
+
+def read_preference_curves(run_dir: Path) -> list[MetricCurve]:
+    """Read the curves of a run on preferences; none of another run.
+
+    Raises:
+        ConfigError: metrics.jsonl cannot be read.
+    """
+    return _read_curves(run_dir, PREFERENCE_CURVES, "loss_metrics")
 
 
 def read_attention_curves(run_dir: Path) -> list[MetricCurve]:

@@ -301,6 +301,8 @@ class StepLine:
             "indexer": f"indexer {_loss(metrics.indexer_loss)}" if metrics.indexer_loss else "",
             "eval": "" if eval_loss is None else f"eval {_loss(eval_loss)}",
             "reward": _reward(metrics),
+            "accuracy": _preference(metrics, "accuracy", "acc {:6.1%}"),
+            "margin": _preference(metrics, "margin", "margin {:8.4f}"),
             "lr": f"lr {metrics.lr:8.2e}",
             "grad": f"grad norm {_norm(metrics.grad_norm)}",
             "rate": f"{format_count(metrics.tokens_per_s):>5} tokens/s",
@@ -320,14 +322,18 @@ class StepLine:
         return f"{metrics.tflops_per_rank:4.0f} TFLOP/s" if metrics.mfu is None else f"MFU {metrics.mfu:6.1%}"
 
 
+PREFERENCE_METRICS = frozenset({"accuracy", "margin"})
+"""Metrics of a loss on pairs of completions."""
 GAP = "  "
 """Space between two columns."""
 IMPORTANCE = (
-    "eval", "reward", "grad", "rate", "compute", "memory", "left", "lr", "load", "dropped", "indexer",
+    "eval", "reward", "accuracy", "margin", "grad", "rate", "compute", "memory", "left", "lr", "load", "dropped",
+    "indexer",
 )  # fmt: skip
 """Columns after step and loss, the most important first."""
 COLUMN_WIDTHS = {
-    "indexer": 15, "eval": 12, "reward": 14, "lr": 11, "grad": 16, "rate": 14, "compute": 10, "memory": 9, "load": 11,
+    "indexer": 15, "eval": 12, "reward": 14, "accuracy": 10, "margin": 15, "lr": 11, "grad": 16, "rate": 14,
+    "compute": 10, "memory": 9, "load": 11,
     "dropped": 14, "left": 12,
 }  # fmt: skip
 """Widths of the columns that may be blank."""
@@ -347,6 +353,12 @@ def _reward(metrics: StepMetrics) -> str:
     """Return the mean reward of a step of reinforcement learning; empty without one."""
     reward = None if metrics.rl is None else metrics.rl["reward"]
     return "" if reward is None else f"reward {reward:7.3f}"
+
+
+def _preference(metrics: StepMetrics, name: str, form: str) -> str:
+    """Return a metric of preferences; empty in a run without preferences, whose loss has other metrics."""
+    values = metrics.loss_metrics or {}
+    return form.format(values[name]) if values.keys() >= PREFERENCE_METRICS else ""
 
 
 def wrap_columns(columns: list[str], width: int) -> str:

@@ -35,7 +35,7 @@ def mismatch_advice(cfg: Config) -> str:
             "vocabulary or tokenizer than this run"
         )
         way_out = (
-            "start a server of its own anew, on a GPU or with another version of vLLM, from a folder that moefold "
+            "start a server of its own again, on a GPU or with another version of vLLM, from a folder that moefold "
             "export wrote of this model, or set rollout.engine='own'"
         )
     else:

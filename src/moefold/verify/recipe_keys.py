@@ -78,7 +78,7 @@ lora.targets checkpoint.init_from
 """,
         "samples: both sides read the same, and the oracle takes tokens, documents, weights and columns from them": """
 data.kind data.path data.task data.task_size data.weights data.tokenizer data.token_dtype data.validation_fraction
-data.document_end data.document_index data.packing data.corrupt data.shuffle data.column data.split
+data.document_end data.document_index data.packing data.corrupt data.skip_bad_rows data.shuffle data.column data.split
 data.validation_split data.subset data.revision data.streaming data.chat_template data.overlong
 align.reward align.threshold align.beta align.weight_cap align.template align.want
 """,

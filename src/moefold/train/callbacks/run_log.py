@@ -178,9 +178,10 @@ class RunLog:
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
         """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
         self._progress.end()
-        curves = None
         if step >= self._first_step:
             curves = self.outputs.attempt(LOSS_PLOT_FILE, lambda: plot_loss(self._dir))
+            if curves is not None:
+                self._progress.message(f"curves: {curves}; all runs: moefold board {self._board_folder}")
         if total_save_s > 0:
             self._progress.message(f"checkpointing blocked training for {total_save_s:.2f} s in total")
         for line in closing_lines(self._cfg, status, step):
@@ -190,8 +191,6 @@ class RunLog:
                     print_escaped(f"moefold: {line}", file=sys.stderr, flush=True)
             else:
                 self._progress.message(line)
-        if curves is not None and not self._is_pipe_broken:
-            self._progress.message(f"curves: {curves}; all runs: moefold board {self._board_folder}")
 
     def _stop_on_broken_pipe(self) -> None:
         self._is_pipe_broken = True
