@@ -42,10 +42,17 @@ def test_both_forms():
             [("system", "s"), ("user", "hi")],
         ),
         ({"conversations": [{"role": "user", "content": "hi"}]}, [("user", "hi")]),
+        ({"system": "s", "messages": [{"role": "user", "content": "hi"}]}, [("system", "s"), ("user", "hi")]),
+        ({"system": "s", "prompt": "hi", "response": "ho"}, [("system", "s"), ("user", "hi"), ("assistant", "ho")]),
     ],
 )
 def test_rows_of_alpaca_and_sharegpt(fields, turns):
     assert [(message["role"], message["content"]) for message in read(fields).messages] == turns
+
+
+def test_a_system_text_moves_the_untrained_messages():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": False}]
+    assert read({"messages": turns, "system": "s", "tools": [1]}).untrained == {2}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +67,8 @@ def test_rows_of_alpaca_and_sharegpt(fields, turns):
         ),
         ({"messages": [{"role": "\ud800", "content": "a"}]}, "message 1 is not Unicode text"),
         ({"prompt": "hi", "response": "\udc00"}, "'response' is not Unicode text"),
+        ({"system": "s", "messages": [{"role": "system", "content": "t"}]}, "remove one"),
+        ({"system": ["s"], "messages": [{"role": "user", "content": "t"}]}, "column 'system' holds a list"),
         ({"messages": []}, "at least one message"),
         ({"messages": "hi"}, "at least one message"),
         ({"messages": ["hi"]}, "message 1 must be an object"),

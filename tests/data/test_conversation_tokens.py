@@ -111,7 +111,9 @@ def test_unmarked_turns_follow_the_common_prefix_with_the_prompt(
     assert is_equal or list((tmp_path / "cache").glob("*.notes.json"))
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"trainable": False}, {"weight": 0.0}])
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"train": False}, {"trainable": False}, {"loss": False}, {"weight": 0.0}]
+)
 @pytest.mark.parametrize("template", [CHATML, SPACE])
 def test_messages_of_weight_0_are_no_targets(tmp_path: Path, flag: dict[str, Any], template: str):
     bad = {"role": "assistant", "content": "bad", **flag}
@@ -149,6 +151,33 @@ def test_templates_for_tools_and_parts_of_contents(tmp_path: Path):
     assert chat.render([{"role": "user", "content": parts}], None, "f:1").text == "<a><b>"
     row = {"messages": [{"role": "user", "content": parts[:1]}, {**A, "content": [{"type": "text", "text": "z"}]}]}
     assert targets(open_rows(tmp_path, [row], CHATML, None)) == "z<|im_end|>"
+
+
+def test_calls_that_a_template_does_not_write_are_refused(tmp_path: Path):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:1: message 2 calls tools, which the chat template of .* does not"
+    ):
+        open_rows(tmp_path, [{"messages": [U, calls]}], CHATML, None)
+    name = "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    writes = CHATML.replace("m.content", name)
+    assert targets(open_rows(tmp_path, [{"messages": [U, calls]}], writes, None)) == "f<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}", "<a><>"),
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<a><>"),
+        ("{% for m in messages %}{{ 'calls' if m['content'] is none else m['content'] }}{% endfor %}", "acalls"),
+    ],
+)
+@pytest.mark.parametrize("absent", [{}, {"content": None}])
+def test_a_message_that_only_calls_tools_has_an_empty_content(template: str, text: str, absent: dict[str, Any]):
+    chat = ChatTemplate(template, location="t", special_tokens={})
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}], **absent}
+    messages = [{"role": "user", "content": "a"}, calls]
+    assert chat.render_prompt(messages, "f:1", add_generation_prompt=True) == text
 
 
 @pytest.mark.parametrize(

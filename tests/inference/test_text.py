@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from moefold.inference.text import (
     TextStream,
+    check_made_by,
     encode_prompts,
     has_stop_string,
     open_tokenizer,
@@ -86,3 +89,16 @@ def test_a_file_that_is_no_text(tmp_path):
         read_text(tmp_path / "latin", "--text")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_text(tmp_path / "none", "--text")
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path: Path):
+    described_run(tmp_path / "run", data={"kind": "text", "path": "x.txt"})
+    source = find_source(str(tmp_path / "run"))
+    file = tmp_path / "tokens-000000.npy"
+    check_made_by(file, source)
+    note = tmp_path / "tokenize.json"
+    note.write_text('{"format": 2, "tokenizer": "bytes 0"}')
+    check_made_by(file, source)
+    note.write_text('{"format": 2, "tokenizer": "0123abcd 5", "tokenizer_name": "other.json"}')
+    with pytest.raises(ConfigError, match=r"not the tokenizer that made the ids of .* had 'other\.json'"):
+        check_made_by(file, source)

@@ -5,6 +5,7 @@ are not to be trained are listed by their numbers.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,9 @@ SHAREGPT_ROLES = {
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in a message; templates read the first, and those of gpt-oss the second."""
-_WEIGHT_FIELDS = ("weight", "train", "trainable")
+_TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
+"""Test of a template for a content that is null."""
+_WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,10 @@ class Conversation:
 def parse_conversation(record: JsonlRecord) -> Conversation:
     """Parse a record in one of four formats, detected by its fields, in this order.
 
-    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]},
-    optionally with "system"; Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the
-    instruction; {"prompt", "response"} (or "completion"): two texts, or, as in TRL, two lists of messages, of which
-    only the completion is trained. Other fields are ignored; those of a message are passed to the template.
+    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
+    Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction; {"prompt", "response"}
+    (or "completion"): two texts, or, as in TRL, two lists of messages, of which only the completion is trained. In each
+    a text "system" precedes the messages. Other fields are ignored; those of a message are passed to the template.
 
     Raises:
         ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
@@ -60,11 +63,35 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     """
     fields = record.fields
     place = record.location
-    tools = _parse_tools(fields.get("tools"), place)
+    found = replace(_parse_turns(fields, place), tools=_parse_tools(fields.get("tools"), place))
+    return _with_system(found, fields, place) if fields.get("system") else found
+
+
+def _with_system(found: Conversation, fields: dict[str, Any], location: str) -> Conversation:
+    """Put the text "system" of a record before its messages.
+
+    Raises:
+        ConfigError: it is no text, or there is another system message.
+    """
+    text = column_text(fields, "system", location)
+    first = found.messages[0]
+    if first["role"] in ("system", "developer"):
+        if first.get("content") == text:
+            return found
+        raise ConfigError(f'{location} has a "system" and another system message; remove one')
+    return Conversation(
+        ({"role": "system", "content": text}, *found.messages),
+        found.tools,
+        frozenset(number + 1 for number in found.untrained),
+    )
+
+
+def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
+    """Return the conversation of a record without what surrounds it: "system" and "tools"."""
     if "messages" in fields:
-        return replace(parse_messages(fields["messages"], place), tools=tools)
+        return parse_messages(fields["messages"], place)
     if "conversations" in fields:
-        return replace(_parse_sharegpt(fields, place), tools=tools)
+        return _parse_sharegpt(fields, place)
     if "instruction" in fields and "prompt" not in fields:
         return Conversation(_parse_alpaca(fields, place))
     if "prompt" not in fields:
@@ -78,11 +105,9 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
         )
     answer = next((name for name in ANSWER_FIELDS if name in fields), ANSWER_FIELDS[0])
     if isinstance(fields["prompt"], list) or isinstance(fields.get(answer), list):
-        return replace(_parse_completion(fields, answer, place), tools=tools)
+        return _parse_completion(fields, answer, place)
     turns = (("user", "prompt"), ("assistant", answer))
-    return Conversation(
-        tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns), tools
-    )
+    return Conversation(tuple({"role": role, "content": column_text(fields, name, place)} for role, name in turns))
 
 
 def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Conversation:
@@ -123,8 +148,6 @@ def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
     if not isinstance(turns, list) or not turns:
         raise ConfigError(f'{location}: "conversations" must be a list of at least one turn; fix it or remove the line')
     messages: list[dict[str, Any]] = []
-    if fields.get("system"):
-        messages.append({"role": "system", "content": column_text(fields, "system", location)})
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise ConfigError(f'{location}: turn {number} must be an object with "from" and "value"; fix it')
@@ -147,13 +170,8 @@ def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any]
     question = column_text(fields, "instruction", location)
     more = column_text(fields, "input", location) if fields.get("input") is not None else ""
     content = f"{question}\n\n{more}" if more else question
-    messages = [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": column_text(fields, "output", location)},
-    ]
-    if fields.get("system"):
-        messages.insert(0, {"role": "system", "content": column_text(fields, "system", location)})
-    return tuple(messages)
+    answer = column_text(fields, "output", location)
+    return ({"role": "user", "content": content}, {"role": "assistant", "content": answer})
 
 
 def parse_messages(messages: object, location: str) -> Conversation:
@@ -262,14 +280,17 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def join_parts(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
     """Return messages with contents that a template can write: a list of texts stays one if the template reads lists.
 
-    Otherwise its texts are joined by line ends, as vLLM joins them.
+    Otherwise its texts are joined by line ends, as vLLM joins them. The content of a message that only calls tools is
+    null if the template tests for null, else empty, so that no "None" is written.
     """
     reads_lists = any(word in template for word in ("content is string", "content is not string", "['type']", ".type"))
-    if reads_lists:
-        return list(messages)
-    return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+    absent = None if _TESTS_NULL.search(template) else ""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and not reads_lists:
+            message = {**message, "content": "\n".join(part["text"] for part in content)}
+        elif content is None and message.get("tool_calls"):
+            message = {**message, "content": absent}
+        found.append(message)
+    return found

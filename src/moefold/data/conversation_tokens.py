@@ -190,6 +190,12 @@ def _checked(
     template.check_roles(one)
     if isinstance(chat, ConfigError):
         raise chat
+    calls = [number for number, message in enumerate(one.messages, 1) if message.get("tool_calls")]
+    if calls and "tool_call" not in template.source_for(one.tools):
+        raise ConfigError(
+            f"{one.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
+            "write; set a template that does (data.chat_template), or remove the row"
+        )
     # The text may contain other fields than the content, such as names and tool calls.
     reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
     if not chat.text:

@@ -32,7 +32,7 @@ from moefold.data.tokenizer import OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)

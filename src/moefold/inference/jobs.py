@@ -36,6 +36,7 @@ from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import (
     TokenDataset,
     check_dataset,
+    check_made_by,
     encode_messages,
     encode_prompts,
     encode_text,
@@ -347,15 +348,20 @@ def choose_inference_device(
 
 def _token_ids(request: EvalRequest, source: ModelSource) -> tuple[np.ndarray | Path, str]:
     """Return the ids, or the file that holds them, and their name in messages."""
+    override = request.options.tokenizer
+    if isinstance(request.tokens, Path):
+        named = "--tokenizer " if override else "the model's tokenizer "
+        reworded = ((r"set data\.tokenizer to that one", "name ids of the model's"), (r"data\.tokenizer=", named))
+        with reworded_errors(*reworded):
+            check_made_by(request.tokens, source, override)
+        return request.tokens, f"--tokens {str(request.tokens)!r}"
     if request.tokens is not None:
-        is_file = isinstance(request.tokens, Path)
-        return request.tokens, f"--tokens {str(request.tokens)!r}" if is_file else "--tokens"
+        return request.tokens, "--tokens"
     assert request.text is not None, "an evaluation has tokens or text"
     name = f"--text {str(request.text)!r}"
     text = read_text(request.text, "--text")
-    tokenizer = request.options.tokenizer
-    with reworded_errors(*(TOKENIZER_OPTION if tokenizer else ())):
-        return encode_text(source, open_tokenizer(source, tokenizer), text, name), name
+    with reworded_errors(*(TOKENIZER_OPTION if override else ())):
+        return encode_text(source, open_tokenizer(source, override), text, name), name
 
 
 def _default_seq_len(source: ModelSource, notify: Notify) -> int:

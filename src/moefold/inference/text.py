@@ -14,7 +14,8 @@ from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import reject_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
-from moefold.data.token_file import read_npy_header
+from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
+from moefold.data.token_tokenizer import compare_tokenizers
 from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
@@ -49,6 +50,22 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
     if reports:
         report_notes(tokenizer)
     return tokenizer
+
+
+def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
+    """Compare the tokenizer of a file of ids of `moefold tokenize` with that of a model, if both are known.
+
+    Args:
+        file: the file.
+        source: the model.
+        override: as for `open_tokenizer`.
+
+    Raises:
+        ConfigError: the ids were made with another tokenizer, or the model's cannot be read.
+    """
+    name = override or source.data.tokenizer
+    if read_tokenize_info(file.parent) and (name == "bytes" or Path(name).exists()):
+        compare_tokenizers([TokenFile(file, 0, None)], open_tokenizer(source, override), name)
 
 
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
