@@ -22,6 +22,9 @@ from moefold.comm.groups import ParallelGroups
 from moefold.errors import RunError, format_list
 from moefold.ops.tensor_hash import TensorHasher
 
+NOT_RESTORED = frozenset({"schedule", "eval_loss"})
+"""Fields of the progress that come from the recipe, or describe one checkpoint: training does not go on with them."""
+
 
 @dataclass(frozen=True)
 class RestoredRun:
@@ -132,7 +135,7 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
     assert slot.train_state is not None
     taken = _json_fields(slot.train_state)
     for name, value in _json_fields(restored.progress).items():
-        if value != taken[name]:
+        if value != taken[name] and name not in NOT_RESTORED:
             yield f"{name} is {value} on rank {groups.rank}, and {taken[name]} in the snapshot"
     updates = slot.train_state.moment_updates
     for name, count in restored.step_counts.items():
