@@ -161,6 +161,11 @@ _FAMILY_NEUTRAL: dict[str, dict[str, Values]] = {
     "phimoe": _any("input_jitter_noise"),
     "lfm2_moe": {"use_pos_enc": (True, None), "hidden_act": ("silu", "swish", None)},
     "gpt_oss": {"position_embedding_type": ("rope", None)},
+    # Each MTP module is a layer of the kind of the last one.
+    "deepseek_v32": {
+        "mtp_layer_types": (None, *(["indexed_attention"] * count for count in range(9))),
+        "mtp_mlp_layer_types": (None, *(["sparse"] * count for count in range(9))),
+    },
 }
 """Keys of published folders that change nothing in one family, with the values."""
 _VISION = _any(
