@@ -40,6 +40,8 @@ REINFORCEMENT = MethodRates(
     "reinforcement learning", 1e-6, 1e-5, "GRPOConfig of TRL 1.16, the actor of verl 0.9; adapters: ten times as much"
 )
 ZEROTH_ORDER = MethodRates("SPSA", 1e-6, 5e-5, "MeZO (arXiv:2305.17333)")
+OPTIMIZER_RATES = {"spsa": ZEROTH_ORDER}
+"""Optimizers that need rates of their own, whatever they train."""
 METHODS = (PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, ZEROTH_ORDER)
 
 
@@ -49,8 +51,8 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
     Args:
         settings: the values of METHOD_KEYS, by key.
     """
-    if settings["train.optimizer"] == "spsa":
-        return ZEROTH_ORDER
+    if (own := OPTIMIZER_RATES.get(settings["train.optimizer"])) is not None:
+        return own
     if settings["rl.group_size"]:
         return REINFORCEMENT
     if settings["data.kind"] == "preference" or settings["align.method"] in PREFERENCE_METHODS:
