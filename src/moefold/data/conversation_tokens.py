@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +175,7 @@ def _encode_prompts(
             first = int(before[-1]) if len(before) else 0
             starts.append(ids[:first])
             texts.append(prompt[int(places[first, 0]) if first else 0 :])
-    pairs = zip(starts, tokenizer.encode_batch(texts), strict=True)
+    pairs = zip(starts, (ids for ids, _ in tokenizer.encode_with_offsets(texts)), strict=True)
     whole = iter([np.concatenate([start, rest]) for start, rest in pairs])
     return [[next(whole) for _ in chat.prompts] for chat in chats]
 
@@ -200,12 +201,19 @@ def _checked(
     reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
     if not chat.text:
         raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
-    if isinstance(tokenizer, ByteTokenizer) and "\0" in chat.text:
+    if isinstance(tokenizer, ByteTokenizer) and _has_nul([*one.messages, one.tools]):
         raise ConfigError(
             f"{one.location}: the conversation holds a NUL character, which ends documents with the tokenizer 'bytes'; "
             "remove it, or name a tokenizer.json"
         )
     return chat
+
+
+def _has_nul(value: Any) -> bool:
+    """Return whether a text in JSON values has a NUL character; that of a template ends its turns."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return any(map(_has_nul, value)) if isinstance(value, list | tuple) else isinstance(value, str) and "\0" in value
 
 
 def _targets(

@@ -86,16 +86,7 @@ class ByteTokenizer:
     notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the UTF-8 bytes of a text, [bytes].
-
-        Raises:
-            ConfigError: the text has a NUL character, whose byte ends documents.
-        """
-        if (position := text.find("\0")) >= 0:
-            raise ConfigError(
-                "a text holds a NUL character, which ends documents with the tokenizer 'bytes', "
-                f"after {text[max(0, position - 30) : position]!r}; remove it, or name a tokenizer.json"
-            )
+        """Return the UTF-8 bytes of a text, [bytes]; a chat template may end a turn by a NUL character."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
@@ -103,7 +94,17 @@ class ByteTokenizer:
         return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Return the UTF-8 bytes of several texts."""
+        """Return the UTF-8 bytes of several documents.
+
+        Raises:
+            ConfigError: a document has a NUL character, whose byte ends documents.
+        """
+        for text in texts:
+            if (position := text.find("\0")) >= 0:
+                raise ConfigError(
+                    "a text holds a NUL character, which ends documents with the tokenizer 'bytes', "
+                    f"after {text[max(0, position - 30) : position]!r}; remove it, or name a tokenizer.json"
+                )
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
