@@ -15,7 +15,8 @@ def test_every_recipe_takes_ten_steps(recipe):
     sites = load_recipe(recipe).cfg.sites
     # The refusal of a later first round names the way out.
     rounds = ["sites.every=10"] if sites.every > 10 and sites.is_active else []
-    cfg, _, notes = load_recipe(recipe, ["run.steps=10", *rounds])
+    loaded = load_recipe(recipe, ["run.steps=10", *rounds])
+    cfg, notes = loaded.cfg, loaded.messages
     if cfg.parallel.mapping != "auto":
         check_config(cfg)
     planned = load_recipe(recipe).cfg.train
@@ -33,7 +34,8 @@ def test_the_decay_shrinks_too(tmp_path):
     sites = load_recipe(recipe).cfg.sites
     # The refusal of a later first round names the way out.
     rounds = ["sites.every=10"] if sites.every > 10 and sites.is_active else []
-    cfg, _, notes = load_recipe(recipe, ["run.steps=10", *rounds])
+    loaded = load_recipe(recipe, ["run.steps=10", *rounds])
+    cfg, notes = loaded.cfg, loaded.messages
     assert (cfg.train.warmup_steps, cfg.train.decay_steps) == (2, 5)
     assert notes == (
         "train.warmup_steps is 2 instead of 20: run.steps=10 instead of the 100 of the recipe",
@@ -47,7 +49,8 @@ def test_the_decay_shrinks_too(tmp_path):
 )
 def test_a_warm_up_that_was_typed_is_refused_where_it_does_not_fit(words):
     recipe = RECIPES["quickstart"]
-    cfg, _, notes = load_recipe(recipe, words)
+    loaded = load_recipe(recipe, words)
+    cfg, notes = loaded.cfg, loaded.messages
     assert notes == ()
     with pytest.raises(ConfigError, match=r"train\.warmup_steps=\d+ must be at most run\.steps"):
         check_config(cfg)

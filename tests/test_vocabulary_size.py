@@ -38,7 +38,8 @@ def words(tmp_path: Path) -> list[str]:
     ],
 )
 def test_the_size_is_taken_from_the_tokenizer_unless_it_is_given(words, more, size):
-    cfg, _, notes = load_recipe(None, [*words, *more])
+    loaded = load_recipe(None, [*words, *more])
+    cfg, notes = loaded.cfg, loaded.messages
     assert cfg.model.vocab_size == size
     assert len(notes) == (size == 512)
     if notes:
@@ -51,7 +52,8 @@ def test_a_tokenizer_that_the_default_holds_changes_nothing(words, tmp_path):
     content = json.loads(text)
     content["model"]["vocab"] = {f"w{i}": i for i in range(9)}
     (tmp_path / "own.json").write_text(json.dumps(content), encoding="utf-8")
-    cfg, _, notes = load_recipe(None, words)
+    loaded = load_recipe(None, words)
+    cfg, notes = loaded.cfg, loaded.messages
     assert (cfg.model.vocab_size, notes) == (256, ())
 
 

@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.definitions:
-        print(definitions_text(), end="")
+        print_escaped(definitions_text(), end="")
         return 0
     if arguments.run is None:
         parser.error("the following arguments are required: RUN")
