@@ -130,7 +130,9 @@ TRAINING = {
         "data.document_end=256 must be below model.vocab_size=256; choose an id of the vocabulary, or -1 for samples "
         "of one document"
     ),
-    "train.min_lr=1e-3": ("train.min_lr=0.001 must be at most train.lr=0.0003; choose 0.0 to 0.0003"),
+    "train.min_lr=1e-3": (
+        "train.min_lr=0.001 must be at most train.lr=0.0003, the default of pretraining; choose 0.0 to 0.0003"
+    ),
     "train.warmup_steps=101": ("train.warmup_steps=101 must be at most run.steps=100; choose 0 to 100"),
     "train.lr_schedule=wsd train.warmup_steps=50 train.decay_steps=51": (
         "train.decay_steps=51 and train.warmup_steps=50 must fit into run.steps=100; choose decay_steps of at most 50"
