@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,15 +18,20 @@ from moefold.host import running_clock
 running_clock.MIN_STOP_S = 1.0
 clock = running_clock.RunningClock()
 clock.start()
-began_s = clock(), time.monotonic()
+def read():
+    return time.monotonic(), clock(), time.monotonic()
+began_s = read()
 print("runs", flush=True)
 sys.stdin.readline()
-print(clock() - began_s[0], time.monotonic() - began_s[1], clock.take_stopped_s(), clock.take_stopped_s())
+print(*began_s, *read(), clock.take_stopped_s(), clock.take_stopped_s())
 clock.end()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the CPU time of a thread")
+THREAD_TIMES = Path("/proc/self/schedstat").exists()
+
+
+@pytest.mark.skipif(not THREAD_TIMES, reason="the kernel does not tell the CPU time of a thread")
 def test_the_time_of_a_stop_is_left_out_and_reported_once():
     words = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -37,13 +43,16 @@ def test_the_time_of_a_stop_is_left_out_and_reported_once():
         os.kill(process.pid, signal.SIGCONT)
         process.stdin.write("\n")
         process.stdin.flush()
-        ran_s, real_s, stopped_s, again_s = map(float, process.stdout.readline().split())
-    assert real_s >= STOP_S
-    assert stopped_s == pytest.approx(STOP_S, abs=0.5)
-    assert ran_s == pytest.approx(real_s - stopped_s, abs=1e-3)
+        before_s, began_s, after_s, *rest = map(float, process.stdout.readline().split())
+    last_before_s, ended_s, last_after_s, stopped_s, again_s = rest
+    # The process may lose its core between two readings: real time bounds the time of the clock from both sides.
+    shortest_s, longest_s = last_before_s - after_s, last_after_s - before_s
+    assert 1.0 <= stopped_s <= longest_s
+    assert shortest_s - 1e-6 <= ended_s - began_s + stopped_s <= longest_s + 1e-6
     assert again_s == 0.0
 
 
+@pytest.mark.skipif(not THREAD_TIMES, reason="the kernel does not tell the CPU time of a thread")
 def test_time_in_which_the_interpreter_is_held_is_no_stop(monkeypatch):
     monkeypatch.setattr("moefold.host.running_clock.MIN_STOP_S", 0.4)
     clock = RunningClock()
