@@ -334,6 +334,7 @@ CASES = [
     ("rollout.cache_gib=2", [], RL),
     ("rollout.cache=heads", RL, [*RL, "model.attention=mla"]),
     ("reward.use=exact", [], RL),
+    ("reward.weights=[2]", [], RL),
     ("reward.timeout_s=1", RL, [*RL, "reward.use=reward.py:f"]),
     ("reward.workers=1", RL, [*RL, "reward.use=reward.py:f"]),
     ("reward.on_error=drop", [*RL, "reward.use=exact"], [*RL, "reward.use=reward.py:f"]),

@@ -22,9 +22,13 @@ from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, laun
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 from moefold.rl.reward import check_reward
+from moefold.validate.rl import validate_reward_functions
 
 ROLLOUT_WORDS = (
     (r"reward\.use=", "--reward "),
+    (r"reward\.use", "--reward"),
+    (r"reward\.weights=", "--reward-weight "),
+    (r"reward\.weights", "--reward-weight"),
     (r"data\.path=", "--prompts "),
     (r"data\.task_size", "--task-size"),
     (r"data\.task=", "--task "),
@@ -47,7 +51,10 @@ class RolloutRequest:
     """Prompts; 0: all of the files, or 256 problems."""
     is_held_out: bool = False
     """Problems that no training uses."""
-    reward: str = ""
+    reward: tuple[str, ...] = ()
+    """Names of reward functions; of a task none: its verifier."""
+    reward_weight: tuple[float, ...] = ()
+    """Weight of each; empty: 1."""
     samples: int = 8
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()
@@ -117,6 +124,8 @@ def prepare_rollouts(
     if num_prompts > len(prompts):
         raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
     with reworded_errors(*ROLLOUT_WORDS):
+        for problem in validate_reward_functions(task_cfg):
+            raise ConfigError(problem)
         check_reward(task_cfg, [prompts.prompt(0)])
     longest = max(len(prompts.prompt(i).ids) for i in range(num_prompts)) + request.max_tokens
     cfg = launched_config(source, replace(inference, seq_len=longest), "generate", rank_env)
@@ -165,7 +174,7 @@ def _task_config(request: RolloutRequest, source: ModelSource) -> Config:
         tokenizer=request.tokenizer or source.data.tokenizer,
         chat_template=request.chat_template or source.data.chat_template,
     )
-    return Config(data=data, reward=RewardConfig(use=request.reward))
+    return Config(data=data, reward=RewardConfig(use=request.reward, weights=request.reward_weight))
 
 
 def _check_options(request: RolloutRequest) -> None:

@@ -72,6 +72,7 @@ class FailedRewardEvent:
         return {
             "kind": "reward",
             "action": "drop",
+            "function": self.failed.function,
             "what": self.failed.reason,
             "prompt": self.failed.prompt.text,
             "origin": self.failed.prompt.location,

@@ -269,7 +269,7 @@ UNUSED_KEY_RULES = (
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
         "rollout.engine rollout.url rollout.folder rollout.timeout_s "
-        "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
+        "reward.weights reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",
