@@ -62,6 +62,16 @@ def test_every_sample_of_every_prompt_has_a_record(rollout, tmp_path):
     assert summary["tokens"] == sum(r["tokens"] for r in records)
 
 
+def test_rows_that_are_no_prompts_are_skipped(rollout, tmp_path, caplog):
+    (tmp_path / "more.jsonl").write_text('{"prompt": null}\n{"prompt": "d"}\n', encoding="utf-8")
+    words = ["--prompts", str(tmp_path / "more.jsonl")]
+    status, _, err = rollout(*words)
+    assert (status, "more.jsonl:1: column 'prompt' holds null" in err) == (2, True)
+    status, out, _ = rollout(*words, "--skip-bad-rows")
+    assert (status, json.loads(out)["prompts"]) == (0, 3)
+    assert "skip_bad_rows: 1 row skipped; the first: " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

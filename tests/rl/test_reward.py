@@ -1,6 +1,7 @@
 """The reward of a recipe: built-in verifiers, and a Python function in workers that may fail or hang."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -15,11 +16,12 @@ import pytest
 
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, FaultsConfig, ParallelConfig, TrainConfig
-from moefold.data.prompts import Prompt
+from moefold.data.prompts import Prompt, has_conversations, open_prompts
+from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError, RunError
 from moefold.inference.rollouts import rollout_records
 from moefold.rl.preflight import check_rollout_data
-from moefold.rl.reward import Reward, check_reward, short_names
+from moefold.rl.reward import Reward, check_columns, check_reward, short_names
 from moefold.rl.reward_pool import RewardError, RewardPool
 from moefold.rl.rollout import Group, Rollout
 from moefold.rl.statistics import RoundStatistics
@@ -352,16 +354,40 @@ def test_prompts_that_cannot_work_are_refused_with_their_line(tmp_path, rows, re
     assert "\n" not in str(error.value)
 
 
+BAD_PROMPTS = ["{", {"prompt": "", "answer": "1"}, {"text": "x"}, {"prompt": "x"}, {"prompt": "x", "answer": None}]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_prompts_that_cannot_work_are_skipped_and_counted(tmp_path, caplog, is_chat):
+    """Also the first row, which otherwise decides on the form of the prompts."""
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in GOOD] if is_chat else GOOD
+    bad = [*BAD_PROMPTS, {"prompt": [{"role": "user"}], "answer": "1"}]
+    cfg = data(tmp_path, [bad[-1], *rows[:2], *bad, *rows[2:]], seq_len=128)
+    cfg = replace(cfg, data=replace(cfg.data, skip_bad_rows=True))
+    with caplog.at_level(logging.WARNING):
+        check_rollout_data(cfg)
+    first = "prompts.jsonl:1: the prompt: message 1 has no text"
+    assert re.search(rf"data.skip_bad_rows: {len(bad) + 1} rows skipped; the first: .*{first}", caplog.text)
+    found = open_prompts(cfg.data, ByteTokenizer(), seed=0, check=check_columns(cfg)).train
+    assert sorted(prompt.columns["answer"] for prompt in found.prompts) == ["0", "1", "2", "3"]
+    assert has_conversations(cfg.data) == is_chat
+    with pytest.raises(
+        ConfigError, match=rf"holds no prompt; .* \(data.skip_bad_rows: {len(bad)} rows skipped; the first"
+    ):
+        check_rollout_data(replace(data(tmp_path, bad), data=cfg.data))
+
+
 @pytest.mark.parametrize(
     ("use", "columns", "reason"),
     [
         ("number", {"answer": "seven"}, "prompts.jsonl:3: the column 'answer' must have a number for reward.use='numb"),
+        ("exact", {"answer": None}, "prompts.jsonl:3: the column 'answer' must not be null for reward.use='exact'"),
         ("countdown", {"numbers": [1, 2], "target": "3"}, "the column 'target' must be a whole number for"),
         ("countdown", {"numbers": "1,2", "target": 3}, "the column 'numbers' must be a list of whole numbers for"),
     ],
 )
 def test_columns_whose_reward_would_always_be_0_are_refused(tmp_path, use, columns, reason):
-    good = {"answer": "7"} if use == "number" else {"numbers": [1, 2], "target": 3}
+    good = {"answer": "7"} if use != "countdown" else {"numbers": [1, 2], "target": 3}
     cfg = data(tmp_path, [{"prompt": "x"} | good, {"prompt": "y"} | good, {"prompt": "z"} | columns])
     with pytest.raises(ConfigError) as error:
         check_rollout_data(replace(cfg, reward=RewardConfig(use=use)))

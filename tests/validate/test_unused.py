@@ -352,6 +352,7 @@ CASES = [
     ("align.desirable_weight=2", ["align.method=dpo"], ["align.method=kto"]),
     ("align.undesirable_weight=2", ["align.method=dpo"], ["align.method=kto"]),
     ("data.skip_bad_rows=true", [], ["data.kind=sft", "data.path=x.jsonl"]),
+    ("data.skip_bad_rows=true", ["data.kind=task"], ["data.kind=prompts", "data.path=x.jsonl"]),
     ("checkpoint.keep=2", UNSAVED, ["checkpoint.every=0"]),
     ("checkpoint.async_save=true", UNSAVED, ["checkpoint.at_end=false"]),
     ("checkpoint.peer_every=1", [], ["faults.on_loss=regroup"]),

@@ -58,6 +58,7 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         experts=arguments.experts,
         cache_gib=arguments.cache_gib,
         force=arguments.force,
+        skip_bad_rows=arguments.skip_bad_rows,
         want=arguments.want,
         ignore_key=arguments.ignore_key,
     )
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", action="append", default=[], metavar="FILE", help="JSON lines of prompts; may be repeated"
     )
+    parser.add_argument("--skip-bad-rows", action="store_true", help="skip rows that are no prompt, and count them")
     parser.add_argument(
         "--task", choices=("sort", "add", "countdown"), default="", help="generated problems instead of prompts"
     )

@@ -21,7 +21,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
-from moefold.rl.reward import check_reward
+from moefold.rl.reward import check_columns, check_reward
 from moefold.validate.rl import validate_reward_functions
 
 ROLLOUT_WORDS = (
@@ -30,6 +30,7 @@ ROLLOUT_WORDS = (
     (r"reward\.weights=", "--reward-weight "),
     (r"reward\.weights", "--reward-weight"),
     (r"data\.path=", "--prompts "),
+    (r"data\.skip_bad_rows", "--skip-bad-rows"),
     (r"data\.task_size", "--task-size"),
     (r"data\.task=", "--task "),
     (r", or set reward\.on_error='drop'", ""),
@@ -67,6 +68,8 @@ class RolloutRequest:
     experts: Literal["exchange", "fetch"] = "exchange"
     cache_gib: float = 0.0
     force: bool = False
+    skip_bad_rows: bool = False
+    """Skip rows of the files that are no prompt, and log their number."""
     want: str = ""
     """Reward to ask for instead of align.want, or "none"."""
     ignore_key: Sequence[str] = ()
@@ -160,7 +163,8 @@ def open_rollout_prompts(
         problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want)
+        check = check_columns(task_cfg)
+        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want, check=check, reports=reports)
     return FilePrompts(found, None)
 
 
@@ -169,6 +173,7 @@ def _task_config(request: RolloutRequest, source: ModelSource) -> Config:
     data = DataConfig(
         kind="task" if request.task else "prompts",
         path=request.prompts,
+        skip_bad_rows=request.skip_bad_rows,
         task=request.task or "sort",
         task_size=request.task_size,
         tokenizer=request.tokenizer or source.data.tokenizer,
@@ -182,6 +187,8 @@ def _check_options(request: RolloutRequest) -> None:
         raise ConfigError("name prompts: either --prompts FILE.jsonl, or --task sort, add or countdown")
     if request.prompts and not request.reward:
         raise ConfigError("--reward is missing: exact, number, sort, countdown, or FILE.py:FUNCTION")
+    if request.task and request.skip_bad_rows:
+        raise ConfigError("--skip-bad-rows has no effect with --task, whose problems are generated; leave it out")
     if request.prompts and request.is_held_out:
         raise ConfigError("--held-out has no effect with --prompts; name a file of other prompts")
     for option, value in (

@@ -240,6 +240,17 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
         _check_function(cfg, name, prompts)
 
 
+def check_columns(cfg: Config) -> Callable[[Prompt], None]:
+    """Return a function that raises ConfigError for a prompt without the columns of the recipe's verifiers."""
+    verifiers = [name for name in reward_names(cfg) if name in VERIFIERS]
+
+    def check(prompt: Prompt) -> None:
+        for name in verifiers:
+            _check_columns(name, prompt)
+
+    return check
+
+
 def _check_function(cfg: Config, name: str, prompts: Sequence[Prompt]) -> None:
     """Check one function of reward.use."""
     if name in VERIFIERS:

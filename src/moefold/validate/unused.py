@@ -403,8 +403,8 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.skip_bad_rows",
-        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference"),
-        "only data.kind='sft' and 'preference' read it",
+        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference", "prompts"),
+        "only data.kind='sft', 'preference' and 'prompts' read it",
         "choose one of these",
     ),
     UnusedKeyRule(
