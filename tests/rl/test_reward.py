@@ -354,7 +354,14 @@ def test_prompts_that_cannot_work_are_refused_with_their_line(tmp_path, rows, re
     assert "\n" not in str(error.value)
 
 
-BAD_PROMPTS = ["{", {"prompt": "", "answer": "1"}, {"text": "x"}, {"prompt": "x"}, {"prompt": "x", "answer": None}]
+BAD_PROMPTS = [
+    "{",
+    {"prompt": "a\0b", "answer": "1"},
+    {"prompt": "", "answer": "1"},
+    {"text": "x"},
+    {"prompt": "x"},
+    {"prompt": "x", "answer": None},
+]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

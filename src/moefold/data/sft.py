@@ -33,7 +33,7 @@ from moefold.data.tokenizer import OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
