@@ -135,7 +135,7 @@ def open_rewards(
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     identity = ["rewards", FORMAT_VERSION, sizes, align.reward]
-    records = chain.from_iterable(jsonl_records(path) for path in files)
+    records: Iterator[JsonlRecord] = chain.from_iterable(jsonl_records(path) for path in files)
     if data.skip_bad_rows:
         template = load_chat_template(data, tokenizer)
         # The rows that are skipped are reported where they are tokenised for training.

@@ -244,7 +244,9 @@ def open_conversations(
     job = Tokenization(tokenizer, template, report)
 
     def write(file: BinaryIO) -> None:
-        records = (record for path in files for record in jsonl_records(path, report.skipped.refuse))
+        records: Iterator[JsonlRecord] = (
+            record for path in files for record in jsonl_records(path, report.skipped.refuse)
+        )
         if skips and reader.read_alone is not None:
             records = usable_records(files, reader, job)
         elif skips:
