@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.architecture.rules import tree_of
+
 FLOORS = (
     (
         "__init__",
@@ -128,7 +130,7 @@ def _room(module: str) -> str:
 
 
 def _imports_of(name: str, path: Path, files: Mapping[str, Path], package: str) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
             base = node.module.removeprefix(package).lstrip(".")
             for alias in node.names:
