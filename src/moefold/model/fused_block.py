@@ -59,12 +59,13 @@ def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
     assert isinstance(block, Block)
     assert isinstance(attention, Attention)
     kernel = attention.kernels.decode
-    yield "no kernel for layers", kernel is None
+    yield "no kernels in C, as of run.kernels='plain', float64, no compiler or no AVX", kernel is None
     assert kernel is not None
     yield "norms of outputs", bool({name for name, _ in block.named_children()} - BLOCK_MODULES)
     yield "no norms of inputs", {name for name, _ in block.named_children()} != BLOCK_MODULES
     yield "LayerNorm", any(type(norm) is not RMSNorm for norm in (block.attention_norm, block.ffn_norm))
     yield "no RoPE", not block.has_rope
+    yield "interleaved RoPE", block.is_rope_interleaved
     yield "model.residual_multiplier", block.residual_multiplier != 1
     yield "model.attention_multiplier", attention.scale is not None
     yield "attention in chunks", bool(attention.chunk_size)

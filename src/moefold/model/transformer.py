@@ -61,6 +61,7 @@ class Block(nn.Module):
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.ffn_output_norm = build_norm(model) if has_output_norms else None
         self.has_rope = model.rope_layers[number]
+        self.is_rope_interleaved = model.rope_interleaved
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
         if shares_selections(model) and not model.all_block_kinds[number].endswith("L"):
