@@ -28,6 +28,7 @@ from moefold.inference.settings import (
     EVAL_OOM_HINT,
     EXPERTS_OPTION,
     GENERATE_OOM_HINT,
+    KERNELS_OPTION,
     InferenceRequest,
     batch_bytes,
     launched_config,
