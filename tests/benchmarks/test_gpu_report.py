@@ -1,7 +1,6 @@
 """docs/gpu.md is the output of its script, and results fill its cells."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from benchmarks import gpu_stages
 from benchmarks.gpu_half_hour import suite_stages
 from benchmarks.gpu_report import EMPTY, PAGE, PREDICTIONS, render
 from moefold.cost.hardware import load_device
-from moefold.planner.device_fit import device_toml
 
 STORED = json.loads(PREDICTIONS.read_text())
 ROW = {"stage": "rates", "name": "copy", "unit": "GB/s", "low": 10, "high": 20, "derivation": "a guess"}
@@ -88,17 +86,6 @@ def test_the_stored_plans_are_those_of_the_planner(tmp_path):
         for case in gpu_stages.STEPS
     }
     assert {plan["name"]: plan["h200_ms"] for plan in STORED["plans"]} == planned
-
-
-def test_the_step_is_planned_with_the_probed_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_stages, "STEPS", gpu_stages.STEPS[:1])
-    device = replace(load_device("cpu"), name="mine")
-    (tmp_path / "device.toml").write_text(device_toml(device, []))
-    path = tmp_path / "rows.jsonl"
-    gpu_stages.main(["step", "--rows", str(path), "--device", "cpu", "--tiny"])
-    rows = {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
-    step, planned = rows["qwen3-30b-a3b, 2 layers"], rows["qwen3-30b-a3b, 2 layers, planned"]
-    assert planned["planned_over_measured"] == pytest.approx(planned["value"] / step["value"])
 
 
 def test_predictions_are_of_rows_and_stages_that_exist(tmp_path):
