@@ -40,5 +40,6 @@ def hide_others() -> None:
             return None if name.partition(".")[0] in hidden else find(name, path, target)
 
         invalidate_caches = PathFinder.invalidate_caches
+        find_distributions = PathFinder.find_distributions
 
     sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
