@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
+from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
@@ -56,6 +56,7 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         device=arguments.device,
         slots=arguments.slots,
         experts=arguments.experts,
+        kernels=arguments.kernels,
         cache_gib=arguments.cache_gib,
         force=arguments.force,
         skip_bad_rows=arguments.skip_bad_rows,
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--want", default="", metavar="REWARD", help="reward that prompts ask for, not align.want; none: for none"
     )
-    add_experts_option(parser)
+    add_generation_options(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     parser.add_argument("--chat-template", default="", metavar="FILE", help="template of prompts that are messages")
     add_inference_options(parser)

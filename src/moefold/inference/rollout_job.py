@@ -66,6 +66,7 @@ class RolloutRequest:
     device: str = "auto"
     slots: int = 256
     experts: Literal["exchange", "fetch"] = "exchange"
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     cache_gib: float = 0.0
     force: bool = False
     skip_bad_rows: bool = False
@@ -119,6 +120,7 @@ def prepare_rollouts(
         seq_len=2,
         batch_size=1,
         experts=request.experts,
+        kernels=request.kernels,
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     task_cfg = _task_config(request, source)

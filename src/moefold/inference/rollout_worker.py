@@ -10,7 +10,7 @@ import numpy as np
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.load import load_model
+from moefold.inference.load import load_model, report_decoding
 from moefold.inference.rollout_job import ROLLOUT_WORDS, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
 from moefold.inference.settings import GENERATE_OOM_HINT, explain_oom
@@ -37,6 +37,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg, job.source, request)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
+        report_decoding(loaded)
         summary = RolloutSummary(request.samples)
         is_first = rank_env.rank == 0
         with (

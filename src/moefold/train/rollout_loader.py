@@ -26,6 +26,7 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
+from moefold.parallel.paged_decoder import modules_notice
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
@@ -119,7 +120,8 @@ class RolloutLoader(DataLoader):
         is_exact = not any(current_world().all_gather_object(bool(inexact)))
         replays, replay_message = replays_routing(cfg, is_exact=is_exact)
         self._mismatch_limit = mismatch_limit(cfg, is_exact=is_exact)
-        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message)))
+        decoding = "" if cfg.rollout.engine == "vllm" else modules_notice(sampling.model)
+        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message, decoding)))
         self._replay: RolloutReplay | None = None
         if replays:
             stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
