@@ -127,7 +127,7 @@ def open_rewards(
 ) -> Rewards:
     """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
 
-    With data.skip_bad_rows they are those of the rows that `open_conversations` keeps with `rewarded_reader`.
+    With data.skip_bad_rows, `open_conversations` keeps the same rows with `rewarded_reader`.
 
     Raises:
         ConfigError: a row has no finite reward; the message has its line.

@@ -371,7 +371,7 @@ class Tokenization:
     report: RowReport
 
     def tokenize(self, conversations: Sequence[ConversationToRender]) -> Iterator[TokenizedConversation | None]:
-        """Tokenise conversations, those of a row after one another; see `tokenize_conversations`."""
+        """Tokenise conversations, grouped by their rows; see `tokenize_conversations`."""
         requests = [one.request() for one in conversations]
         return tokenize_conversations(requests, self.tokenizer, self.template, self.report)
 

@@ -482,7 +482,7 @@ class TokenizationResult:
     num_new_tokens: int
     """Tokens written by this call; the others were written by earlier, interrupted calls."""
     num_skipped: int
-    """Lines and rows that held no text, those of earlier calls included."""
+    """Lines and rows that held no text, with the ones of earlier calls."""
     first_skipped: str
     """Error of the first of them."""
 
