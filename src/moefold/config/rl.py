@@ -128,8 +128,8 @@ class RewardConfig:
 
     use: str | tuple[str, ...] = ""
     """Reward function, or a list of them: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with
-    TRL's signature f(prompts, completions, **columns); empty: that of data.task. The reward of a rollout is the sum of
-    those that are not None."""
+    TRL's signature f(prompts, completions, **columns); empty: the verifier of data.task. The reward of a rollout is
+    the sum of what is not None."""
     weights: tuple[float, ...] = ()
     """Factor of each reward function in the sum, in the order of use (TRL's reward_weights); empty: 1 each."""
     timeout_s: float = 10.0
