@@ -286,6 +286,38 @@ def test_a_forced_tool_is_called_by_a_grammar(template):
     assert (status, json.loads(text)["error"]["param"]) == (400, "response_format")
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"tools": [ADD], "tool_choice": "required"},
+        {"tools": [ADD]},
+    ],
+    ids=["object", "schema", "named tool", "any tool", "free tool"],
+)
+def test_an_answer_cut_inside_its_grammar_ends_by_its_length(template, wanted):
+    """Nothing is lost or made up: the text is what there was, a call that is not complete is none."""
+    pytest.importorskip("llguidance", reason="llguidance comes with the extra `serve`")
+    whole = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    if "tool_choice" in wanted:
+        whole = '[{"name": "add", "parameters": {"a": 1}}]' if wanted["tool_choice"] == "required" else '{"a": 1}'
+    if "tools" not in wanted:
+        whole = '{"a": "b"}'
+    # The arguments of a free call are complete before its end tag.
+    for length in range(1, len(whole.removesuffix("}</tool_call>")), 3):
+        server, _ = scripted(whole, template=template)
+        ask = ASK | wanted | {"max_tokens": length}
+        (choice,) = answered(server, CHAT, ask)["choices"]
+        assert choice["finish_reason"] == "length"
+        assert not choice["message"].get("tool_calls")
+        assert choice["message"]["content"] == whole[:length]
+        events = streamed(server, CHAT, ask)
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole[:length]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_a_schema_that_cannot_be_followed_is_refused(plain):
     pytest.importorskip("llguidance", reason="llguidance comes with the extra `serve`")
     server, loop = plain
