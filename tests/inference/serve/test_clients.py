@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette comes with the extra `serve`")
 
+from moefold.errors import ConfigError
 from moefold.inference.serve.app import CompletionServer
+from moefold.inference.serve.reasoning import check_reasons
 from tests.inference.serve.scripted import TOOL_TEMPLATE, ScriptedLoop, answered, scripted, send, streamed
 
 CHAT = "/v1/chat/completions"
@@ -267,6 +269,40 @@ def test_text_that_is_no_call_stays_text(template):
         assert choice["finish_reason"] == "stop"
         deltas = [event["choices"][0]["delta"] for event in streamed(server, CHAT, TOOLS)]
         assert "".join(delta.get("content", "") for delta in deltas) == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "variables", "reasoning", "content"),
+    [
+        ("why\n</think>\n\nso", {"enable_thinking": True}, "why\n", "\n\nso"),
+        (" <think>why</think>so", {}, "why", "so"),
+        ("so <think>", {}, "", "so <think>"),
+        ("<thin", {}, "", "<thin"),
+        ("why </thin", {"enable_thinking": True}, "why </thin", ""),
+        ("", {}, "", ""),
+    ],
+)
+def test_reasoning_is_told_apart_from_the_answer(template, answer, variables, reasoning, content):
+    ask = ASK | {"chat_template_kwargs": variables}
+    server, _ = scripted(answer, template=template, reasoning=True)
+    message = answered(server, CHAT, ask)["choices"][0]["message"]
+    assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
+    deltas = [event["choices"][0]["delta"] for event in streamed(server, CHAT, ask)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reasoning
+    assert "".join(delta.get("content", "") for delta in deltas) == content
+    # Without the option, and in an answer by a grammar, all is content.
+    server, _ = scripted(answer, template=template)
+    assert answered(server, CHAT, ask)["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": answer,
+        "refusal": None,
+    }
+
+
+def test_reasoning_needs_a_template_with_its_marks():
+    with pytest.raises(ConfigError, match="--reasoning has no effect: the chat template of x has no <think>"):
+        check_reasons("{{ messages }}", "x")
+    check_reasons(TOOL_TEMPLATE + "</think>", "x")
 
 
 def test_a_forced_tool_is_called_by_a_grammar(template):
