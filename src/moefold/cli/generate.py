@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
+from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="G",
         help="GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
     )
-    add_experts_option(parser)
+    add_generation_options(parser)
     add_inference_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"
