@@ -64,6 +64,7 @@ def test_every_sample_of_every_prompt_has_a_record(rollout, tmp_path):
         (["--cache-gib", "0.0004", "--max-tokens", "4000"], "set a larger --cache-gib, or fewer new tokens"),
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--count", "3"], "--count 3 must be at most the number of prompts, 2"),
+        (["--kernels", "c", "--dtype", "float64"], "--kernels c computes in float32, which --dtype float64 is beyond"),
         (["--temperature", "0"], "--temperature 0 makes all --samples 3 of a prompt equal"),
     ],
 )
