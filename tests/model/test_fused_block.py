@@ -131,6 +131,16 @@ def test_a_fused_layer_has_the_bits_of_its_modules(kind, dtype):
     assert_equal_bits(stage, fixed_passes(), 4)
 
 
+@pytest.mark.parametrize("router_softmax", ["pre", "post"])
+def test_equal_logits_choose_the_experts_that_the_router_chooses(router_softmax):
+    stage = build(recipe({"router_softmax": router_softmax, "top_k": 3}))
+    with torch.no_grad():
+        for layer in stage.moe_layers().values():
+            # Pairs of equal experts.
+            layer.router.weight[1::2] = layer.router.weight[::2]
+    assert_equal_bits(stage, fixed_passes(), 4)
+
+
 @st.composite
 def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     """Sizes that are no multiples of vectors, and each option of the layers."""
@@ -148,7 +158,10 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "layer_pattern": draw(st.sampled_from(["M", "DM"])),
         "router_score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "router_bias": draw(st.booleans()),
+        "router_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
     }
+    if model["router_score"] == "softmax":
+        model["router_softmax"] = draw(st.sampled_from(["pre", "post"]))
     for name in ("qk_norm", "qkv_bias", "attention_output_bias", "attention_sinks"):
         model[name] = draw(st.booleans())
     if draw(st.booleans()):
@@ -235,6 +248,7 @@ class CountedChoices:
     """Override of a router that counts the rows that it sees."""
 
     in_evaluation = True
+    only_records = True
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -248,12 +262,13 @@ class CountedChoices:
 def of_libraries(kernels: Kernels, clock: ScriptedClock | None) -> Kernels:
     """The kernels where the GEMMs of training are the libraries'."""
     parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.permute_ops, kernels.expert_activation
+    softmax = kernels.router_softmax
     return replace(
         kernels,
         gemm=TORCH_GEMM,
         linear_backend=None,
         expert_ops=TORCH_EXPERT_OPS,
-        decode=CDecode([*parts, TORCH_GEMM, TORCH_EXPERT_OPS, None]),
+        decode=CDecode([*parts, softmax, TORCH_GEMM, TORCH_EXPERT_OPS, None]),
         decode_choice=None if clock is None else DecodeChoice(clock),
     )
 
