@@ -14,14 +14,14 @@ from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
-from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.router import RouterOverride
 from moefold.model.moe.token_group import TokenColumns, TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import CurrentPass, PagedAttention
 from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel
-from moefold.model.transformer import Block, LayerOutput
+from moefold.model.transformer import Block
 from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
 
@@ -93,6 +93,7 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
     assert isinstance(ffn, MoELayer)
     yield "a shortcut around attention", ffn.is_shortcut
     yield "experts of other ranks", type(ffn.dispatcher) is not LocalDispatcher
+    assert isinstance(ffn.dispatcher, LocalDispatcher)
     yield "adapters", type(ffn.experts) is not Experts
     yield "zero-computation experts", ffn.has_zero_experts
     yield "moe.weight_in_expert", ffn.experts.applies_probs

@@ -166,8 +166,11 @@ class RouterOverride(Protocol):
 
     in_evaluation: bool
     """Whether it also applies to forward passes in evaluation mode."""
-    only_records: bool
-    """Whether it leaves all choices as they are."""
+
+    @property
+    def only_records(self) -> bool:
+        """Whether it leaves all choices as they are."""
+        ...
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Return the experts to use, int64 [T, K].
