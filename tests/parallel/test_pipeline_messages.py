@@ -209,7 +209,7 @@ def test_the_measured_peak_does_not_depend_on_the_micro_batches(pool, schedule, 
     peaks = []
     for count in COUNTS:
         cfg = _recipe(schedule, chunks, count, overlap=overlap)
-        ranks = pool.run(cfg.parallel.world_size, measured, cfg)
+        ranks = pool.run(cfg.parallel.world_size, measured, cfg, timeout_s=900)
         peaks.append([rank.total - rank.peak["batch"] for rank in ranks])
     for at_8, at_32, at_128 in zip(*peaks, strict=True):
         assert at_8 == pytest.approx(at_32, rel=0.02)
