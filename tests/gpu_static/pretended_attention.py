@@ -116,12 +116,12 @@ def _flash_flags(causal: bool, options: dict[str, Any]) -> Flags:
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts_q: Tensor | None,
-    starts_k: Tensor | None, *rest: Any, **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `_flash_attention_backward`."""
     assert lse.is_contiguous(), "the kernel reads the log-sum-exp as contiguous"
-    flags = _flash_flags(rest[3], options)
+    starts_q, starts_k, _, _, _, causal, *_ = rest
+    flags = _flash_flags(causal, options)
     if starts_q is None:
         parts = [
             attend_backward(sample[0], sample[1:4], sample[4], sample[5], flags)
@@ -137,11 +137,10 @@ def flash_backward(
     return found
 
 
-def cudnn(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, want_lse: bool, dropout: float, causal: bool, *rest: Any,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def cudnn(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None) -> tuple[Tensor, ...]:
     """Compute `_scaled_dot_product_cudnn_attention`: [B, A, S, D]."""
+    bias, _, _, causal, *_ = rest
+    assert bias is None, "no caller has a bias"
     samples = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = flash(*samples, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale)
     return (out.transpose(1, 2), lse.unsqueeze(-1), *[torch.zeros(0)] * 7)

@@ -68,7 +68,7 @@ FEATURES: dict[str, Case] = {
     "tied": {"model": {"tie_embeddings": True}},
     "latent experts": {"model": {"moe_hidden_size": 6} | SHARED | SIGMOID},
     "zero experts": {"model": {"zero_experts": 2}},
-    "shortcut": {"model": {"moe_shortcut": True} | SHARED},
+    "shortcut": {"model": {"moe_shortcut": True, "layer_pattern": "MD"} | SHARED},
     "groups": {"model": {"num_groups": 4, "top_groups": 2} | SIGMOID},
     "SparseMixer": {"model": {"router_softmax": "sparsemixer"}},
     "QK norm of all heads": {"model": {"qk_norm": True, "qk_norm_width": "all_heads"}},

@@ -91,19 +91,18 @@ class _Place(threading.local):
     inherited: ClassVar[bool] = False
 
 
+PLACE = _Place()
+
+
 class _Operators(TorchDispatchMode):
     """Mode that refuses operators with tensors of two devices, and marks what operators make."""
-
-    def __init__(self, place: _Place) -> None:
-        super().__init__()
-        self._place = place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         marks = [is_pretended(x) for x in inputs]
-        forced = self._place.forced
+        forced = PLACE.forced
         if is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
             forced = True
@@ -114,7 +113,7 @@ class _Operators(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in IN_PLACE:
             return out
-        is_marked = forced if forced is not None else any(marks) if inputs else self._place.inherited
+        is_marked = forced if forced is not None else any(marks) if inputs else PLACE.inherited
         known = {_key(x) for x in inputs}
         mark([x for x in tree_leaves(out) if isinstance(x, Tensor) and _key(x) not in known], is_marked)
         return out
@@ -158,9 +157,8 @@ def _to_numpy(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
 class _Functions(TorchFunctionMode):
     """Mode that answers Python calls for marked tensors as for CUDA tensors."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._place = place
         self._replaced: dict[Any, Callable[..., Any]] = {
             _attribute("device"): lambda x: CUDA if is_pretended(x) else x.device,
             _attribute("is_cuda"): is_pretended,
@@ -195,14 +193,13 @@ class _Functions(TorchFunctionMode):
         if forced:
             args = tuple(CPU if isinstance(value, torch.device) else value for value in args)
             kwargs |= {"device": CPU} if "device" in kwargs else {}
-        place = self._place
-        outer = (place.forced, place.inherited)
-        place.forced = outer[0] if forced is None else forced
-        place.inherited = any(is_pretended(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        outer = (PLACE.forced, PLACE.inherited)
+        PLACE.forced = outer[0] if forced is None else forced
+        PLACE.inherited = any(is_pretended(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         try:
             out = func(*args, **kwargs)
         finally:
-            place.forced, place.inherited = outer
+            PLACE.forced, PLACE.inherited = outer
         if forced is None:
             return out
         x = args[0] if args and isinstance(args[0], Tensor) else None
@@ -232,22 +229,19 @@ class _Functions(TorchFunctionMode):
         is_copied = bool(kwargs.get("copy")) or flags[1:] == [True] or to_cuda != is_pretended(x)
         if not is_copied and dtype in (None, x.dtype):
             return x
-        outer = self._place.forced
-        self._place.forced = to_cuda
+        outer = PLACE.forced
+        PLACE.forced = to_cuda
         try:
             y = x.to(dtype or x.dtype, copy=True, memory_format=kwargs.get("memory_format", torch.preserve_format))
         finally:
-            self._place.forced = outer
+            PLACE.forced = outer
         return mark(y, to_cuda)
 
 
 @contextmanager
 def modes() -> Iterator[None]:
     """Treat marked tensors of this thread as tensors of a CUDA device; inside `patches()`."""
-    place = _Place()
-    functions = _Functions(place)
-    # The autograd engine is called by a function of torch, inside which the mode is off.
-    with _Operators(place), functions, around_backward(functions):
+    with _Operators(), _Functions():
         yield
 
 
@@ -276,6 +270,8 @@ def patches() -> Iterator[None]:
     # Pack hooks of checkpoints run inside functions of torch, where the mode is off: without the device.
     checks = {"default": lambda x: {"shape": x.shape, "dtype": x.dtype}}
     with ExitStack() as stack:
+        # The autograd engine is called by a function of torch, inside which the mode is off. Patched for all threads.
+        stack.enter_context(around_backward(_Functions()))
         for name, value in DRIVER.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(dist, "init_process_group", init_process_group))
