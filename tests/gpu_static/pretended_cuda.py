@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -259,6 +260,8 @@ def patches() -> Iterator[None]:
         with modes():
             run_thread(thread)
 
+    # The compiler keeps the functions of torch that it finds at its first use: not the replaced ones.
+    get_torch_obj_rule_map()
     host_generator = torch.Generator
 
     def generator(device: Any = "cpu") -> torch.Generator:

@@ -112,14 +112,11 @@ DRIVER: dict[str, Any] = {
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
 }
-DRIVER |= dict.fromkeys(
-    ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), _answer(2**20)
-)
-DRIVER |= dict.fromkeys(
-    (
-        "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats",
-        "set_sync_debug_mode", "set_per_process_memory_fraction", "manual_seed", "manual_seed_all", "_sleep",
-    ),
-    _answer(None),
+MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+SILENT = (
+    "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats",
+    "set_sync_debug_mode", "set_per_process_memory_fraction", "manual_seed", "manual_seed_all", "_sleep",
 )  # fmt: skip
+# Each name has a function of its own: torch's compiler keeps rules by function.
+DRIVER |= {name: _answer(2**20) for name in MEMORY} | {name: _answer(None) for name in SILENT}
 """Replaced names of torch.cuda."""
