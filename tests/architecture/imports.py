@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.architecture.rules import tree_of
+
 FLOORS = (
     (
         "__init__",
@@ -183,7 +185,7 @@ def _room(module: str) -> str:
 
 
 def _imports_of(name: str, path: Path, files: Mapping[str, Path], package: str) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         yield from _imports_of_node(node, name, files, package)
 
 

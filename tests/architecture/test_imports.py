@@ -190,7 +190,7 @@ def test_nothing_is_left_for_later(tmp_path):
 def imports_triton(path: Path) -> list[str]:
     """The imports of Triton, or of its kernels, that a module does when it is imported itself."""
     found = []
-    for node in ast.parse(path.read_text()).body:
+    for node in rules.tree_of(path).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found += [name for name in names if name.split(".")[0] == "triton" or name.startswith("moefold.ops.triton")]
