@@ -1,7 +1,14 @@
 """Copies between host and device that let the caller queue more work meanwhile."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+ALIGNMENT_BYTES = 16
+"""Of each array of a packed copy."""
 
 
 class HostCopy:
@@ -34,3 +41,19 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device without a wait: to CUDA through pinned memory, which torch keeps until then."""
     host = values.pin_memory() if device.type == "cuda" else values
     return host.to(device, non_blocking=True)
+
+
+def copy_together_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Copy arrays of the host to a device without a wait; to CUDA by one copy. Those for the CPU are not copied."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays)])
+    packed = torch.empty(int(starts[-1]), dtype=torch.uint8)
+    content = packed.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        content[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    copied = copy_to_device(packed, device)
+    return [
+        copied[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(starts.tolist(), arrays, strict=False)
+    ]
