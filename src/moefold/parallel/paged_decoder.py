@@ -286,7 +286,7 @@ class PagedDecoder:
             return
         source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
         for states in self._state_caches:
-            states.copy(source, target)
+            states.copy(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.

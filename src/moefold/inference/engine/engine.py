@@ -424,7 +424,10 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
     tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
         (tokens, slots, positions, tables, state_slots, np.array(picked, np.int64)), device
     )
-    return tokens_R, PassRows(slots_R, positions_R, tables_NP, counts, state_slots_N), picked_N
+    lasts = [segment.first + len(segment.tokens) - 1 for segment in segments]
+    num_state_slots = 1 + max((segment.state_slot for segment in segments), default=-1)
+    rows = PassRows(slots_R, positions_R, tables_NP, counts, lasts, state_slots_N, num_state_slots)
+    return tokens_R, rows, picked_N
 
 
 def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
