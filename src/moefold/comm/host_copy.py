@@ -47,13 +47,21 @@ def copy_together_to_device(arrays: Sequence[NDArray[np.generic]], device: torch
     """Copy arrays of the host to a device without a wait; to CUDA by one copy. Those for the CPU are not copied."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays)])
-    packed = torch.empty(int(starts[-1]), dtype=torch.uint8)
-    content = packed.numpy()
-    for start, array in zip(starts, arrays, strict=False):
-        content[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-    copied = copy_to_device(packed, device)
-    return [
-        copied[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for start, array in zip(starts.tolist(), arrays, strict=False)
-    ]
+    return unpack(copy_to_device(pack(arrays), device), arrays)
+
+
+def pack(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+    """Return the bytes of arrays, each at the next multiple of `ALIGNMENT_BYTES`, uint8."""
+    padding = (bytes(-array.nbytes % ALIGNMENT_BYTES) for array in arrays)
+    blocks = b"".join(block for array, pad in zip(arrays, padding, strict=True) for block in (array.tobytes(), pad))
+    return torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, like: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+    """Return the arrays of `pack` as views of its bytes on any device; only dtypes and shapes of `like` are read."""
+    found = []
+    start = 0
+    for array in like:
+        found.append(packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape))
+        start += array.nbytes + -array.nbytes % ALIGNMENT_BYTES
+    return found

@@ -99,6 +99,16 @@ def test_integer_weights_draw_what_sums_in_float64_draw(size):
     assert len({*expected}) > 3
 
 
+def test_a_draw_waits_for_no_device():
+    """Tensors of the device "meta" have no values: reading one on the host raises."""
+    kinds = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=3, top_p=0.9, min_p=0.1)]
+    draws = [Draw(kinds[i % 3], 0.5) for i in range(6)]
+    found = choose_tokens(torch.empty(6, 50, device="meta"), draws)
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.int64, (6,))
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        found.tolist()
+
+
 def test_sums_do_not_depend_on_their_order():
     """The negative control is in float64, whose sums of the same numbers in another order differ."""
     torch.manual_seed(0)
