@@ -1,11 +1,11 @@
-"""The bounds of all recipe keys, read from the annotations of their fields."""
+"""Bounds and traits of all recipe keys, read from the annotations of their fields."""
 
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from moefold.config.field import Bound, Most
+from moefold.config.field import Bound, Most, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, sections
@@ -56,6 +56,12 @@ def own_maxima() -> dict[str, int]:
     }
 
 
+def keys_with(section: str, trait: Trait) -> frozenset[str]:
+    """Return the keys of a section whose annotation has a trait."""
+    return frozenset(key for key, metadata in _metadata(section).items() if trait in metadata)
+
+
+@cache
 def _metadata(section: str) -> dict[str, tuple[Any, ...]]:
     """Return what stands beside the type in the annotation of each key."""
     hints = get_type_hints(sections()[section], include_extras=True)

@@ -1,7 +1,8 @@
-"""Bounds of a recipe key, which stand in the annotation of its field: `steps: Annotated[int, at_least(1)] = 100`."""
+"""Facts about a recipe key in the annotation of its field: `steps: Annotated[int, at_least(1)] = 100`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 
@@ -22,6 +23,16 @@ class Most:
     """
 
     value: int
+
+
+class Trait(Enum):
+    """Property of a key that the code of another part asks for."""
+
+    SAME_TENSORS = auto()
+
+
+SAME_TENSORS = Trait.SAME_TENSORS
+"""A key of [model] that does not change the meaning of stored tensors, or that is compared by its effect."""
 
 
 def at_least(low: int, meaning: str = "") -> Bound:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, SHARE, Bound, Most, at_least
+from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 
 LAYER_KINDS = "DM"
@@ -95,7 +95,7 @@ def _usage_hint(kinds: str) -> str:
 class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
-    preset: str = ""
+    preset: Annotated[str, SAME_TENSORS] = ""
     """Named model shape (see `moefold train --keys`); keys of the recipe win over those of the preset."""
     num_layers: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 4
     """Transformer layers, L."""
@@ -128,7 +128,7 @@ class ModelConfig:
     vocab_size: Annotated[int, at_least(1), Most(2**31)] = 256
     """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
     preset or the default does: their number, rounded up to a multiple of 64."""
-    layer_pattern: str = "M"
+    layer_pattern: Annotated[str, SAME_TENSORS] = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
     mtp_layers: Annotated[int, at_least(0, "0: none"), Most(MAX_LAYERS)] = 0
     """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
@@ -140,7 +140,7 @@ class ModelConfig:
     zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
-    active_experts: Annotated[float, at_least(0, "0: as all choices")] = 0.0
+    active_experts: Annotated[float, at_least(0, "0: as all choices"), SAME_TENSORS] = 0.0
     """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
     (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
     moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 512
@@ -209,13 +209,13 @@ class ModelConfig:
     """Gate of attention_gate: one for each dim of a head, or one for the whole head (Ling 3)."""
     attention_scale: Annotated[float, at_least(0, "0: 1/sqrt(head_dim)")] = 0.0
     """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
-    attention_pattern: str = "F"
+    attention_pattern: Annotated[str, SAME_TENSORS] = "F"
     """F (full), W (within model.sliding_window), C (within chunks of model.attention_chunk_size) and L (linear
     attention, model.linear_attention), each with an optional count; repeats to num_layers: F, WF, W5F, C3F, L3F."""
-    sliding_window: Annotated[int, at_least(0, "0: no layer of kind W")] = 0
+    sliding_window: Annotated[int, at_least(0, "0: no layer of kind W"), SAME_TENSORS] = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
-    attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C")] = 0
+    attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Literal["gated_deltanet", "kda", "gla", "short_convolution"] = "gated_deltanet"
@@ -250,7 +250,7 @@ class ModelConfig:
     """Heads of the indexer of sparse attention, J."""
     index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as those of a head of attention."""
-    index_pattern: str = "F"
+    index_pattern: Annotated[str, SAME_TENSORS] = "F"
     """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
     them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
     have no indexer under either letter, MTP layers always have one."""
@@ -284,7 +284,7 @@ class ModelConfig:
     """Fraction of each head's dims to which RoPE is applied, in (0, 1]."""
     rope_interleaved: bool = False
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
-    rope_pattern: str = "R"
+    rope_pattern: Annotated[str, SAME_TENSORS] = "R"
     """R (RoPE) and N (no position embedding, NoPE), each with an optional count; repeats to num_layers: R, R3N."""
     nope_temperature_scale: Annotated[float, at_least(0, "0: none")] = 0.0
     """Factor a of the attention temperature of layers without RoPE: queries at position p of their document are
@@ -326,18 +326,18 @@ class ModelConfig:
     """See rope_attention_factor; 0: not given."""
     rope_mscale_all_dim: Annotated[float, at_least(0, "0: not given")] = 0.0
     """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
-    init_std: Annotated[float, POSITIVE] = 0.02
+    init_std: Annotated[float, POSITIVE, SAME_TENSORS] = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
-    upcycle_from: str = ""
+    upcycle_from: Annotated[str, SAME_TENSORS] = ""
     """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
     layers."""
-    upcycle_router: Literal["group", "expert", "zero"] = "group"
+    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS] = "group"
     """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
     zeros."""
-    upcycle_scaling: bool = True
+    upcycle_scaling: Annotated[bool, SAME_TENSORS] = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
-    upcycle_noise: Annotated[float, at_least(0, "0: none")] = 0.0
+    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS] = 0.0
     """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
     @property
