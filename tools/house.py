@@ -150,7 +150,7 @@ BY_NAME = {count.name: count for count in COUNTS}
 
 @dataclass
 class FileFacts:
-    """What one file contributes."""
+    """Facts of one file, and its places of each count."""
 
     name: str
     """Path below the package."""

@@ -63,6 +63,6 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 
 @cache
 def _metadata(section: str) -> dict[str, tuple[Any, ...]]:
-    """Return what stands beside the type in the annotation of each key."""
+    """Return the metadata in the annotation of each key."""
     hints = get_type_hints(sections()[section], include_extras=True)
     return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(sections()[section])}
