@@ -484,7 +484,7 @@ def as_text(numbers: Numbers) -> str:
 
 
 def table(found: Mapping[str, Places], baseline: Numbers) -> str:
-    """Return the counts of now beside those of the baseline and the goals."""
+    """Return the counts of now with those of the baseline and the goals."""
     rows = [f"{'count':24}{'now':>9}{'baseline':>10}  goal"]
     for count in COUNTS:
         before = sum(baseline.get(count.name, {}).values())
