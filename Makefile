@@ -83,8 +83,8 @@ parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank o
 HAS_PY = @command -v $(PY) > /dev/null \
 	|| { echo "no Python at PY=$(PY); name one that has torch: make $@ READY= PY=python3; or build .venv: make setup" >&2; \
 	exit 2; }
-HALF_HOUR = $(PY) benchmarks/gpu_half_hour.py
-gpu: $(READY) ## prove and measure on one GPU, 10 minutes a call: tests, kernels, layers, steps (READY= PY=python3: no .venv)
+HALF_HOUR = $(PY) -m benchmarks.gpu_half_hour
+gpu: $(READY) ## prove and measure on one GPU, the most valuable first, 10 minutes a call (READY= PY=python3: no .venv)
 	$(HAS_PY)
 	$(HALF_HOUR) proof $(ARGS)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,16 @@ from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.init import init_weights
+from moefold.model.kernels import Kernels
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
 from moefold.model.transformer import Block, Transformer, build_model
+from moefold.ops.cpu.decode import CDecode
+from moefold.ops.cpu.gemm import CGemm
+from moefold.ops.decode_choice import DecodeChoice
+from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.paged_attention import PAGE_SIZE
-from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+from moefold.parallel.select_ops import apply_kernels, select_kernels, uses_c_kernels
 from tests.model.test_against_transformers import FAMILIES, SIZES
 from tests.ops.c_kernels import CPU, needs_compiler
 from tests.slow import slow
@@ -207,3 +214,93 @@ def test_a_layer_that_differs_keeps_its_modules(change):
     assert supports_fused(block)
     change(block)
     assert not supports_fused(block)
+
+
+class ScriptedClock:
+    """Seconds such that each measured candidate takes the next of some times."""
+
+    def __init__(self, times: Sequence[float]) -> None:
+        self.times = list(times)
+        self.now = 0.0
+        self.has_begun = False
+
+    def __call__(self) -> float:
+        """Return a beginning, then its end, and so on."""
+        self.now += self.times.pop(0) if self.has_begun else 0.0
+        self.has_begun = not self.has_begun
+        return self.now
+
+
+class CountedChoices:
+    """Override of a router that counts the rows that it sees."""
+
+    in_evaluation = True
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+
+    def apply(self, ids_TK: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        """Count, and leave the choice."""
+        self.num_rows += len(ids_TK)
+        return ids_TK
+
+
+def of_libraries(kernels: Kernels, clock: ScriptedClock | None) -> Kernels:
+    """The kernels where the GEMMs of training are the libraries'."""
+    parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.permute_ops, kernels.expert_activation
+    return replace(
+        kernels,
+        gemm=TORCH_GEMM,
+        linear_backend=None,
+        expert_ops=TORCH_EXPERT_OPS,
+        decode=CDecode([*parts, TORCH_GEMM, TORCH_EXPERT_OPS, None]),
+        decode_choice=None if clock is None else DecodeChoice(clock),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatch, dtype):
+    cfg = recipe({}, dtype)
+    stage = build(cfg)
+    passes = fixed_passes()
+    kernels = select_kernels(cfg, CPU)
+    apply_kernels(stage, of_libraries(kernels, None))
+    expected = run(stage, passes, 4 * PAGES, fuses=False)
+    # The first pass by modules, the second whole, the third by modules again.
+    clock = ScriptedClock([3.0, 1.0, 1.0, 3.0, 3.0, 1.0])
+    apply_kernels(stage, of_libraries(kernels, clock))
+    counted = [CountedChoices() for _ in stage.moe_layers()]
+    for layer, choices in zip(stage.moe_layers().values(), counted, strict=True):
+        layer.router.override = choices
+    run_modules = mock.Mock(wraps=Block.run_modules)
+    monkeypatch.setattr(Block, "run_modules", lambda *args: run_modules(*args))
+    found = run(stage, passes, 4 * PAGES, fuses=True)
+    assert not clock.times
+    num_layers = len(stage.layers)
+    # Twice for each measurement, and in two passes.
+    assert run_modules.call_count == 2 * len(passes) + 2 * num_layers
+    assert all(torch.equal(a, b) for a, b in zip(found[:num_layers], expected[:num_layers], strict=True))
+    within = 1e-5 if dtype == "float32" else 5e-2
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=within, atol=within)
+    # Measuring leaves no trace in the recorded choices.
+    assert [choices.num_rows for choices in counted] == [sum(len(rows.slots_R) for rows in passes)] * num_layers
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_layers_decode_in_c_whatever_multiplies_in_training(monkeypatch, is_deterministic):
+    cfg = recipe({})
+    run_config = replace(cfg.run, kernels="auto", deterministic=is_deterministic)
+    monkeypatch.setattr(CGemm, "is_fast", lambda self, dtype: False)
+    kernels = select_kernels(replace(cfg, run=run_config), CPU)
+    assert kernels.gemm is TORCH_GEMM
+    assert not uses_c_kernels(kernels)
+    has_attention = kernels.paged_attention is not None
+    assert (kernels.decode is not None) == has_attention
+    assert ("whole layers of decoding where they are faster" in kernels.message) == has_attention
+    assert (kernels.decode_choice is None) == is_deterministic
+    stage = build(cfg)
+    apply_kernels(stage, kernels)
+    assert all(map(supports_fused, stage.layers.values())) == has_attention
+    # With the GEMMs of training in C there is nothing to choose: sampling has its bits.
+    assert select_kernels(cfg, CPU).decode_choice is None

@@ -159,8 +159,10 @@ def _weights(trainer: Trainer) -> dict[str, list[float]]:
 def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str, Any], **parallel: Any) -> Config:
     """The recipe of a run that samples on ranks of its own, with kernels whose bits no mapping of sampling changes."""
     cfg = recipe(tmp_path, steps, objective="clip", staleness=staleness)
+    assert isinstance(cfg.reward.use, str)
     return replace(
         cfg,
+        reward=replace(cfg.reward, use=(cfg.reward.use, "exact"), weights=(1.0, 0.5)),
         run=replace(cfg.run, dir=str(tmp_path / "split"), dtype="float32", kernels="c"),
         parallel=ParallelConfig(**parallel),
         rollout=replace(cfg.rollout, **sampling),

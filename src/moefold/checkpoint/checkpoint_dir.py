@@ -36,8 +36,6 @@ from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, name
 from moefold.errors import ConfigError, format_list
 from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
-from moefold.rl.plateau import Plateau
-from moefold.rl.table import table_headers
 from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
@@ -476,8 +474,12 @@ def _check_meta(meta: CheckpointMeta) -> None:
         isinstance(meta.sites, dict) and all(type(value) is int for value in meta.sites.values())
     ):
         raise TypeError(f"sites is {meta.sites!r}")
-    Plateau.from_json(meta.rl)
-    table_headers(meta.rl)
+    if meta.rl is not None:
+        from moefold.rl.plateau import Plateau
+        from moefold.rl.table import table_headers
+
+        Plateau.from_json(meta.rl)
+        table_headers(meta.rl)
     check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost", "schedule"):
         if not isinstance(getattr(meta, name), dict):

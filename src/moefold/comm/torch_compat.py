@@ -1,8 +1,7 @@
 """The private names of torch that the package uses; checked on torch 2.11, 2.12 and 2.13.
 
-No other module may use a name of torch that begins with an underscore (tests/architecture), except those of
-`torch.distributed.pipelining`, which are in `comm/pipelining_compat.py` because their import takes most of a second.
-Before the upper limit of torch in pyproject.toml is raised, check each name in both modules against the new version.
+No other module may use a name of torch that begins with an underscore (tests/architecture). Before the upper limit of
+torch in pyproject.toml is raised, check each name against the new version.
 """
 
 import sys

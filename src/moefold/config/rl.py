@@ -134,13 +134,21 @@ class RolloutConfig:
 class RewardConfig:
     """Reward of rollouts."""
 
-    use: str = ""
-    """Reward function: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with TRL's signature
-    f(prompts, completions, **columns); empty: that of data.task."""
+    use: str | tuple[str, ...] = ""
+    """Reward function, or a list of them: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with
+    TRL's signature f(prompts, completions, **columns); empty: that of data.task. The reward of a rollout is the sum of
+    those that are not None."""
+    weights: tuple[float, ...] = ()
+    """Factor of each reward function in the sum, in the order of use (TRL's reward_weights); empty: 1 each."""
     timeout_s: Annotated[float, POSITIVE] = 10.0
     """Maximum time of one call of a Python function."""
     workers: Annotated[int, at_least(1)] = 2
-    """Processes of each rank that run a Python function."""
+    """Processes of each rank that run a Python function, for each function."""
     on_error: Literal["stop", "drop"] = "stop"
     """Handling of a Python function that fails or does not return. stop: end the run. drop: leave the prompt's group
     out of the loss."""
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names in `use`."""
+        return tuple(filter(None, (self.use,) if isinstance(self.use, str) else self.use))

@@ -429,8 +429,8 @@ class DataConfig:
     overlong: Literal["cut", "refuse"] = "cut"
     """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
     skip_bad_rows: bool = False
-    """Skip rows that are no conversation or that the template refuses, and log their number; false: the first one ends
-    the run (sft, preference)."""
+    """Skip rows that are no conversation, pair or prompt, that the template refuses, or that lack the reward or the
+    columns of the verifier, and log their number; false: the first one ends the run (sft, preference, prompts)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

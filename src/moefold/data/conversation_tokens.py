@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
 from moefold.data.file_formats import reject_surrogates
+from moefold.data.skipped_rows import SkippedRows
 from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer
 from moefold.errors import ConfigError
 
@@ -43,22 +44,9 @@ class RowReport:
 
     def __init__(self, template: str, *, skips: bool = False) -> None:
         self._template = template
-        self._skips = skips
-        self._refused: list[str] = []
-        self._num_refused = 0
+        self.skipped = SkippedRows(skips=skips)
         self._mismatched: dict[str, None] = {}
         self._altered: dict[str, None] = {}
-
-    def refuse(self, error: ConfigError) -> None:
-        """Count a row that cannot be used.
-
-        Raises:
-            ConfigError: `error`, unless such rows are skipped.
-        """
-        if not self._skips:
-            raise error
-        self._refused = self._refused or [str(error)]
-        self._num_refused += 1
 
     def note_mismatch(self, location: str) -> None:
         """Note a row in which the prompt at inference has other tokens than the same text in training."""
@@ -70,9 +58,7 @@ class RowReport:
 
     def notes(self) -> list[str]:
         """Return what was noticed, one line for each kind."""
-        found = []
-        if self._refused:
-            found.append(f"data.skip_bad_rows: {self._num_refused} rows skipped; the first: {self._refused[0]}")
+        found = [note] if (note := self.skipped.note()) else []
         if self._mismatched:
             found.append(
                 f"the chat template of {self._template}: in {len(self._mismatched)} rows, the prompt at inference has "
@@ -136,7 +122,7 @@ def tokenize_conversations(
         except ConfigError as error:
             chats.append(None)
             if one.location not in refused:
-                report.refuse(error)
+                report.skipped.refuse(error)
             refused.add(one.location)
     used = [None if one.location in refused else chat for one, chat in zip(conversations, chats, strict=True)]
     kept = [chat for chat in used if chat is not None]

@@ -9,6 +9,7 @@ from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.decode import DecodeKernel
+from moefold.ops.decode_choice import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
@@ -83,7 +84,9 @@ class Kernels:
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
     decode: DecodeKernel | None = None
-    """Whole layers of decoding, with the bits of the other kernels; None: the modules, one after another."""
+    """Whole layers of decoding; None: the modules, one after another."""
+    decode_choice: DecodeChoice | None = None
+    """Numbers of rows that `decode` computes; None: all, with the bits of the other kernels."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM

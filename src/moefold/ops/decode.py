@@ -110,8 +110,8 @@ class DecodeKernel(Protocol):
         """Widest head that it supports."""
         ...
 
-    def joins(self, kernel: object) -> bool:
-        """Return whether it computes a part of a layer as this kernel does, by bits."""
+    def replaces(self, kernel: object) -> bool:
+        """Return whether this kernel may compute the part of a layer that `kernel` computes; None: torch."""
         ...
 
     def new_pass(self) -> DecodePass:

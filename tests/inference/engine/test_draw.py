@@ -38,6 +38,19 @@ def test_the_likeliest_tokens_stay_with_their_probabilities(top_k, top_p, kept):
     torch.testing.assert_close(found[0, kept], PROBS[0, kept])
 
 
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [({}, {0, 1, 2, 3}), ({"min_p": 0.6}, {1, 3}), ({"min_p": 1.0}, {1}), ({"min_p": 0.6, "top_p": 0.55}, {1})],
+)
+def test_unlikely_tokens_are_left_out_before_the_nucleus(params, kept):
+    """Of the draws on a grid, those of each kept token are its share of what is kept; top-p counts what min-p keeps."""
+    draws = [Draw(SamplingParams(**params), place / 100) for place in range(100)]
+    found = choose_tokens(PROBS.log().repeat(100, 1), draws).tolist()
+    assert set(found) == kept
+    for token in kept:
+        assert found.count(token) == pytest.approx(100 * PROBS[0, token] / PROBS[0, sorted(kept)].sum(), abs=1)
+
+
 def test_a_place_on_the_line_falls_on_its_token():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]], dtype=torch.float64).repeat(5, 1)
     places = torch.tensor([0.0, 0.49, 0.5, 0.75, 1.0 - 1e-16], dtype=torch.float64)
@@ -96,8 +109,10 @@ def test_greedy_takes_the_first_of_equal_logits():
         ({"top_p": 0.0}, "--top-p 0 must lie in"),
         ({"top_p": 1.5}, "--top-p 1.5 must lie in"),
         ({"top_k": -1}, "--top-k -1 must be at least 0"),
+        ({"min_p": 1.5}, "--min-p 1.5 must lie between 0"),
         ({"seed": -1}, "--seed -1 must be at least 0"),
         ({"temperature": 0.0, "top_k": 3}, "no effect"),
+        ({"temperature": 0.0, "min_p": 0.1}, "no effect"),
     ],
 )
 def test_numbers_that_mean_nothing(wrong, message):

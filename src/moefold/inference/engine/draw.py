@@ -82,8 +82,15 @@ def _choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     if params.temperature == 0:
         return logits_NV.argmax(-1).cpu()
     probs_NV = (logits_NV.cpu().double() / params.temperature).softmax(-1)
-    probs_NV = apply_top_k_top_p(probs_NV, params.top_k, params.top_p)
+    probs_NV = apply_top_k_top_p(apply_min_p(probs_NV, params.min_p), params.top_k, params.top_p)
     return sample_inverse_cdf(probs_NV, torch.tensor([draw.uniform for draw in draws], dtype=torch.float64))
+
+
+def apply_min_p(probs_NV: Tensor, min_p: float) -> Tensor:
+    """Set probabilities below `min_p` times the largest of their row to 0, without renormalising."""
+    if min_p <= 0:
+        return probs_NV
+    return probs_NV.masked_fill(probs_NV < min_p * probs_NV.amax(-1, keepdim=True), 0)
 
 
 def apply_top_k_top_p(probs_NV: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -283,7 +283,8 @@ class CompletionServer:
             task.cancel()
         task.result()
         choices = []
-        for index, parts in enumerate(collected):
+        for index, sample in enumerate(run.chosen_samples()):
+            parts = collected[sample]
             whole = Part(
                 text="".join(part.text for part in parts),
                 tokens=[token for part in parts for token in part.tokens],
@@ -328,6 +329,17 @@ class _Run:
     def num_new_tokens(self) -> int:
         """New tokens of all samples so far."""
         return sum(text.num_tokens for text in self.texts)
+
+    def chosen_samples(self) -> list[int]:
+        """Return the samples that are answered, those of a prompt together; of more samples, the likeliest first."""
+        each = self.request.num_samples
+        chosen: list[int] = []
+        for first in range(0, len(self.texts), each):
+            group = list(range(first, first + each))
+            if self.request.num_choices < each:
+                group.sort(key=lambda index: -self.texts[index].mean_log_prob)
+            chosen += group[: self.request.num_choices]
+        return chosen
 
     def note_first_token(self) -> None:
         """Record the time to the first token, once."""

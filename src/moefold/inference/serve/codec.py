@@ -219,10 +219,17 @@ class SampleText:
         self.num_tokens = 0
         """New tokens, the end-of-text token included."""
         self.is_finished = False
+        self._log_prob_sum = 0.0
+
+    @property
+    def mean_log_prob(self) -> float:
+        """Mean log-probability of the new tokens."""
+        return self._log_prob_sum / max(1, self.num_tokens)
 
     def push(self, new: NewToken) -> Part:
         """Add a token of a sample that is not finished."""
         self.num_tokens += 1
+        self._log_prob_sum += new.log_prob
         is_end = new.token in self._encoded.eos_ids
         text = ""
         if not is_end and new.token not in self._encoded.skipped_ids:

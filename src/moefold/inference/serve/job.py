@@ -49,6 +49,8 @@ class ServeOptions:
     """Reward that chats ask for instead of align.want, or "none"."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
+    """Kernels of the layers, see run.kernels."""
     dtype: str = "auto"
     """Compute type; auto: the type of the stored weights."""
     device: str = "auto"
@@ -108,6 +110,7 @@ def prepare_server(
         seq_len=max(2, options.max_length or source.context),
         batch_size=1,
         experts=options.experts,
+        kernels=options.kernels,
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):

@@ -87,7 +87,7 @@ class CDecode:
     """Layers in float32 or bfloat16; see `DecodeKernel`.
 
     Args:
-        kernels: the kernels of this folder that it joins.
+        replaced: kernels whose parts of a layer it computes: by bits those of this folder, others by rounding.
 
     Raises:
         CompilerError: a library cannot be built.
@@ -95,8 +95,8 @@ class CDecode:
 
     max_head_dim = MAX_HEAD_DIM
 
-    def __init__(self, kernels: Sequence[object]) -> None:
-        self._kernels = kernels
+    def __init__(self, replaced: Sequence[object]) -> None:
+        self._replaced = replaced
         library = load_library("decode")
         self.attend = library.decode_attention
         self.attend.argtypes = [ctypes.c_void_p] * 6
@@ -109,9 +109,9 @@ class CDecode:
         self.workspace_bytes.restype = ctypes.c_int64
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
-    def joins(self, kernel: object) -> bool:
+    def replaces(self, kernel: object) -> bool:
         """See `DecodeKernel`."""
-        return any(kernel is known for known in self._kernels)
+        return any(kernel is known for known in self._replaced)
 
     def functions_address(self, dtype: torch.dtype) -> int:
         """Return the address of the C struct of functions for rows of a dtype."""
