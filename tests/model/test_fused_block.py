@@ -77,7 +77,7 @@ def rows_of(spans: Sequence[range]) -> PassRows:
     positions = torch.tensor([position for span in spans for position in span])
     sample_of_row = torch.tensor(chosen).repeat_interleave(torch.tensor(counts))
     slots = tables[sample_of_row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
-    return PassRows(slots, positions, tables[chosen], counts)
+    return PassRows(slots, positions, tables[chosen], counts, [spans[i][-1] for i in chosen])
 
 
 def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses: bool) -> list[torch.Tensor]:

@@ -48,7 +48,11 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         read_prompts=lambda: prompts or (_read_prompt(rank_env),),
         max_tokens=arguments.max_tokens,
         sampling=SamplingParams(
-            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+            seed=arguments.seed,
         ),
         overrides=tuple(word for word in arguments.words if _is_override(word)),
         options=GenerateOptions(**{field.name: getattr(arguments, field.name) for field in fields(GenerateOptions)}),
@@ -103,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that reach probability P (1)"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the likeliest, before --top-k and --top-p (0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
     parser.add_argument("--chat", action="store_true", help="prompts are messages, put into the model's chat template")
