@@ -39,12 +39,14 @@ OTHER_LETTERS = {
     "cost/memory_snapshots.py": "FW",
     "cost/stage_memory.py": "FW",
     "launch/job_file.py": "M",
+    "parallel/pipeline_schedule.py": "FW",
     "planner/simulator/export.py": "FW",
     "planner/simulator/round_export.py": "M",
     "planner/simulator/simulate.py": "FW",
     "planner/simulator/timeline.py": "F",
     "planner/svg_chart.py": "F",
     "topology/collective_order.py": "FRW",
+    "topology/message_plan.py": "FW",
     "topology/pipeline_action.py": "FW",
     "topology/pipeline_layout.py": "L",
     "topology/schedule_csv.py": "FW",
@@ -150,7 +152,7 @@ BY_NAME = {count.name: count for count in COUNTS}
 
 @dataclass
 class FileFacts:
-    """What one file contributes."""
+    """Facts of one file, and its places of each count."""
 
     name: str
     """Path below the package."""
@@ -484,7 +486,7 @@ def as_text(numbers: Numbers) -> str:
 
 
 def table(found: Mapping[str, Places], baseline: Numbers) -> str:
-    """Return the counts of now beside those of the baseline and the goals."""
+    """Return the counts of now with those of the baseline and the goals."""
     rows = [f"{'count':24}{'now':>9}{'baseline':>10}  goal"]
     for count in COUNTS:
         before = sum(baseline.get(count.name, {}).values())
