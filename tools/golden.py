@@ -496,9 +496,11 @@ def diff_texts(before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence
 def compute(root: Path, names: Sequence[str], subjects: Sequence[str]) -> Iterator[tuple[str, Texts]]:
     """Yield each recipe with its full texts, computed on all cores."""
     tasks = partial(texts_of, root, subjects=subjects)
-    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("fork")) as pool:
-        # Recipes of a model are neighbours, and some have the same small model.
-        yield from zip(names, pool.map(tasks, names, chunksize=4), strict=True)
+    workers = min(len(names), os.cpu_count() or 1)
+    # Recipes of a model are neighbours, and some have the same small model.
+    size = max(1, min(4, len(names) // workers))
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        yield from zip(names, pool.map(tasks, names, chunksize=size), strict=True)
 
 
 def dump(root: Path, out: Path, names: Sequence[str], subjects: Sequence[str]) -> None:
