@@ -81,6 +81,7 @@ def test_an_archive_without_kernels_costs_compilation_alone(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_packed_kernels_are_found_again(tmp_path):
     pytest.importorskip("triton")
     done = subprocess.run(

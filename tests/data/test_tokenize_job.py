@@ -85,7 +85,16 @@ def test_a_json_array_is_read_as_lines_are(tmp_path: Path):
     assert result.num_skipped == 0
 
 
-BAD_ROWS = ['{"text": null}', "null", "{", '{"txt": "a"}', '{"text": ["a"]}', '{"text": "\\ud800"}', '{"text": "\xe9"}']
+BAD_ROWS = [
+    '{"text": null}',
+    "null",
+    "{",
+    '{"txt": "a"}',
+    '{"text": ["a"]}',
+    '{"text": "\\ud800"}',
+    '{"text": "a\\u0000"}',
+    '{"text": "\xe9"}',
+]
 
 
 @pytest.mark.parametrize("is_array", [False, True])

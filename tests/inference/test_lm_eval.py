@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
+pytest.importorskip("lm_eval", reason="pip install -e '.[eval]' installs lm-eval")
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 from lm_eval.api.instance import Instance
 

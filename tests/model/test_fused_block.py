@@ -77,7 +77,7 @@ def rows_of(spans: Sequence[range]) -> PassRows:
     positions = torch.tensor([position for span in spans for position in span])
     sample_of_row = torch.tensor(chosen).repeat_interleave(torch.tensor(counts))
     slots = tables[sample_of_row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
-    return PassRows(slots, positions, tables[chosen], counts)
+    return PassRows(slots, positions, tables[chosen], counts, [spans[i][-1] for i in chosen])
 
 
 def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses: bool) -> list[torch.Tensor]:
@@ -131,6 +131,16 @@ def test_a_fused_layer_has_the_bits_of_its_modules(kind, dtype):
     assert_equal_bits(stage, fixed_passes(), 4)
 
 
+@pytest.mark.parametrize("router_softmax", ["pre", "post"])
+def test_equal_logits_choose_the_experts_that_the_router_chooses(router_softmax):
+    stage = build(recipe({"router_softmax": router_softmax, "top_k": 3}))
+    with torch.no_grad():
+        for layer in stage.moe_layers().values():
+            # Pairs of equal experts.
+            layer.router.weight[1::2] = layer.router.weight[::2]
+    assert_equal_bits(stage, fixed_passes(), 4)
+
+
 @st.composite
 def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     """Sizes that are no multiples of vectors, and each option of the layers."""
@@ -148,7 +158,10 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "layer_pattern": draw(st.sampled_from(["M", "DM"])),
         "router_score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "router_bias": draw(st.booleans()),
+        "router_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
     }
+    if model["router_score"] == "softmax":
+        model["router_softmax"] = draw(st.sampled_from(["pre", "post"]))
     for name in ("qk_norm", "qkv_bias", "attention_output_bias", "attention_sinks"):
         model[name] = draw(st.booleans())
     if draw(st.booleans()):
@@ -231,29 +244,40 @@ class ScriptedClock:
         return self.now
 
 
-class CountedChoices:
-    """Override of a router that counts the rows that it sees."""
+class KeptChoices:
+    """Override of a router that keeps the choices, and may replace them by the experts after them."""
 
     in_evaluation = True
 
-    def __init__(self) -> None:
-        self.num_rows = 0
+    def __init__(self, num_experts: int = 0) -> None:
+        self.only_records = not num_experts
+        self.num_experts = num_experts
+        self.chosen: list[torch.Tensor] = []
 
     def apply(self, ids_TK: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
-        """Count, and leave the choice."""
-        self.num_rows += len(ids_TK)
-        return ids_TK
+        """Keep the choice."""
+        self.chosen.append(ids_TK)
+        return ids_TK if self.only_records else (ids_TK + 1) % self.num_experts
+
+
+def set_overrides(stage: Transformer, num_experts: int = 0) -> list[KeptChoices]:
+    """Override all routers."""
+    overrides = [KeptChoices(num_experts) for _ in stage.moe_layers()]
+    for layer, override in zip(stage.moe_layers().values(), overrides, strict=True):
+        layer.router.override = override
+    return overrides
 
 
 def of_libraries(kernels: Kernels, clock: ScriptedClock | None) -> Kernels:
     """The kernels where the GEMMs of training are the libraries'."""
     parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.permute_ops, kernels.expert_activation
+    softmax = kernels.router_softmax
     return replace(
         kernels,
         gemm=TORCH_GEMM,
         linear_backend=None,
         expert_ops=TORCH_EXPERT_OPS,
-        decode=CDecode([*parts, TORCH_GEMM, TORCH_EXPERT_OPS, None]),
+        decode=CDecode([*parts, softmax, TORCH_GEMM, TORCH_EXPERT_OPS, None]),
         decode_choice=None if clock is None else DecodeChoice(clock),
     )
 
@@ -269,9 +293,7 @@ def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatc
     # The first pass by modules, the second whole, the third by modules again.
     clock = ScriptedClock([3.0, 1.0, 1.0, 3.0, 3.0, 1.0])
     apply_kernels(stage, of_libraries(kernels, clock))
-    counted = [CountedChoices() for _ in stage.moe_layers()]
-    for layer, choices in zip(stage.moe_layers().values(), counted, strict=True):
-        layer.router.override = choices
+    overrides = set_overrides(stage)
     run_modules = mock.Mock(wraps=Block.run_modules)
     monkeypatch.setattr(Block, "run_modules", lambda *args: run_modules(*args))
     found = run(stage, passes, 4 * PAGES, fuses=True)
@@ -284,7 +306,24 @@ def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatc
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=within, atol=within)
     # Measuring leaves no trace in the recorded choices.
-    assert [choices.num_rows for choices in counted] == [sum(len(rows.slots_R) for rows in passes)] * num_layers
+    num_rows = [len(rows.slots_R) for rows in passes]
+    assert all([len(ids) for ids in override.chosen] == num_rows for override in overrides)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_choices_are_recorded_and_replaced_as_those_of_the_modules(replaces):
+    stage = build(recipe({}))
+    num_experts = stage.cfg.model.num_experts if replaces else 0
+    chosen = []
+    found = []
+    for fuses in (True, False):
+        overrides = set_overrides(stage, num_experts)
+        found.append(run(stage, fixed_passes(), 4 * PAGES, fuses=fuses))
+        chosen.append([ids for override in overrides for ids in override.chosen])
+    for of_kernel, of_modules in zip(*chosen, strict=True):
+        assert torch.equal(of_kernel, of_modules)
+    for of_kernel, of_modules in zip(*found, strict=True):
+        assert torch.equal(of_kernel, of_modules)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])

@@ -240,6 +240,15 @@ def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
     assert first[3:] != second[3:]
 
 
+def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp_path):
+    """The second step has rollouts of the first weights, from which a rate far too high has moved on."""
+    cfg = recipe(tmp_path, 3, objective="clip", staleness=1)
+    cfg = replace(cfg, train=replace(cfg.train, lr=1.0, warmup_steps=0, lr_schedule="constant"))
+    with pytest.raises(Exception, match=r"step 2: the log-probabilities of .*, and rl.mismatch_limit allows 1\b"):
+        pool.run(1, run_in_turn, cfg)
+    assert [record["rl"]["staleness"] for record in records(cfg)] == [0]
+
+
 @pytest.mark.parametrize(
     ("stop", "staleness", "further"),
     [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],

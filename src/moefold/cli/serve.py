@@ -94,5 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--want", default="", metavar="REWARD", help="reward that chats ask for, not align.want; none: for none"
     )
     parser.add_argument("--chat-template", default="", metavar="FILE", help="chat template instead of the model's")
+    parser.add_argument(
+        "--reasoning", action="store_true", help="chats: text between <think> and </think> is reasoning_content"
+    )
     add_inference_options(parser)
     return parser

@@ -372,7 +372,6 @@ def init_fsdp_root(module: nn.Module) -> None:
 
 def run_fsdp_post_backward(module: nn.Module) -> None:
     """Accumulate the gradients of all FSDP modules inside a root in the reduction type, or reduce them if due."""
-    # torch's pipeline schedules call the same function to reduce gradients.
     _fsdp_state(module)._root_post_backward_final_callback()
 
 

@@ -57,7 +57,8 @@ class RLConfig:
     """Largest mean difference between the log-probabilities of the sampler and those of training, in nats, of a step on
     rollouts of its own weights; beyond it the run ends before the update
     ([rl.md](rl.md#the-limit-of-the-mismatch)). 0: 1e-6 where sampling is exact or run.dtype is float64, else 0.01 in
-    float32, and 0.1 in bfloat16 or with moe.dispatch_precision."""
+    float32, and 0.1 in bfloat16 or with moe.dispatch_precision. On rollouts of older weights (staleness) the limit is
+    1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Literal["k3", "k2"] = "k3"
@@ -136,8 +137,8 @@ class RewardConfig:
 
     use: str | tuple[str, ...] = ""
     """Reward function, or a list of them: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with
-    TRL's signature f(prompts, completions, **columns); empty: that of data.task. The reward of a rollout is the sum of
-    those that are not None."""
+    TRL's signature f(prompts, completions, **columns); empty: the verifier of data.task. The reward of a rollout is
+    the sum of what is not None."""
     weights: tuple[float, ...] = ()
     """Factor of each reward function in the sum, in the order of use (TRL's reward_weights); empty: 1 each."""
     timeout_s: Annotated[float, POSITIVE] = 10.0

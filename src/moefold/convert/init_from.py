@@ -238,13 +238,13 @@ def upcycle_folder(
     run_tokenizer = find_run_tokenizer(dense)
     excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
     with atomic_directory(out, world) as tmp_dir:
-        write_weights(source, tmp_dir, world, on_bytes)
+        digests = write_weights(source, tmp_dir, world, on_bytes)
         if world.is_rank0:
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
             finish_checkpoint(tmp_dir, out, without_upcycling(model), f"upcycle of {dense}", tokenizer)
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world)
+        write_manifest_in_parallel(tmp_dir, world, digests)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     reason = ""
     if sidecar_dir is not None and not tokenizer:

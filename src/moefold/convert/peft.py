@@ -302,14 +302,14 @@ def import_adapters(
     }
     copied: tuple[str, ...] = ()
     with atomic_directory(out, world) as tmp_dir:
-        write_weights(PeftSource(tensors), tmp_dir, world, on_bytes)
+        digests = write_weights(PeftSource(tensors), tmp_dir, world, on_bytes)
         if world.is_rank0:
             sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR))
             finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world)
+        write_manifest_in_parallel(tmp_dir, world, digests)
     size = sum(values.nbytes for values in tensors.values())
     return Conversion(len(tensors), size, copied)
 

@@ -17,7 +17,7 @@ from moefold.cost.optimizers import optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
-from moefold.topology.schedules import runtime_slots, schedule_slots
+from moefold.topology.schedules import overlaps_micro_batches, runtime_slots, schedule_rows, schedule_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,16 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     """Return the snapshots of each pipeline rank, which are the same whatever is recomputed."""
     p = cfg.parallel
     chunks, stages_by_rank = recipe_stages(cfg)
-    schedule_spec = StepSchedule(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
-    return find_rank_snapshots(schedule_spec, chunks, stages_by_rank, runtime_slots(cfg), RECIPE_COLUMNS)
+    whole = StepSchedule(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
+    shortest = whole.shortest_equivalent
+    rows = (
+        runtime_slots(cfg)
+        if shortest == whole
+        else schedule_rows(
+            p.schedule, p.pp, p.virtual_stages, shortest.num_micro_batches, overlap=overlaps_micro_batches(cfg)
+        )
+    )
+    return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, RECIPE_COLUMNS)
 
 
 def _activation_peak(snapshots: RankSnapshots, formula: ActivationMemory, table: ByteTable) -> ActivationPeak:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.align import AlignConfig
+from moefold.config.align import REWARD_METHODS, AlignConfig
 from moefold.config.schema import DataConfig
 from moefold.data.best_fit import (
     BestFitSamples,
@@ -322,7 +322,7 @@ class _DatasetBuilder:
         reader = preference_reader(self.align) if is_preference else None
         if self.align.method == "condition":
             reader = conditioned_reader(self.align)
-        elif self.align.method in ("filter", "weight") and self.data.skip_bad_rows:
+        elif self.align.method in REWARD_METHODS and self.data.skip_bad_rows:
             reader = rewarded_reader(self.align)
         conversations = open_conversations(
             self.data,

@@ -264,7 +264,7 @@ def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRen
 
 
 def _read_labelled_alone(record: JsonlRecord) -> list[ConversationToRender]:
-    """Return the completions of one row, without that of another row."""
+    """Return the completions of one row, without one of another row."""
     return [_to_render(prompt, completion, record, size_bytes=0) for prompt, completion, _ in parse_labelled(record)]
 
 

@@ -14,7 +14,7 @@ from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
 from moefold.data.skipped_rows import SkippedRows
 from moefold.data.tasks import Problems, check_task_tokenizer
-from moefold.data.tokenizer import Tokenizer
+from moefold.data.tokenizer import Tokenizer, reject_nul
 from moefold.errors import ConfigError
 
 PROMPT_COLUMN = "prompt"
@@ -270,6 +270,7 @@ def has_conversations(data: DataConfig) -> bool:
 def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokenizer) -> Prompt:
     location = record.location
     reject_surrogates(text, f"{location}: the prompt")
+    reject_nul(tokenizer, source, f"{location}: the prompt")
     ids = tuple(tokenizer.encode(text).tolist())
     if not ids:
         raise ConfigError(f"{location}: the prompt is empty; a model continues at least one token")

@@ -127,7 +127,7 @@ def open_rewards(
 ) -> Rewards:
     """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
 
-    With data.skip_bad_rows they are those of the rows that `open_conversations` keeps with `rewarded_reader`.
+    With data.skip_bad_rows, `open_conversations` keeps the same rows with `rewarded_reader`.
 
     Raises:
         ConfigError: a row has no finite reward; the message has its line.
@@ -135,7 +135,7 @@ def open_rewards(
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     identity = ["rewards", FORMAT_VERSION, sizes, align.reward]
-    records = chain.from_iterable(jsonl_records(path) for path in files)
+    records: Iterator[JsonlRecord] = chain.from_iterable(jsonl_records(path) for path in files)
     if data.skip_bad_rows:
         template = load_chat_template(data, tokenizer)
         # The rows that are skipped are reported where they are tokenised for training.

@@ -33,7 +33,7 @@ from moefold.data.tokenizer import OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
@@ -244,7 +244,9 @@ def open_conversations(
     job = Tokenization(tokenizer, template, report)
 
     def write(file: BinaryIO) -> None:
-        records = (record for path in files for record in jsonl_records(path, report.skipped.refuse))
+        records: Iterator[JsonlRecord] = (
+            record for path in files for record in jsonl_records(path, report.skipped.refuse)
+        )
         if skips and reader.read_alone is not None:
             records = usable_records(files, reader, job)
         elif skips:
@@ -369,7 +371,7 @@ class Tokenization:
     report: RowReport
 
     def tokenize(self, conversations: Sequence[ConversationToRender]) -> Iterator[TokenizedConversation | None]:
-        """Tokenise conversations, those of a row after one another; see `tokenize_conversations`."""
+        """Tokenise conversations, grouped by their rows; see `tokenize_conversations`."""
         requests = [one.request() for one in conversations]
         return tokenize_conversations(requests, self.tokenizer, self.template, self.report)
 

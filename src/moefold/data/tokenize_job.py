@@ -27,6 +27,7 @@ from moefold.bounded_read import (
 )
 from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
 from moefold.data.file_formats import (
+    JsonlRecord,
     column_text,
     column_values,
     is_json_array,
@@ -40,7 +41,14 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.skipped_rows import SkippedRows
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer, report_notes
+from moefold.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    OffsetTokenizer,
+    encode_documents,
+    reject_nul,
+    report_notes,
+)
 from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
@@ -126,19 +134,36 @@ def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> 
     return tuple(shards)
 
 
-def read_chunks(input_slice: InputSlice, column: str, skipped: SkippedRows | None = None) -> Iterator[TextChunk]:
+@dataclass(frozen=True, slots=True)
+class TextColumn:
+    """The column of the texts of rows."""
+
+    name: str
+    tokenizer: OffsetTokenizer
+
+    def check(self, text: str, location: str) -> str:
+        """Return a text that the tokenizer can take; raise ConfigError for another one."""
+        reject_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
+        return text
+
+    def text(self, record: JsonlRecord) -> str:
+        """Return the text of a record; raise ConfigError if it has none."""
+        return self.check(column_text(record.fields, self.name, record.location), record.location)
+
+
+def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
     """Yield the documents of a slice, long texts in chunks; empty ones are left out.
 
     Args:
         input_slice: the part of a file.
         column: the column of the text.
-        skipped: gets the errors of lines and rows that hold no text; None: they are raised.
+        skipped: gets the errors of lines and rows that hold no text.
 
     Raises:
         ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
     """
     try:
-        yield from _documents(input_slice, column, skipped or SkippedRows(skips=False))
+        yield from _documents(input_slice, column, skipped)
     except OSError as error:
         raise ConfigError(
             f"{input_slice.path} cannot be read ({error.strerror or error}); copy it again or leave it out"
@@ -147,7 +172,7 @@ def read_chunks(input_slice: InputSlice, column: str, skipped: SkippedRows | Non
         raise ConfigError(f"{input_slice.path}: {error}; split or remove it") from None
 
 
-def _documents(input_slice: InputSlice, column: str, skipped: SkippedRows) -> Iterator[TextChunk]:
+def _documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
     if input_slice.input_format == "text":
         status = input_slice.path.stat()
         file = TextFile(input_slice.path, status.st_size, status.st_mtime_ns, is_named=True)
@@ -194,14 +219,14 @@ def _has_one_slice(path: Path) -> bool:
     return path.suffix == ".gz" or is_json_array(path)
 
 
-def _jsonl_documents(input_slice: InputSlice, column: str, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
+def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
     path = input_slice.path
     if _has_one_slice(path):
         # Progress counts compressed bytes, which cannot be attributed to lines.
         is_compressed = path.suffix == ".gz"
         for record in jsonl_records(path, skipped.refuse):
             try:
-                yield column_text(record.fields, column, record.location), 0 if is_compressed else record.size_bytes
+                yield column.text(record), 0 if is_compressed else record.size_bytes
             except ConfigError as error:
                 skipped.refuse(error)
         return
@@ -221,7 +246,7 @@ def _jsonl_documents(input_slice: InputSlice, column: str, skipped: SkippedRows)
             yield text, len(line)
 
 
-def _numbered_error(line: bytes, path: Path, at: int, column: str) -> ConfigError:
+def _numbered_error(line: bytes, path: Path, at: int, column: TextColumn) -> ConfigError:
     """Return the error of a line that begins at byte `at`, with the number of the line."""
     try:
         _line_text(line, path, 1 + _count_lines(path, at), column)
@@ -235,9 +260,9 @@ def _skip_line(file: BinaryIO) -> None:
         pass
 
 
-def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
+def _line_text(line: bytes, path: Path, number: int, column: TextColumn) -> str:
     record = parse_line(line, path, number)
-    return column_text(record.fields, column, record.location) if record else ""
+    return column.text(record) if record else ""
 
 
 def _count_lines(path: Path, stop: int) -> int:
@@ -250,21 +275,29 @@ def _count_lines(path: Path, stop: int) -> int:
     return count
 
 
-def _parquet_documents(input_slice: InputSlice, column: str, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
+def _parquet_documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
     file = open_parquet(input_slice.path)
-    if column not in file.schema_arrow.names:
+    name = column.name
+    if name not in file.schema_arrow.names:
         raise ConfigError(
-            f"--column {column}: {input_slice.path} has {unknown_column_message(column, file.schema_arrow.names)}"
+            f"--column {name}: {input_slice.path} has {unknown_column_message(name, file.schema_arrow.names)}"
         )
     groups = range(input_slice.start, input_slice.stop)
     num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
-    for row, text in column_values(input_slice.path, column, groups):
-        if not isinstance(text, str):
-            what = "nothing" if text is None else type(text).__name__
-            problem = f"{input_slice.path}: column {column!r} holds {what}, not text, in row {row}"
-            skipped.refuse(ConfigError(problem))
-            continue
-        yield text, input_slice.size_bytes // num_rows
+    for row, value in column_values(input_slice.path, name, groups):
+        try:
+            text = _row_text(value, f"{input_slice.path}, row {row}", column)
+        except ConfigError as error:
+            skipped.refuse(error)
+        else:
+            yield text, input_slice.size_bytes // num_rows
+
+
+def _row_text(value: Any, location: str, column: TextColumn) -> str:
+    if not isinstance(value, str):
+        what = "nothing" if value is None else type(value).__name__
+        raise ConfigError(f"{location}: column {column.name!r} holds {what}, not text")
+    return column.check(value, location)
 
 
 TMP_PATTERN = ".tokens-*.partial"
@@ -329,7 +362,7 @@ class ShardWriter:
         try:
             with draft.open("xb") as file, index_draft.open("xb") as index:
                 skipped = SkippedRows(skips=self.skip_bad_rows)
-                chunks = _chunk_batches(shard, self.column, skipped)
+                chunks = _chunk_batches(shard, TextColumn(self.column, tokenizer), skipped)
                 size = _write_shard(file, index, chunks, tokenizer, report)
                 for opened in (file, index):
                     opened.flush()
@@ -393,7 +426,7 @@ def _write_shard(
     for pieces in chunks:
         ends: list[int] = []
         parts: list[NDArray[np.int64]] = []
-        for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+        for piece, ids in zip(pieces, encode_documents(tokenizer, [piece.text for piece in pieces]), strict=True):
             parts += [ids, separator] if piece.ends_document else [ids]
             num_tokens += len(ids) + (len(separator) if piece.ends_document else 0)
             if piece.ends_document:
@@ -407,7 +440,7 @@ def _write_shard(
     return ShardSize(num_tokens, num_documents)
 
 
-def _chunk_batches(shard: Shard, column: str, skipped: SkippedRows) -> Iterator[list[TextChunk]]:
+def _chunk_batches(shard: Shard, column: TextColumn, skipped: SkippedRows) -> Iterator[list[TextChunk]]:
     """Yield chunks of several megabytes in total at a time."""
     pieces: list[TextChunk] = []
     size = 0
@@ -449,7 +482,7 @@ class TokenizationResult:
     num_new_tokens: int
     """Tokens written by this call; the others were written by earlier, interrupted calls."""
     num_skipped: int
-    """Lines and rows that held no text, those of earlier calls included."""
+    """Lines and rows that held no text, with the ones of earlier calls."""
     first_skipped: str
     """Error of the first of them."""
 

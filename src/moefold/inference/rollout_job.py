@@ -21,8 +21,8 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
-from moefold.rl.reward import check_columns, check_reward
-from moefold.validate.rl import validate_reward_functions
+from moefold.rl.reward import check_columns, check_reward, reward_names
+from moefold.validate.rl import reward_problems
 
 ROLLOUT_WORDS = (
     (r"reward\.use=", "--reward "),
@@ -129,7 +129,7 @@ def prepare_rollouts(
     if num_prompts > len(prompts):
         raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
     with reworded_errors(*ROLLOUT_WORDS):
-        for problem in validate_reward_functions(task_cfg):
+        for problem in reward_problems(task_cfg.reward):
             raise ConfigError(problem)
         check_reward(task_cfg, [prompts.prompt(0)])
     longest = max(len(prompts.prompt(i).ids) for i in range(num_prompts)) + request.max_tokens
@@ -165,7 +165,7 @@ def open_rollout_prompts(
         problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        check = check_columns(task_cfg)
+        check = check_columns(reward_names(task_cfg))
         found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want, check=check, reports=reports)
     return FilePrompts(found, None)
 

@@ -14,13 +14,14 @@ from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
-from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.layer import LayerOutput, MoELayer
+from moefold.model.moe.router import RouterOverride
 from moefold.model.moe.token_group import TokenColumns, TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import CurrentPass, PagedAttention
 from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel
-from moefold.model.transformer import Block, LayerOutput
+from moefold.model.transformer import Block
 from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
 
@@ -92,6 +93,7 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
     assert isinstance(ffn, MoELayer)
     yield "a shortcut around attention", ffn.is_shortcut
     yield "experts of other ranks", type(ffn.dispatcher) is not LocalDispatcher
+    assert isinstance(ffn.dispatcher, LocalDispatcher)
     yield "adapters", type(ffn.experts) is not Experts
     yield "zero-computation experts", ffn.has_zero_experts
     yield "moe.weight_in_expert", ffn.experts.applies_probs
@@ -108,8 +110,8 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
 class FusedBlock:
     """Forward pass of a layer over the rows of a decoder's pass, by a kernel for the whole layer.
 
-    The router chooses the experts between the two calls of the kernel, and shared experts and dense feed-forward
-    layers are modules, so that their variants are those of training.
+    Shared experts and dense feed-forward layers are modules, and so are routers that the kernel does not know, which
+    choose the experts between its two calls: their variants are those of training.
 
     Args:
         block: a layer that `supports_fused`; its weights must not change as long as this object is used.
@@ -126,6 +128,7 @@ class FusedBlock:
         self._current_pass = current_pass
         self._cache = cache
         self._layer: DecodeLayer | None = None
+        self._chooses = False
 
     @torch.no_grad()
     def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> LayerOutput:
@@ -157,8 +160,13 @@ class FusedBlock:
         if self._layer is None:
             self._layer = self._build(x_RH)
         layer = self._layer
-        y_RH, normed_RH, logits_RE = layer.attend(x_RH, self._current_pass.decode_rows(rope))
         ffn = self._ffn
+        if self._chooses and isinstance(ffn, MoELayer) and _has_no_choices(ffn.router.override):
+            y_RH, ids_RK = layer.compute(x_RH, self._current_pass.decode_rows(rope))
+            if ffn.router.override is not None:
+                ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
+            return y_RH.unsqueeze(1)
+        y_RH, normed_RH, logits_RE = layer.attend(x_RH, self._current_pass.decode_rows(rope))
         if logits_RE is None:
             return y_RH.unsqueeze(1) + ffn(normed_RH.unsqueeze(1))
         assert isinstance(ffn, MoELayer)
@@ -171,8 +179,14 @@ class FusedBlock:
     def _build(self, like: Tensor) -> DecodeLayer:
         """Return the layer with its pages, which this call allocates."""
         weights = layer_weights(self._block, like)
+        self._chooses = weights.routing is not None
         num_groups = len(weights.key.weight) // weights.head_dim
         return self._decode_pass.layer(weights, *self._cache.kernel_pages(num_groups, weights.head_dim, like))
+
+
+def _has_no_choices(override: RouterOverride | None) -> bool:
+    """Return whether the choices of a router stand in evaluation."""
+    return override is None or override.only_records
 
 
 @contextmanager
@@ -204,12 +218,16 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     router = None
     experts = None
     top_k = 0
+    routing = None
     if isinstance(ffn := block.ffn, MoELayer):
         router = linear(ffn.router.weight, ffn.router.bias, torch.float32)
         matrix_dtype = ffn.experts.ops.weight_dtype(like)
         gate, up, down = (local_param(weight, matrix_dtype) for weight in ffn.experts.computed_weights)
         experts = gate, up, down
         top_k = ffn.router.top_k
+        kernels = ffn.router.kernels
+        is_known = kernels.decode is not None and kernels.decode.replaces(kernels.router_softmax)
+        routing = ffn.router.softmax_routing() if is_known and ffn.shared is None else None
     return LayerWeights(
         query=linear(attention.wq, attention.bq),
         key=linear(attention.wk, attention.bk),
@@ -227,4 +245,5 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
         router=router,
         experts=experts,
         top_k=top_k,
+        routing=routing,
     )

@@ -29,6 +29,14 @@ class RoutingKernel(Protocol):
         ...
 
 
+class SoftmaxKernel(Protocol):
+    """Softmax of routers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the differentiable softmax over the last dim."""
+        ...
+
+
 class QKNormRopeKernel(Protocol):
     """QK norm and RoPE of queries and keys in one function."""
 
@@ -67,6 +75,8 @@ class Kernels:
     """GEMMs of the other linear layers."""
     router: RoutingKernel | None = None
     """Routing of the routers."""
+    router_softmax: SoftmaxKernel | None = None
+    """Softmax of the routers."""
     swiglu: SwiGLUKernel | None = None
     """SwiGLU of dense layers and shared experts."""
     rope: RopeKernel | None = None

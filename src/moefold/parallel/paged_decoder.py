@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from moefold.comm.host_copy import copy_to_device
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supports_fused
@@ -273,7 +274,7 @@ class PagedDecoder:
         """Copy pages of all layers, (from, to); no page is copied to twice."""
         if not copies:
             return
-        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
         for cache in self._caches:
             cache.copy_pages(source, target)
         for routing in self._routing:
@@ -283,9 +284,9 @@ class PagedDecoder:
         """Copy the states of linear attention between slots in all layers, (from, to)."""
         if not copies or not self._state_caches:
             return
-        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
         for states in self._state_caches:
-            states.copy(source, target)
+            states.copy(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.

@@ -161,15 +161,17 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.permute import CPermuteOps
     from moefold.ops.cpu.rope import CRope
+    from moefold.ops.cpu.router import CSoftmax
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     has_linear = cfg.model.has_linear_attention
-    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode")
     try:
         build_libraries(*names, *((*LIBRARIES, "convolution") if has_linear else ()))
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
+        softmax = CSoftmax()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
@@ -181,7 +183,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         # "c" asks for one order of sums, whatever is fastest on this processor.
         uses_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype)) or cfg.run.kernels == "c"
         gemms = (gemm, expert_ops, linear_backend) if uses_gemm else (TORCH_GEMM, TORCH_EXPERT_OPS, None)
-        decode = CDecode([activation, norm, rope, paged_attention, permute_ops, *gemms])
+        decode = CDecode([activation, norm, softmax, rope, paged_attention, permute_ops, *gemms])
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
@@ -200,6 +202,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
         permute_ops=permute_ops,
         linear_backend=linear_backend if uses_gemm else None,
+        router_softmax=softmax,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,

@@ -237,12 +237,12 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
             f"{', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
         )
     for name in names:
-        _check_function(cfg, name, prompts)
+        _check_function(name, prompts, cfg.reward.timeout_s)
 
 
-def check_columns(cfg: Config) -> Callable[[Prompt], None]:
-    """Return a function that raises ConfigError for a prompt without the columns of the recipe's verifiers."""
-    verifiers = [name for name in reward_names(cfg) if name in VERIFIERS]
+def check_columns(names: Sequence[str]) -> Callable[[Prompt], None]:
+    """Return a function that raises ConfigError for a prompt without the columns that verifiers read."""
+    verifiers = [name for name in names if name in VERIFIERS]
 
     def check(prompt: Prompt) -> None:
         for name in verifiers:
@@ -251,7 +251,7 @@ def check_columns(cfg: Config) -> Callable[[Prompt], None]:
     return check
 
 
-def _check_function(cfg: Config, name: str, prompts: Sequence[Prompt]) -> None:
+def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> None:
     """Check one function of reward.use."""
     if name in VERIFIERS:
         for one in prompts:
@@ -264,7 +264,7 @@ def _check_function(cfg: Config, name: str, prompts: Sequence[Prompt]) -> None:
         )
     if not reference[0].is_file():
         raise ConfigError(f"reward.use={name!r}: {str(reference[0])!r} does not exist; name a Python file")
-    with RewardPool(*reference, workers=1, timeout_s=cfg.reward.timeout_s) as pool:
+    with RewardPool(*reference, workers=1, timeout_s=timeout_s) as pool:
         (result,) = pool.call_all([reward_arguments(prompts[0], ["", ""], [[], []])])
     reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)
     if reason:

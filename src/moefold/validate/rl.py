@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.topology.layout import divisors
@@ -169,9 +170,8 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             yield f"{setting} does not go with reinforcement learning: {reason}; {remedy}, or rl.group_size=0"
 
 
-def validate_reward_functions(cfg: Config) -> Iterator[str]:
+def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """Check that each reward function is named once, and that reward.weights has one number for each."""
-    reward = cfg.reward
     names = ("",) if isinstance(reward.use, str) else reward.use
     if repeated := sorted({name for name in names if name and names.count(name) > 1}):
         yield f"reward.use={list(names)} names {repeated[0]!r} twice; name it once, and set its share by reward.weights"
@@ -188,8 +188,9 @@ def validate_reward_functions(cfg: Config) -> Iterator[str]:
         yield f"reward.weights={weights} makes every reward 0; set one of them to another number"
 
 
-def validate_reward_timeout(cfg: Config) -> Iterator[str]:
-    """Check that a reward function that hangs is named before the ranks that wait for it give up."""
+def validate_reward(cfg: Config) -> Iterator[str]:
+    """Check the reward functions, and that one that hangs is named before the ranks that wait for it give up."""
+    yield from reward_problems(cfg.reward)
     if uses_python_reward(cfg) and cfg.reward.timeout_s >= cfg.faults.timeout_s:
         yield (
             f"reward.timeout_s={cfg.reward.timeout_s:g} must be less than faults.timeout_s={cfg.faults.timeout_s:g}, "
@@ -208,6 +209,5 @@ RL_RULES = (
     validate_rl_objective,
     validate_staleness,
     validate_rl_model,
-    validate_reward_functions,
-    validate_reward_timeout,
+    validate_reward,
 )

@@ -76,7 +76,7 @@ def address(pool, single_rank, tmp_path_factory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Any:
-    openai = pytest.importorskip("openai", reason="the client of the OpenAI API is optional")
+    openai = pytest.importorskip("openai", reason="the client of the OpenAI API is optional: pip install openai")
     return openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0, timeout=60)
 
 
@@ -182,7 +182,7 @@ def test_formats_are_kept_by_a_model_that_never_learned_them(client, seed):
 @pytest.mark.slow
 def test_lm_eval_scores_as_the_model_itself(single_rank, monkeypatch, tmp_path: Path):
     """Under local-completions a model has the log-likelihoods, greedy flags and texts that lm-eval's moefold has."""
-    pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
+    pytest.importorskip("lm_eval", reason="pip install -e '.[eval]' 'lm-eval[api]' installs lm-eval and its client")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 

@@ -247,7 +247,7 @@ class CompletionServer:
                 part = text.push(new)
                 if part.finish_reason is not None and new.finish_reason is None:
                     self._loop.cancel([new.number])
-                if part.text or part.tokens or part.calls or part.finish_reason is not None:
+                if part.text or part.reasoning or part.tokens or part.calls or part.finish_reason is not None:
                     yield index, part
 
     async def _events(self, run: "_Run") -> AsyncGenerator[str, None]:
@@ -287,6 +287,7 @@ class CompletionServer:
             parts = collected[sample]
             whole = Part(
                 text="".join(part.text for part in parts),
+                reasoning="".join(part.reasoning for part in parts),
                 tokens=[token for part in parts for token in part.tokens],
                 calls=[call for part in parts for call in part.calls],
                 finish_reason=parts[-1].finish_reason,

@@ -157,8 +157,12 @@ ALWAYS_INLINE void transpose_panel(packed_word *panel, const int width, const vo
                                    int64_t steps) {
   const int64_t block_steps = width % BLOCK ? 0 : steps / BLOCK * BLOCK;
   for (int i = 0; i < width && block_steps; i += BLOCK)
-    for (int64_t k = 0; k < block_steps; k += BLOCK)
-      transpose_block(panel + k * width + i, width, (const char *)lines + i * stride + 4 * k, stride);
+    for (int64_t k = 0; k < block_steps; k += BLOCK) {
+      const char *const block = (const char *)lines + i * stride + 4 * k;
+      /* The same lines of the next panel. */
+      for (int r = 0; r < BLOCK; r++) __builtin_prefetch(block + (width + r) * stride, 0, 2);
+      transpose_block(panel + k * width + i, width, block, stride);
+    }
   for (int64_t k = block_steps; k < steps; k += 4)
 #pragma GCC unroll 8
     for (int i = 0; i < width; i += 4) {
