@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm.gloo_collectives import begin_gather, begin_sum_scatter, uses_gloo
 from moefold.comm.groups import Group
 
 T = TypeVar("T")
@@ -105,14 +106,25 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Concatenate the tensors of the members of a process group along dim 0 into `out`. No gradient."""
+    if uses_gloo(handle, x):
+        return _wait_unless(begin_gather(out, x, handle), async_op)
     return _all_gather(out, x, group=handle, async_op=async_op)
 
 
 def reduce_scatter_into(
-    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, async_op: bool = False
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Reduce `x` over the members of a process group and write this rank's part to `out`. No gradient."""
-    return _reduce_scatter(out, x, op=op, group=handle, async_op=async_op)
+    """Sum `x` over the members of a process group and write this rank's part to `out`. No gradient."""
+    if uses_gloo(handle, x):
+        return _wait_unless(begin_sum_scatter(out, x, handle), async_op)
+    return _reduce_scatter(out, x, group=handle, async_op=async_op)
+
+
+def _wait_unless(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
@@ -176,7 +188,7 @@ def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple
     """
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     group.record_collective("all_gather", x)
-    return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=async_op)
+    return out, all_gather_into(out, x.contiguous(), group.handle, async_op=async_op)
 
 
 def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
@@ -184,7 +196,7 @@ def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> t
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.record_collective("reduce_scatter", x)
-    return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=async_op)
+    return out, reduce_scatter_into(out, x.contiguous(), group.handle, async_op=async_op)
 
 
 def begin_all_to_all(

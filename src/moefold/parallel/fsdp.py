@@ -339,10 +339,11 @@ class PerRankGradDots:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce-scatter as FSDP's default does."""
+        assert op == dist.ReduceOp.SUM, op
         if self.is_enabled and not self._replicates:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
-            return reduce_scatter_into(output_tensor, input_tensor, group, op, async_op=async_op)
+            return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
 
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)
