@@ -65,7 +65,7 @@ def _agrees_with_torch(dtype: torch.dtype) -> None:
     """Run torch's own collectives on the same tensors: the messages are used here, and change no number."""
     group = _group()
     rows = _values(group.rank, torch.float64).to(dtype)
-    assert uses_gloo(group.handle, rows)
+    assert uses_gloo(group.handle, rows.device)
     ours = torch.empty(2, 5, dtype=dtype)
     theirs = torch.empty(2, 5, dtype=dtype)
     reduce_scatter_into(ours, rows, group.handle)

@@ -106,7 +106,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Concatenate the tensors of the members of a process group along dim 0 into `out`. No gradient."""
-    if uses_gloo(handle, x):
+    if uses_gloo(handle, x.device):
         return _wait_unless(begin_gather(out, x, handle), async_op)
     return _all_gather(out, x, group=handle, async_op=async_op)
 
@@ -115,7 +115,7 @@ def reduce_scatter_into(
     out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
     """Sum `x` over the members of a process group and write this rank's part to `out`. No gradient."""
-    if uses_gloo(handle, x):
+    if uses_gloo(handle, x.device):
         return _wait_unless(begin_sum_scatter(out, x, handle), async_op)
     return _reduce_scatter(out, x, group=handle, async_op=async_op)
 

@@ -45,9 +45,9 @@ class _Messages(dist.Work):
         return True
 
 
-def uses_gloo(handle: dist.ProcessGroup, x: Tensor) -> bool:
-    """Return whether gloo runs the collectives of a process group on a tensor in host memory."""
-    return x.device.type == "cpu" and handle._get_backend(x.device).name() == "gloo"
+def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether gloo runs the collectives of a process group on tensors of a device, in host memory."""
+    return device.type == "cpu" and handle._get_backend(device).name() == "gloo"
 
 
 def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
