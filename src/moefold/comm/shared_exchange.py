@@ -54,17 +54,17 @@ class SharedExchange:
         size = self._group.size
         rank = self._group.rank
         parts = x.view(-1).chunk(size)
-        width = PIECE_BYTES // x.element_size() // size
+        width = PIECE_BYTES // x.element_size() // (size - 1)
         of_parts = zip(*(part.split(width) for part in parts), strict=True)
         for total, pieces in zip(out.view(-1).split(width), of_parts, strict=True):
-            # slots[m, n]: what member m adds to the sum of member n.
-            slots = self._next_half(x.dtype)[:, : size * width].unflatten(1, (size, width))
+            # slots[m, n]: what member m adds to the sum of the n-th of the other members.
+            slots = self._next_half(x.dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
             count = total.numel()
-            for member, piece in enumerate(pieces):
-                if member != rank:
-                    slots[rank, member, :count].copy_(piece)
+            for slot, piece in zip(slots[rank], (*pieces[:rank], *pieces[rank + 1 :]), strict=True):
+                slot[:count].copy_(piece)
             dist.barrier(self._group.handle)
-            terms = [pieces[rank] if member == rank else slots[member, rank, :count] for member in range(size)]
+            received = [slots[member, rank - (rank > member), :count] for member in range(size) if member != rank]
+            terms = [*received[:rank], pieces[rank], *received[rank:]]
             torch.add(terms[0], terms[1], out=total)
             for term in terms[2:]:
                 total.add_(term)
