@@ -346,7 +346,8 @@ class PerRankGradDots:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
             if self._exchange is not None:
-                return self._exchange.sum_scatter_into(output_tensor, input_tensor)
+                self._exchange.sum_scatter_into(output_tensor, input_tensor)
+                return None
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
 
     def _after_all_reduce(self, output: Tensor) -> None:
@@ -388,7 +389,8 @@ class TimedAllGather:
         """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
             if self._exchange is not None:
-                return self._exchange.gather_into(output_tensor, input_tensor)
+                self._exchange.gather_into(output_tensor, input_tensor)
+                return None
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)
 
 
