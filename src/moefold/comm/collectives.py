@@ -188,7 +188,7 @@ def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple
     """
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     group.record_collective("all_gather", x)
-    return out, all_gather_into(out, x.contiguous(), group.handle, async_op=async_op)
+    return out, _all_gather(out, x.contiguous(), group=group.handle, async_op=async_op)
 
 
 def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
@@ -196,7 +196,7 @@ def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> t
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.record_collective("reduce_scatter", x)
-    return out, reduce_scatter_into(out, x.contiguous(), group.handle, async_op=async_op)
+    return out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=async_op)
 
 
 def begin_all_to_all(

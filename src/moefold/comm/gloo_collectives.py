@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of gloo groups by messages between their members.
+"""All-gather and reduce-scatter of FSDP's shards by messages between the members of a gloo group.
 
 torch's reduce-scatter on gloo copies its input, all-reduces the copy and keeps a part of it: twice the bytes on the
 wire. Its all-gather receives into a buffer of its own and copies from there. Here each member sends what another one
@@ -47,7 +47,7 @@ class _Messages(dist.Work):
 
 def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo runs the collectives of a process group on tensors of a device, in host memory."""
-    return device.type == "cpu" and handle._get_backend(device).name() == "gloo"
+    return device.type == "cpu" and dist.get_backend(handle) == "gloo"
 
 
 def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
