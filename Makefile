@@ -25,7 +25,7 @@ ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules unit e2e parity parity-core gpu kernel-table bench bench-gpu \
+.PHONY: help setup train test check lint types rules house golden unit e2e parity parity-core gpu kernel-table bench bench-gpu \
 	bench-gpu-sweep recipes release-check docs docs-serve pictures clean
 .DEFAULT_GOAL := help
 
@@ -49,7 +49,7 @@ train: $(STAMP) ## train the quickstart: eight ranks, attention and experts fold
 test: $(STAMP) ## run the fast suite: every feature once; wide sweeps are in parity, architecture rules in check
 	$(PYTEST) $(ABREAST) -m "$(FAST)" --ignore=tests/architecture
 
-check: lint types rules ## check style, types and house rules; what runs is tested by `make test`, or by `make unit` alone
+check: lint types rules house golden ## check style, types, house rules and recorded facts; what runs is tested by `make test`, or by `make unit` alone
 
 lint: $(STAMP) ## check style and format
 	$(BIN)/ruff check .
@@ -60,6 +60,12 @@ types: $(STAMP) ## check types
 
 rules: $(STAMP) ## check the budgets and the import rules
 	$(PYTEST) -q tests/architecture
+
+house: $(STAMP) ## count the debts of the structure: none may rise above tools/house.json (ARGS=--write: store falls)
+	$(BIN)/python tools/house.py $(ARGS)
+
+golden: $(STAMP) ## compare the facts of every recipe with tools/golden.jsonl (ARGS=--full: losses and names too)
+	$(BIN)/python tools/golden.py $(ARGS)
 
 unit: $(STAMP) ## run the unit tests
 	$(PYTEST) $(ABREAST) -q -m "$(UNIT)" --ignore=tests/architecture
@@ -77,8 +83,8 @@ parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank o
 HAS_PY = @command -v $(PY) > /dev/null \
 	|| { echo "no Python at PY=$(PY); name one that has torch: make $@ READY= PY=python3; or build .venv: make setup" >&2; \
 	exit 2; }
-HALF_HOUR = $(PY) benchmarks/gpu_half_hour.py
-gpu: $(READY) ## prove and measure on one GPU, 10 minutes a call: tests, kernels, layers, steps (READY= PY=python3: no .venv)
+HALF_HOUR = $(PY) -m benchmarks.gpu_half_hour
+gpu: $(READY) ## prove and measure on one GPU, the most valuable first, 10 minutes a call (READY= PY=python3: no .venv)
 	$(HAS_PY)
 	$(HALF_HOUR) proof $(ARGS)
 

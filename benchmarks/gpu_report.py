@@ -6,19 +6,23 @@ are those of benchmarks/gpu_half_hour.py. What was not measured is an empty cell
 
 import argparse
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.gpu_half_hour import PACKAGES
+from benchmarks.gpu_suites import LIBRARIES, PREDICTIONS, TEST_LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 118
 PAGE = ROOT / "docs" / "gpu.md"
-PREDICTIONS = ROOT / "benchmarks" / "gpu_predictions.json"
-EMPTY: Mapping[str, Any] = {"machine": {}, "stages": {}}
+EMPTY: Mapping[str, Any] = {"machines": []}
+KINDS = ("h100", "h200")
+"""Kinds of GPU with predictions."""
+YARDSTICK_ROWS = {"copy": "copy", "gemm": "bfloat16 GEMM"}
+"""Row of the stage `rates` that scales the share of a prediction with this name."""
 HOW_TO_RUN = """\
 # Running on a GPU
 
@@ -31,57 +35,91 @@ cells are empty.
 ```
 make gpu                            # with .venv: the stages below, at most 10 minutes a call
 make gpu READY= PY=python3          # without .venv, with any Python that has the packages
+make gpu READY= PY=python3 ARGS="--budget 430 --out OUT"    # less time, results elsewhere
 make gpu READY= PY=python3 ARGS="--device cpu --tiny"    # a rehearsal without a GPU
 make bench-gpu READY= PY=python3    # two large shapes next to other implementations, one call
 make bench-gpu-sweep                # every large shape, call after call
 ```
-Each stage is a child process with a time limit. No stage starts that could exceed the 10 minutes of a call; the next
-call goes on with the first stage that has no result. Results are in `runs/gpu/results.json`, with a log of each stage
-next to it (a rehearsal: `runs/gpu-rehearsal`). Results of another device or torch are not continued.
+Each stage is a child process with a time limit. The stages are ordered by value. One that is expected to take longer
+than what is left of the call is skipped, and the next one that fits runs; the next call runs what was skipped.
+`results.json` has all rows and the end of each log, and `logs.tgz` everything that the stages wrote; both are in
+`runs/gpu` (a rehearsal: `runs/gpu-rehearsal`) and are replaced after each stage. While a stage runs, its rows are added
+every 5 seconds: a machine that is taken away loses no more.
+
+**A short lease.** 15 minutes are a start of about 100 s, a call of `--budget 430` and one of `--budget 345`. By the
+expected seconds below, the first does `env` to `attention`, the two together all up to `tests`. To go on, on
+any machine, carry the file along: `--carried results.json`, with `logs.tgz` next to it. Results of another card or
+torch count; only `env` and `rates` run on every machine, as the yardsticks of what it measures. If `contact` finds
+wrong numbers, look there first: `python -m benchmarks.gpu_stages contact --rows FILE --only "fc1"`, also under
+`compute-sanitizer`.
+
+**Compiled kernels.** Compilation takes minutes of CPU time on a new machine. A machine without a GPU can do it before:
+```
+env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table --cache DIR --capability 90
+make gpu ARGS="--kernels DIR/ARCHIVE.tar.xz"
+```
+The first command packs what every launch compiles to and proves in another folder that each is found again. The keys
+are those of the same Triton for the same Python. Kernels of another one, or for another card, are said to be of no use,
+and are compiled. The results say how many were compiled in addition.
 
 | exit status | meaning |
 | --- | --- |
 | 0 | all stages have results |
 | 1 | a stage failed or reached its limit; `--stages NAME --again` runs it again |
-| 2 | nothing could run: no CUDA device, a missing package, results of another machine |
+| 2 | nothing could run: no CUDA device, a missing package, a rehearsal's results |
 | 3 | stages remain: call again |
 
 `make` prints the status as `Error 3` and itself exits with 2. `ARGS` has more options:
-`python3 benchmarks/gpu_half_hour.py --help`.
+`python3 -m benchmarks.gpu_half_hour --help`.
 
 {packages}
 
-`pytest -m gpu` runs the tests alone. Four files at a time (`-n 4 --dist loadfile`) they should take about 4 minutes
-and one after another about 8, estimated from counts: 243 tests of Triton kernels at 1 s, most of it compilation (115
-kernels compile ahead of time in 120 to 240 s of CPU time); 18 runs of several ranks on one GPU at 8 s, most of it
-starting processes; 63 others at 1 to 2 s. Every rendezvous uses a free port.
+`pytest -m gpu` runs the tests alone. The stage `tests` runs the named files that have them without the slow ones, 12
+processes at a time: 440 tests of Triton kernels at about 1 s, most of it compilation, and 77 others at 1 to 2 s, those
+that start processes of their own at 8 s. Every rendezvous uses a free port.
 """
 PACKAGES_TEXT = (
-    "**Packages.** moefold itself need not be installed: the stages take it from `src`. The Python needs {names}, at "
-    "least torch 2.11, and Triton 3.6 for the kernels (a CUDA wheel of torch brings it along). Into an environment "
-    "whose torch must not change: `pip install -e . --no-deps`, then `pip install` of what is missing; `pydantic` is "
-    "what an image made for torch usually lacks, and it needs `pydantic-core`, `annotated-types`, `typing-inspection` "
-    "and `typing-extensions`. `transformers` and `torchtitan` take part in the comparisons where they are installed."
+    "**Packages.** moefold itself need not be installed: the stages take it from `src`. Every stage needs {libraries}, "
+    "at least torch 2.11, and Triton 3.6 for the kernels (a CUDA wheel of torch brings it along); the stages of tests "
+    "also need {tests}. A stage whose packages are missing is left out, and the next call looks again. Into an "
+    "environment whose torch must not change: `pip install -e . --no-deps`, then `pip install` of what is missing; "
+    "`pydantic` is what an image made for torch usually lacks, and it needs `pydantic-core`, `annotated-types`, "
+    "`typing-inspection` and `typing-extensions`. `transformers` and `torchtitan` take part in the comparisons where "
+    "they are installed."
 )
 NOT_RUN = "**Nothing of moefold has run on a GPU yet.** All numbers of this page are predictions."
 REHEARSED = "A rehearsal on {device} with {sizes} sizes: no number of this page is a measurement of a GPU."
-RUN = "Measured on {device}, torch {torch}, Python {python}."
+RUN = "Measured on {device}, torch {torch}, Triton {triton}, Python {python}."
+CARRIED = " Of its kernels {carried} were carried along{misfit}; {compiled} were compiled there."
 PREDICTIONS_TEXT = """\
 ## Predictions and measurements
-Estimates for an H200: the least bytes over 4,000 GB/s, and FLOPs over 790 TFLOP/s times the efficiency of the kernel.
-On an H100 the operations that move memory take 1.4 times as long, and GEMMs as long. A measurement outside of the
-range has to be explained, the bfloat16 rate of the machine first.
+Estimates: the least bytes over 3,000 GB/s on an H100 and 4,000 GB/s on an H200, and FLOPs over 790 TFLOP/s times the
+efficiency of the kernel. The column "this machine" scales the prediction of the kind whose copy is nearest: of its
+time, the share that moves memory by the measured copy, and that of GEMMs by the measured bfloat16 rate. A measurement
+outside of that range has to be explained.
 """
 PLANS_TEXT = """\
 ## Plan and measurement
-What the planner predicts for the steps of the stage `step`, with the rates of its device `h200` and with those that
-the stage `probe` measured in the same session. It predicts the same time for every `loss_chunk`. For a run of your own:
+What the planner predicts for the steps of the stage `step`, with the rates of its devices `h100` and `h200` and, in the
+stage `plan`, with those that the stage `probe` measured. It predicts the same time for every `loss_chunk`. For a run of
+your own:
 ```
 moefold probe this-machine.toml
 moefold simulate --run RUN_DIR --gpu this-machine.toml
 ```
 [cost-model.md](cost-model.md#a-plan-checked-against-a-run-on-the-same-machine) has such a comparison on a CPU.
 """
+
+
+class Measured(NamedTuple):
+    """A measured row and its machine's entry in the results."""
+
+    row: Mapping[str, Any]
+    machine: Mapping[str, Any]
+
+
+MeasuredRows = Mapping[tuple[str, str], Measured]
+"""Measured rows by stage and name."""
 
 
 def main() -> int:
@@ -101,96 +139,163 @@ def main() -> int:
 
 def render(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Return the page."""
-    machine = results["machine"]
-    names = ", ".join(f"`{name}`" for name in PACKAGES.values())
-    packages = textwrap.fill(PACKAGES_TEXT.format(names=names), COLUMNS, break_on_hyphens=False)
+    machines = results["machines"]
+    measured = _measured_rows(machines)
+    names = [
+        ", ".join(f"`{name}`" for name in packages)
+        for packages in (LIBRARIES.values(), [name for name in TEST_LIBRARIES.values() if name not in LIBRARIES])
+    ]
+    text = PACKAGES_TEXT.format(libraries=names[0], tests=names[1])
+    packages = textwrap.fill(text, COLUMNS, break_on_hyphens=False)
     lines = [
-        HOW_TO_RUN.format(status=_status(machine), packages=packages),
+        HOW_TO_RUN.format(status=_status(machines), packages=packages),
         "## Stages",
-        "| stage | proves or measures | predicted s | status | measured s |",
+        "| stage | proves or measures | expected s | status | measured s |",
         "| --- | --- | --- | --- | --- |",
-        *_stage_lines(predictions["stages"], results["stages"]),
+        *_stage_lines(predictions["stages"], machines),
         "",
         PREDICTIONS_TEXT,
-        "| stage | quantity | predicted | derivation | measured |",
-        "| --- | --- | --- | --- | --- |",
-        *_prediction_lines(predictions["rows"], results["stages"]),
+        "| stage | quantity | H100 | H200 | derivation | this machine | measured |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *_prediction_lines(predictions["rows"], measured),
         "",
         PLANS_TEXT,
-        "| step | planned for h200, ms | planned with probe, ms | measured, ms | planned with probe / measured |",
-        "| --- | --- | --- | --- | --- |",
-        *_plan_lines(predictions["plans"], results["stages"]),
+        "| step | planned for h100, ms | for h200, ms | with probe, ms | measured, ms | with probe / measured |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *_plan_lines(predictions["plans"], measured),
         "",
         "## Other measurements",
-        *_other_lines(predictions, results["stages"]),
+        *_other_lines(predictions, measured),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _status(machine: Mapping[str, str]) -> str:
-    if not machine:
+def _status(machines: list[Mapping[str, Any]]) -> str:
+    if not machines:
         return NOT_RUN
-    is_rehearsal = machine["device"] == "cpu" or machine["sizes"] == "tiny"
-    return (REHEARSED if is_rehearsal else RUN).format(**machine)
+    lines = []
+    for entry in machines:
+        machine = entry["machine"]
+        is_rehearsal = machine["device"] == "cpu" or machine["sizes"] == "tiny"
+        text = (REHEARSED if is_rehearsal else RUN).format(**machine)
+        if kernels := entry.get("kernels"):
+            misfit = f" ({kernels['misfit']})" if kernels["misfit"] else ""
+            text += CARRIED.format(**kernels | {"misfit": misfit})
+        lines.append(text)
+    return "\n".join(lines)
 
 
-def _stage_lines(stages: list[dict[str, Any]], results: Mapping[str, Any]) -> Iterator[str]:
+def _stage_lines(stages: list[dict[str, Any]], machines: list[Mapping[str, Any]]) -> Iterator[str]:
     for stage in stages:
-        entry = results.get(stage["name"], {"status": "", "seconds": ""})
-        yield f"| {stage['name']} | {stage['proves']} | {stage['seconds']} | {entry['status']} | {entry['seconds']} |"
+        name = stage["name"]
+        found = [entry["stages"][name] for entry in machines if name in entry["stages"]]
+        status = "; ".join(entry["status"] for entry in found)
+        seconds = "; ".join(str(entry["seconds"]) for entry in found)
+        yield f"| {name} | {stage['proves']} | {stage['seconds']} | {status} | {seconds} |"
 
 
-def _prediction_lines(rows: list[dict[str, Any]], results: Mapping[str, Any]) -> Iterator[str]:
-    measured = _measured_rows(results)
+def _prediction_lines(rows: list[dict[str, Any]], measured: MeasuredRows) -> Iterator[str]:
+    references = {kind: {row["name"]: row[kind] for row in rows} for kind in KINDS}
     for row in rows:
-        low = f"{row['low']:g}"
-        predicted = low if row["low"] == row["high"] else f"{low} to {row['high']:g}"
+        predicted = " | ".join(f"{_range(*row[kind])} {row['unit']}" for kind in KINDS)
         found = measured.get((row["stage"], row["name"]))
-        cell = "" if found is None else f"{found['value']:.4g}{_verdict(found['value'], row)}"
-        yield f"| {row['stage']} | {row['name']} | {predicted} {row['unit']} | {row['derivation']} | {cell} |"
+        scaled = None if found is None else scaled_range(row, references, found.machine)
+        cells = ["" if scaled is None else f"{_range(*scaled)} {row['unit']}", ""]
+        if found is not None:
+            cells[1] = f"{found.row['value']:.4g}{_verdict(found.row['value'], scaled)}{_where(found, measured)}"
+        yield f"| {row['stage']} | {row['name']} | {predicted} | {row['derivation']} | {' | '.join(cells)} |"
 
 
-def _plan_lines(plans: list[dict[str, Any]], results: Mapping[str, Any]) -> Iterator[str]:
-    measured = _measured_rows(results)
+def _range(low: float, high: float) -> str:
+    return f"{low:.4g}" if low == high else f"{low:.3g} to {high:.3g}"
+
+
+def scaled_range(
+    row: Mapping[str, Any], references: Mapping[str, Mapping[str, Any]], machine: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """Return the range of a prediction on a machine, scaled by what it measured of copies and GEMMs.
+
+    Args:
+        row: prediction for each kind, with the shares "copy" and "gemm" of its time.
+        references: ranges of the rows by kind and name.
+        machine: entry of the results.
+
+    Returns:
+        None for a yardstick of a card that is no kind with predictions, and where the yardsticks were not measured.
+    """
+    if row["name"] in YARDSTICK_ROWS.values():
+        named = [kind for kind in KINDS if kind in machine["machine"]["device"].lower()]
+        return tuple(row[named[0]]) if named else None
+    rates = {found["name"]: found["value"] for found in machine["stages"].get("rates", {}).get("rows", ())}
+    if not all(name in rates for name in YARDSTICK_ROWS.values()):
+        return None
+
+    def middle(kind: str, name: str) -> float:
+        return sum(references[kind][name]) / 2
+
+    copy = YARDSTICK_ROWS["copy"]
+    kind = min(KINDS, key=lambda kind: abs(math.log(rates[copy] / middle(kind, copy))))
+    factor = 1.0
+    for share, name in YARDSTICK_ROWS.items():
+        factor += row[share] * (middle(kind, name) / rates[name] - 1.0)
+    low, high = row[kind]
+    is_rate = row["unit"].endswith("/s")
+    return (low / factor, high / factor) if is_rate else (low * factor, high * factor)
+
+
+def _where(found: Measured, measured: MeasuredRows) -> str:
+    """Return the machine of a row, if there are several."""
+    devices = {id(other.machine) for other in measured.values()}
+    return f" on {found.machine['machine']['device']}" if len(devices) > 1 else ""
+
+
+def _plan_lines(plans: list[dict[str, Any]], measured: MeasuredRows) -> Iterator[str]:
     for plan in plans:
         planned, found = (measured.get(key) for key in _plan_keys(plan))
-        cells = ["" if row is None else f"{row['value']:.4g}" for row in (planned, found)]
-        ratio = "" if planned is None else f"{planned['planned_over_measured']:.2f}"
-        yield f"| {plan['name']} | {plan['h200_ms']:g} | {' | '.join(cells)} | {ratio} |"
+        cells = ["" if entry is None else f"{entry.row['value']:.4g}" for entry in (planned, found)]
+        both = planned is not None and found is not None
+        ratio = f"{planned.row['value'] / found.row['value']:.2f}" if both else ""
+        predicted = " | ".join(f"{plan[f'{kind}_ms']:g}" for kind in KINDS)
+        yield f"| {plan['name']} | {predicted} | {' | '.join(cells)} | {ratio} |"
 
 
 def _plan_keys(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the keys of the rows of a step: the planner's time with the probed rates, and the measured one."""
-    return [("step", f"{plan['name']}, planned"), ("step", plan["name"])]
+    return [("plan", f"{plan['name']}, planned"), ("step", plan["name"])]
 
 
-def _verdict(value: float, row: Mapping[str, Any]) -> str:
-    if value < row["low"]:
-        return " (below)"
-    return " (above)" if value > row["high"] else ""
+def _verdict(value: float, expected: tuple[float, float] | None) -> str:
+    if expected is None or expected[0] <= value <= expected[1]:
+        return ""
+    return " (below)" if value < expected[0] else " (above)"
 
 
-def _other_lines(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
+def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iterator[str]:
     predicted = {(row["stage"], row["name"]) for row in predictions["rows"]}
     predicted |= {key for plan in predictions["plans"] for key in _plan_keys(plan)}
-    others = {key: row for key, row in _measured_rows(results).items() if key not in predicted}
+    others = {key: found for key, found in measured.items() if key not in predicted}
     if not others:
         yield "None yet."
         return
     yield "| stage | quantity | measured |"
     yield "| --- | --- | --- |"
-    for (stage, name), row in others.items():
-        value = row["value"] if isinstance(row["value"], str) else f"{row['value']:.4g}"
-        yield f"| {stage} | {name} | {value} {row['unit']} |"
+    for (stage, name), found in others.items():
+        value = found.row["value"]
+        text = value if isinstance(value, str) else f"{value:.4g}"
+        yield f"| {stage} | {name} | {text} {found.row['unit']}{_where(found, measured)} |"
 
 
-def _measured_rows(results: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the rows of all stages by stage and name; reports of `moefold bench` and `moefold probe` as rows."""
+def _measured_rows(machines: list[Mapping[str, Any]]) -> MeasuredRows:
+    """Return the rows of all stages by stage and name; reports of `moefold bench` and `moefold probe` as rows.
+
+    Of machines that measured the same, the last one counts; what yardsticks measured there says which it is.
+    """
     found = {}
-    for stage, entry in results.items():
-        for row in entry["rows"]:
-            for measured in _report_rows(row):
-                found[(stage, measured["name"])] = measured
+    for machine in machines:
+        for stage, entry in machine["stages"].items():
+            for row in entry["rows"]:
+                for measured in _report_rows(row):
+                    found[(stage, measured["name"])] = Measured(measured, machine)
     return found
 
 

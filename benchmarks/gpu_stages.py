@@ -5,16 +5,12 @@ not depend on `--tiny`, which only makes the tensors small.
 """
 
 import argparse
-import json
 import math
 import os
-import statistics
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,153 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu_contact import contact
+from benchmarks.gpu_stage import TINY_LAYER, TINY_TOKENS, Stage, layer_config, profile, recorded_waits
 from benchmarks.training_step import build_training_step, random_batch
 from moefold.bench.implementations import LayerSteps
 from moefold.bench.other_frameworks import PEERS, PeerUnavailableError
-from moefold.bench.shape import bench_config, bench_shapes, step_flops
+from moefold.bench.shape import step_flops
 from moefold.comm.torch_compat import tree_leaves
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
+from moefold.launch.runtime_env import expand_segments
 from moefold.ops.autotune import Autotuner, Candidates, TuningKey
 
 LAYERS = (("qwen3-30b-a3b", 4096), ("qwen3-30b-a3b", 16384), ("mixtral-8x22b", 4096), ("mixtral-8x22b", 16384))
-TINY_LAYER = {
-    "hidden_size": 64,
-    "moe_ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "top_k": 2,
-}
-TINY_TOKENS = 64
 MAX_DIFFERENCE = 2e-2
 """Largest relative difference between two bfloat16 implementations of a product."""
-TOP_KERNELS = 12
-
-
-@dataclass
-class Stage:
-    """Device and sizes of a stage, the file of its rows, and wrong results, which fail the stage at its end."""
-
-    device: torch.device
-    is_tiny: bool
-    rows: Path
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def is_cuda(self) -> bool:
-        """True on a GPU."""
-        return self.device.type == "cuda"
-
-    def add(self, name: str, value: float | str, unit: str = "", **details: object) -> None:
-        """Print a row and append it to the file."""
-        shown = value if isinstance(value, str) else f"{value:.4g}"
-        print(f"{name}: {shown} {unit}", flush=True)
-        with self.rows.open("a") as stream:
-            stream.write(json.dumps({"name": name, "value": value, "unit": unit, **details}) + "\n")
-
-    def size(self, large: int, small: int) -> int:
-        """Return the first size, or with `--tiny` the second."""
-        return small if self.is_tiny else large
-
-    def ms(self, run: Callable[[], object], repeats: int = 10) -> float:
-        """Return the median milliseconds of a run after two others, by CUDA events; on a CPU by the wall clock."""
-        for _ in range(2):
-            run()
-        return statistics.median(self._one_ms(run) for _ in range(repeats if self.is_cuda else 2))
-
-    def _one_ms(self, run: Callable[[], object]) -> float:
-        if not self.is_cuda:
-            started_s = time.perf_counter()
-            run()
-            return (time.perf_counter() - started_s) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def host_ms(self, run: Callable[[], object], repeats: int = 5) -> float:
-        """Return the median milliseconds until a run returns, started with an idle device."""
-        times = []
-        for _ in range(repeats):
-            self.synchronize()
-            started_s = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - started_s) * 1e3)
-        self.synchronize()
-        return statistics.median(times)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
-    def peak_gib(self, run: Callable[[], object]) -> float:
-        """Return the peak memory of a run in addition to what was allocated before; 0 on a CPU."""
-        if not self.is_cuda:
-            run()
-            return 0.0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        run()
-        return (torch.cuda.max_memory_allocated(self.device) - before) / 2**30
-
-    def free(self) -> None:
-        """Return cached memory to the device."""
-        if self.is_cuda:
-            torch.cuda.empty_cache()
-
-
-@contextmanager
-def recorded_waits() -> Iterator[list[str]]:
-    """Collect the source line of each wait of the host for the GPU inside the block; none without a GPU."""
-    found: list[str] = []
-    if not torch.cuda.is_available():
-        yield found
-        return
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield found
-        found += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def profile(stage: Stage, run: Callable[[], object]) -> tuple[int, float, list[tuple[str, int, float]]]:
-    """Profile a run: (launches, milliseconds in kernels, the longest kernels as (name, launches, ms)).
-
-    On a CPU operators take the place of kernels.
-    """
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if stage.is_cuda:
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profiler:
-        run()
-        stage.synchronize()
-    totals: dict[str, tuple[int, float]] = {}
-    for event in profiler.events():
-        if stage.is_cuda and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        us = event.device_time_total if stage.is_cuda else event.self_cpu_time_total
-        count, total = totals.get(event.name, (0, 0.0))
-        totals[event.name] = (count + 1, total + us)
-    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
-    launches = sum(count for _, (count, _) in ranked)
-    busy_ms = sum(us for _, (_, us) in ranked) / 1e3
-    return launches, busy_ms, [(name[:80], count, round(us / 1e3, 3)) for name, (count, us) in ranked[:TOP_KERNELS]]
-
-
-def layer_config(stage: Stage, preset: str, tokens: int, **train: object) -> Config:
-    """Return the recipe of one MoE layer in bfloat16."""
-    tokens = stage.size(tokens, TINY_TOKENS)
-    cfg = bench_config(bench_shapes()[f"{preset}-layer"], dtype="bfloat16", tokens=tokens, device=stage.device.type)
-    model = replace(cfg.model, **TINY_LAYER) if stage.is_tiny else cfg.model
-    return replace(cfg, model=model, train=replace(cfg.train, **train))
 
 
 def env(stage: Stage) -> None:
@@ -342,8 +206,8 @@ def _measure_others(stage: Stage, title: str, steps: LayerSteps) -> None:
         stage.add(f"{title}, {peer.name}", stage.ms(run), "ms")
 
 
-def _measure_step(stage: Stage, title: str, run: Callable[[], object], flops: float) -> float:
-    """Add the rows of a step, and return its milliseconds."""
+def _measure_step(stage: Stage, title: str, run: Callable[[], object], flops: float) -> None:
+    """Add the rows of a step."""
     for _ in range(3):
         run()  # compiles and chooses
     with recorded_waits() as waits:
@@ -359,7 +223,6 @@ def _measure_step(stage: Stage, title: str, run: Callable[[], object], flops: fl
     stage.add(f"{title}, peak memory", peak_gib, "GiB")
     for name, count, kernel_ms in top:
         print(f"   {kernel_ms:9.3f} ms  x{count:<4} {name}")
-    return ms
 
 
 ATTENTION_CASES = (
@@ -466,13 +329,15 @@ def planned_step_s(cfg: Config, device: Device) -> float:
     return cost_model.step_time(mapping_from_config(cfg)).total_s
 
 
-def _probed_device(stage: Stage) -> Device | None:
-    """Return the device that the stage `probe` measured, from its file next to the rows; None without it."""
+def plan(stage: Stage) -> None:
+    """Plan the steps of the stage `step` with the rates that the stage `probe` measured; runs on the host alone."""
     path = stage.rows.parent / "device.toml"
-    if path.exists():
-        return load_device(str(path))
-    print(f"{path} is missing, so steps are not planned; the stage probe writes it")
-    return None
+    if not path.exists():
+        stage.faults.append(f"{path} is missing; the stage probe writes it")
+        return
+    device = load_device(str(path))
+    for case in STEPS:
+        stage.add(f"{case[0]}, planned", planned_step_s(step_config(stage, case), device) * 1e3, "ms")
 
 
 def step(stage: Stage) -> None:
@@ -482,7 +347,6 @@ def step(stage: Stage) -> None:
     from moefold.launch.ranks import init_distributed, single_rank_env
     from moefold.topology.layout import fold
 
-    planner_device = _probed_device(stage)
     with init_distributed(single_rank_env(), stage.device.type) as device:
         groups = ParallelGroups.create(fold(world_size=1), device)
         for case in STEPS:
@@ -492,10 +356,7 @@ def step(stage: Stage) -> None:
             batch = random_batch(cfg, device)
             losses = [training.run(batch, number).loss for number in range(1, 6)]
             flops = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True).total * batch.tokens.numel()
-            ms = _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
-            if planner_device is not None:
-                planned_ms = planned_step_s(cfg, planner_device) * 1e3
-                stage.add(f"{title}, planned", planned_ms, "ms", planned_over_measured=planned_ms / ms)
+            _measure_step(stage, title, lambda training=training, batch=batch: training.run(batch, 6), flops)
             stage.add(f"{title}, loss after 5 steps over the first", losses[-1] / losses[0])
             if not losses[-1] < losses[0]:
                 stage.faults.append(f"{title}: the loss does not fall: {losses}")
@@ -553,7 +414,8 @@ def fp8(stage: Stage) -> None:
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
-    function.__name__: function for function in (env, rates, products, layer, attention, step, graphs, fp8)
+    function.__name__: function
+    for function in (env, contact, rates, layer, step, attention, graphs, fp8, products, plan)
 }
 
 
@@ -564,12 +426,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default="", help="make the checks of the stage contact whose names contain this")
     args = parser.parse_args(argv)
+    if args.only and args.stage != "contact":
+        parser.error(f"--only chooses checks of the stage contact; the stage {args.stage} has none")
+    if args.device == "cuda":
+        expand_segments()
     torch.manual_seed(0)
     args.rows.write_text("")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     stage = Stage(device, args.tiny, args.rows)
-    STAGES[args.stage](stage)
+    run = partial(contact, only=args.only) if args.only else STAGES[args.stage]
+    run(stage)
     for fault in stage.faults:
         print(f"WRONG: {fault}")
     return 1 if stage.faults else 0

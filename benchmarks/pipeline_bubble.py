@@ -19,16 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
+from moefold.comm.comm_timer import CommTimer
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.module_wrapper import set_on_modules
-from moefold.parallel.pipeline_schedule import training_schedule
+from moefold.parallel.pipeline_messages import PipelineMessages
+from moefold.parallel.pipeline_schedule import MicroBatch, PipelineSchedule
+from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
-from moefold.topology.schedules import SCHEDULES, stage_ranks
+from moefold.topology.message_plan import plan_messages
+from moefold.topology.schedules import SCHEDULES, runtime_slots, stage_ranks
 
 TimeSpans = list[tuple[float, float]]
 
@@ -133,9 +136,9 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
     parallel = cfg.parallel
     num_micro_batches = cfg.num_micro_batches
     spans: TimeSpans = []
-    x = torch.zeros(1, 1, device="meta", requires_grad=True)
+    ranks = stage_ranks(parallel)
     stages = []
-    for number, rank in enumerate(stage_ranks(parallel)):
+    for number, rank in enumerate(ranks):
         if rank != dist.get_rank():
             continue
         module = SleepingStage(times, spans)
@@ -143,24 +146,20 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
         if SCHEDULES[parallel.schedule].splits_backward:
             wgrad_store = WeightGradStore(module, reduces_each_micro_batch=False)
             set_on_modules(module, "wgrad_store", wgrad_store)
-        shapes: dict[str, Any] = {"input_args": (x,), "output_args": (x,)}
-        stages.append(
-            PipelineStage(
-                module,
-                number,
-                parallel.pp * parallel.virtual_stages,
-                torch.device("cpu"),
-                dw_builder=wgrad_store,
-                **shapes,
-            )
-        )
-    schedule = training_schedule(cfg, list(stages), lambda y, target: y.sum())
-    batch = (torch.zeros(num_micro_batches, 1, requires_grad=True),) if stages[0].is_first else ()
+        stages.append(PipelineStage(module, number, len(ranks), wgrad_store=wgrad_store))
+    schedule = PipelineSchedule(
+        stages,
+        len(ranks),
+        plan_messages(runtime_slots(cfg), ranks)[dist.get_rank()],
+        PipelineMessages(None, (1, 1), torch.float32, torch.device("cpu")),
+        comm_timer=CommTimer(),
+    )
+    micro_batches: list[MicroBatch] = [(torch.zeros(1, 1, requires_grad=True), {})] * num_micro_batches
     measured = []
     for _ in range(repeats + 1):
         dist.barrier()
         spans.clear()
-        schedule.step(*batch, target=torch.zeros(num_micro_batches, 1), return_outputs=False)
+        schedule.run(micro_batches)
         busy = sum(stop - start for start, stop in spans)
         measured.append((spans[-1][1] - spans[0][0] - busy, busy))
     return measured[1:]

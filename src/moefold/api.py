@@ -309,7 +309,7 @@ def generate(
         model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
         prompts: texts, or messages with `GenerateOptions(chat=True)`; all are continued together.
         max_tokens: most new tokens of each.
-        sampling: temperature, top_k, top_p and seed.
+        sampling: temperature, top_k, top_p, min_p and seed.
         overrides: the mapping, such as `parallel.tp=2`.
         options: further settings.
 

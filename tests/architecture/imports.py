@@ -1,9 +1,12 @@
 """The import graph of the package, read off the syntax trees: circles of modules and imports of higher floors."""
 
 import ast
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.architecture.rules import tree_of
 
 FLOORS = (
     (
@@ -85,6 +88,32 @@ def imports(package: Path) -> list[Import]:
     return [found for name, path in files.items() for found in _imports_of(name, path, files, package.name)]
 
 
+class Loaded(NamedTuple):
+    """What the import of a module brings along, by the syntax trees."""
+
+    modules: set[str]
+    """Modules of the package, folders included."""
+    libraries: set[str]
+    """Names of modules of other packages than the standard library."""
+
+
+def loaded(package: Path, module: str) -> Loaded:
+    """Return what the import of a module loads: its imports outside of functions, and those of what it imports."""
+    files = modules(package)
+    found = Loaded({"__init__"}, set())
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in found.modules or name not in files:
+            continue
+        found.modules.add(name)
+        tree = ast.parse(files[name].read_text())
+        waiting += [one.imported for one in _imports_at_load(tree, name, files, package.name)]
+        waiting.append(name.rpartition(".")[0])
+        found.libraries.update(_libraries(tree, package.name))
+    return found
+
+
 def upward(found: list[Import]) -> list[Import]:
     """Return the imports of a module on a higher floor than the importer's."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
@@ -123,22 +152,54 @@ def circles(found: list[Import]) -> list[list[str]]:
     return components
 
 
+def _statements_at_load(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported; those for type checkers do not."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def _imports_at_load(tree: ast.Module, name: str, files: Mapping[str, Path], package: str) -> Iterator[Import]:
+    for node in _statements_at_load(tree):
+        yield from _imports_of_node(node, name, files, package)
+
+
+def _libraries(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in _statements_at_load(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        yield from (one for one in names if one.split(".")[0] not in (package, *sys.stdlib_module_names))
+
+
 def _room(module: str) -> str:
     return module.split(".")[0]
 
 
 def _imports_of(name: str, path: Path, files: Mapping[str, Path], package: str) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
-            base = node.module.removeprefix(package).lstrip(".")
-            for alias in node.names:
-                target = _module_of(f"{base}.{alias.name}".lstrip("."), files)
-                if target != name:
-                    yield Import(name, node.lineno, target, alias.name)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith(f"{package}."):
-                    yield Import(name, node.lineno, _module_of(alias.name.removeprefix(f"{package}."), files), "")
+    for node in ast.walk(tree_of(path)):
+        yield from _imports_of_node(node, name, files, package)
+
+
+def _imports_of_node(node: ast.AST, name: str, files: Mapping[str, Path], package: str) -> Iterator[Import]:
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
+        base = node.module.removeprefix(package).lstrip(".")
+        for alias in node.names:
+            target = _module_of(f"{base}.{alias.name}".lstrip("."), files)
+            if target != name:
+                yield Import(name, node.lineno, target, alias.name)
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.startswith(f"{package}."):
+                yield Import(name, node.lineno, _module_of(alias.name.removeprefix(f"{package}."), files), "")
 
 
 def _module_of(dotted: str, files: Mapping[str, Path]) -> str:

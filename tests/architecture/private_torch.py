@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tests.architecture.rules import tree_of
+
 OTHER_LIBRARIES = frozenset({"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames", "_actions"})
 """Private-looking names of the standard library; argparse lists the arguments of a parser nowhere else."""
 
@@ -13,7 +15,7 @@ def private_torch_names(paths: Iterable[Path]) -> Iterator[str]:
 
     An attribute counts as torch's if its name begins with one underscore and no file of the package defines it.
     """
-    trees = {path: ast.parse(path.read_text()) for path in paths}
+    trees = {path: tree_of(path) for path in paths}
     defined = OTHER_LIBRARIES.union(*map(_defined_names, trees.values()))
     for path, tree in trees.items():
         for line, name in sorted(set(_uses(tree, defined))):

@@ -7,7 +7,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.rules import ROOT, name_of
+from tests.architecture.rules import ROOT, name_of, tree_of
 
 MAX_COLUMNS = 120
 MAX_PACKED_ASSIGNMENTS = 60
@@ -26,7 +26,7 @@ WORDS = re.compile(
 
 def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:
     """Yield line, node and text of each docstring of modules, classes and functions in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -67,7 +67,7 @@ def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
 def packed_assignments(path: Path, root: Path = ROOT) -> list[str]:
     """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is none of them."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Tuple)

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ STATE_TYPES = {f"torch.distributed.tensor.{name}" for name in ("DTensor", "Parti
 VAGUE_NAMES = ("utils", "util", "helpers", "helper", "misc", "common")
 LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+BLOCK_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")
 MUTABLE_CALLS = ("dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -46,6 +48,17 @@ def python_files(*folders: Path) -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; a file of the package is parsed once for all rules."""
+    text = path.read_text()
+    return _parsed(text) if path.is_relative_to(SOURCE) else ast.parse(text)
+
+
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def name_of(path: Path, root: Path = ROOT) -> str:
     """The path as messages and exceptions spell it."""
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
@@ -53,10 +66,9 @@ def name_of(path: Path, root: Path = ROOT) -> str:
 
 def exceeded_budgets(path: Path, limits: dict, root: Path = ROOT) -> Iterator[Exceeded]:
     """The budgets that one file exceeds, exceptions not yet taken into account."""
-    text = path.read_text()
     name = name_of(path, root)
-    yield from _over(name, "file_lines", text.count("\n"), limits)
-    for qualified, node in _definitions(ast.parse(text), ""):
+    yield from _over(name, "file_lines", path.read_text().count("\n"), limits)
+    for qualified, node in _definitions(tree_of(path), ""):
         where = f"{name}::{qualified}"
         if isinstance(node, ast.ClassDef):
             yield from _over(where, "class_members", len(_public_members(node)), limits)
@@ -93,7 +105,7 @@ def stray_communication(path: Path, source: Path = SOURCE) -> list[str]:
     if inside.startswith(tuple(f"{package}/" for package in COMMUNICATES)):
         return []
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         for module in _imported(node):
             if (module == "torch.distributed" or module.startswith("torch.distributed.")) and module not in STATE_TYPES:
                 found.append(f"{inside}:{node.lineno}: imports {module}")
@@ -105,7 +117,7 @@ def stray_communication(path: Path, source: Path = SOURCE) -> list[str]:
 def module_state(path: Path, root: Path = ROOT) -> list[str]:
     """State that a module keeps: a `global` statement, or an empty container that is there to be filled."""
     name = name_of(path, root)
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     found = [
         f"{name}:{node.lineno}: global {', '.join(node.names)}"
         for node in ast.walk(tree)
@@ -135,7 +147,8 @@ def _over(where: str, rule: str, value: int, limits: dict) -> Iterator[Exceeded]
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    for child in ast.iter_child_nodes(node):
+    # Definitions are statements, which stand in blocks alone: expressions need no visit.
+    for child in (child for block in BLOCK_FIELDS for child in getattr(node, block, ())):
         if isinstance(child, Function | ast.ClassDef):
             yield f"{prefix}{child.name}", child
             yield from _definitions(child, f"{prefix}{child.name}.")

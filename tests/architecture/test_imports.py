@@ -68,6 +68,40 @@ def test_a_transitive_import_of_torch_is_found(tmp_path):
     assert found == ["outer_snippet: torch is refused here"]
 
 
+MAX_MODULES_OF_TRAINER = 340
+"""Modules of ours that `import moefold.train.trainer` loads: each costs 1.5 ms of CPU time in each rank."""
+UNUSED_BY_MOST_RUNS = ("inference", "planner", "verify", "bench", "train.rollout_loader", "train.callbacks.sites")
+"""Folders and modules that a run imports when its recipe uses them. So are readers of Hugging Face folders."""
+
+
+def test_the_trainer_loads_few_modules_and_no_compiler():
+    loaded = imports.loaded(rules.SOURCE, "train.trainer")
+    assert "parallel.parallelize" in loaded.modules
+    assert len(loaded.modules) <= MAX_MODULES_OF_TRAINER
+    folders = {folder for name in loaded.modules for folder in (name, name.split(".")[0])}
+    assert folders.isdisjoint((*UNUSED_BY_MOST_RUNS, "convert.families", "convert.hf_config"))
+    assert {name.split(".")[0] for name in loaded.libraries} == {"torch", "numpy", "pydantic"}
+    compilers = ("torch._dynamo", "torch._inductor", "torch.distributed.pipelining")
+    assert [name for name in loaded.libraries if name.startswith(compilers)] == []
+
+
+def test_modules_that_an_import_loads_are_found(tmp_path):
+    package = tmp_path / "snippet"
+    (package / "lower").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "lower" / "__init__.py").write_text("import scipy.stats\n")
+    (package / "lower" / "deep.py").write_text("class Kept:\n    import pandas\n")
+    (package / "late.py").write_text("import matplotlib\n")
+    (package / "start.py").write_text(
+        "import os\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from snippet import late\n"
+        "try:\n    from snippet.lower.deep import Kept\nexcept ImportError:\n    Kept = None\n"
+        "def f():\n    from snippet import late\n"
+    )
+    loaded = imports.loaded(package, "start")
+    assert loaded.modules == {"__init__", "start", "lower", "lower.deep"}
+    assert loaded.libraries == {"scipy.stats", "pandas"}
+
+
 def test_communication_stands_in_its_places_only():
     files = rules.python_files(rules.SOURCE)
     assert [found for path in files for found in rules.stray_communication(path)] == []
@@ -156,7 +190,7 @@ def test_nothing_is_left_for_later(tmp_path):
 def imports_triton(path: Path) -> list[str]:
     """The imports of Triton, or of its kernels, that a module does when it is imported itself."""
     found = []
-    for node in ast.parse(path.read_text()).body:
+    for node in rules.tree_of(path).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found += [name for name in names if name.split(".")[0] == "triton" or name.startswith("moefold.ops.triton")]

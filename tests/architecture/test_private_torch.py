@@ -1,4 +1,4 @@
-"""Private names of torch stand in two modules, which say on which versions they were checked."""
+"""Private names of torch stand in one module, which says on which versions they were checked."""
 
 import textwrap
 from pathlib import Path
@@ -7,13 +7,13 @@ from moefold.comm.torch_compat import CHECKED_TORCH_VERSIONS
 from tests.architecture import rules
 from tests.architecture.private_torch import private_torch_names
 
-OWNERS = ("src/moefold/comm/torch_compat.py", "src/moefold/comm/pipelining_compat.py")
+OWNER = "src/moefold/comm/torch_compat.py"
 
 
-def test_private_torch_names_stand_in_their_owners() -> None:
-    """Check every module of the package but the owners."""
+def test_private_torch_names_stand_in_their_owner() -> None:
+    """Check every module of the package but the owner."""
     found = private_torch_names(rules.python_files(rules.SOURCE))
-    assert [use for use in found if not any(owner in use for owner in OWNERS)] == []
+    assert [use for use in found if OWNER not in use] == []
 
 
 def test_checked_versions_are_those_allowed() -> None:

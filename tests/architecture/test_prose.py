@@ -8,7 +8,7 @@ PAGES = sorted(
     if page.name != "log.md" and page.parent.name != "design"
 )
 """The log and the design notes are records: what was written stays as it was."""
-CODE = rules.python_files(rules.SOURCE, rules.ROOT / "benchmarks")
+CODE = rules.python_files(rules.SOURCE, rules.ROOT / "benchmarks", rules.ROOT / "tools")
 
 
 def test_docstrings_begin_with_a_sentence():

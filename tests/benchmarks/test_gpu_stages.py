@@ -2,13 +2,20 @@
 
 import json
 import math
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import gpu_stages
-from benchmarks.gpu_stages import MAX_DIFFERENCE, ComparingAutotuner, Stage
+from benchmarks import gpu_stage, gpu_stages
+from benchmarks.gpu_contact import Contact, contact
+from benchmarks.gpu_stage import Stage, profile
+from benchmarks.gpu_stages import MAX_DIFFERENCE, ComparingAutotuner
+from moefold.cost.hardware import load_device
+from moefold.launch.runtime_env import ALLOCATOR_VARIABLES
 from moefold.ops.autotune import TuningKey
+from moefold.planner.device_fit import device_toml
 
 CPU = torch.device("cpu")
 
@@ -33,6 +40,86 @@ def test_a_stage_runs_without_a_gpu(tmp_path, monkeypatch, name):
     assert all(math.isfinite(row["value"]) for row in rows if row["unit"])
 
 
+def test_a_range_of_a_profile_is_no_kernel(tmp_path):
+    """On a GPU an optimizer's range covers all of its kernels, whose time would count twice."""
+
+    def run():
+        with torch.profiler.record_function("Optimizer.step"):
+            torch.ones(8).add_(1)
+
+    launches, _, top = profile(_stage(tmp_path), run)
+    assert launches > 0
+    assert "aten::add_" in {name for name, *_ in top}
+    assert "Optimizer.step" not in {name for name, *_ in top}
+
+
+def test_the_first_contact_compares_every_kernel(tmp_path):
+    pytest.importorskip("triton")
+    stage = _stage(tmp_path)
+    contact(stage)
+    assert stage.faults == []
+    rows = _rows(stage)
+    assert all(0 <= row["value"] <= row["limit"] for row in rows.values())
+    checks = {name.partition(",")[0] for name in rows}
+    assert checks >= {"fc1 16x16", "router", "cross entropy", "exact top-k", "layer mixtral-8x22b 4096"}
+    assert len(checks) == 16
+
+
+def test_wrong_numbers_and_exceptions_of_a_check_stop_no_other(tmp_path):
+    stage = _stage(tmp_path)
+    checks = Contact(stage)
+    y = torch.ones(4)
+    checks.check("wrong", lambda: checks.close("y", 1.1 * y, y))
+    checks.check("not a number", lambda: checks.close("y", y / 0 * 0, y))
+    checks.check("broken", lambda: 1 / 0)
+    checks.check("right", lambda: checks.close("y", y, y))
+    assert [fault.split(":")[0] for fault in stage.faults[:2]] == ["wrong, y", "not a number, y"]
+    assert stage.faults[2].startswith("broken raises ZeroDivisionError: division by zero at ")
+    assert "test_gpu_stages.py:" in stage.faults[2]
+    assert _rows(stage)["right, y"]["value"] == 0.0
+
+
+def test_a_lost_context_ends_the_contact(tmp_path, monkeypatch):
+    def lose():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    pytest.importorskip("triton")
+    stage = _stage(tmp_path)
+    monkeypatch.setattr("benchmarks.gpu_contact.KERNEL_CHECKS", (lambda checks, case: checks.check("x", lose),))
+    contact(stage)
+    assert "the CUDA context was lost in x, and no other check ran" in stage.faults
+
+
+def test_a_part_of_the_contact_can_be_chosen(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    words = ["--rows", str(path), "--device", "cpu", "--tiny", "--only", "router GEMM"]
+    assert gpu_stages.main(["contact", *words]) == 0
+    assert {json.loads(line)["name"].split(",")[0] for line in path.read_text().splitlines()} == {
+        "router GEMM in parts"
+    }
+    with pytest.raises(SystemExit):
+        gpu_stages.main(["env", *words])
+    assert "the stage env has none" in capsys.readouterr().err
+
+
+def test_the_allocator_is_that_of_the_trainer(tmp_path, monkeypatch):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_stages, "STAGES", {"env": lambda stage: None})
+    gpu_stages.main(["env", "--rows", str(tmp_path / "rows.jsonl"), "--device", "cuda"])
+    assert os.environ.pop(ALLOCATOR_VARIABLES[0]) == "expandable_segments:True"
+
+
+def test_the_steps_are_planned_with_the_probed_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_stages, "STEPS", gpu_stages.STEPS[:1])
+    stage = _stage(tmp_path)
+    gpu_stages.plan(stage)
+    assert "device.toml is missing; the stage probe writes it" in stage.faults[0]
+    (tmp_path / "device.toml").write_text(device_toml(replace(load_device("cpu"), name="mine"), []))
+    gpu_stages.plan(stage)
+    assert _rows(stage)["qwen3-30b-a3b, 2 layers, planned"]["value"] > 0
+
+
 def test_a_training_step_runs_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_stages, "STEPS", gpu_stages.STEPS[-1:])
     stage = _stage(tmp_path)
@@ -54,8 +141,8 @@ def test_every_implementation_of_every_product_is_compared(tmp_path, monkeypatch
     monkeypatch.setattr(gpu_stages, "LAYERS", gpu_stages.LAYERS[:1])
     # Triton's interpreter takes seconds for a launch of the usual sizes.
     sizes = {"hidden_size": 32, "moe_ffn_hidden_size": 32, "num_experts": 2, "top_k": 1}
-    monkeypatch.setattr(gpu_stages, "TINY_LAYER", gpu_stages.TINY_LAYER | sizes)
-    monkeypatch.setattr(gpu_stages, "TINY_TOKENS", 4)
+    monkeypatch.setattr(gpu_stage, "TINY_LAYER", gpu_stage.TINY_LAYER | sizes)
+    monkeypatch.setattr(gpu_stage, "TINY_TOKENS", 4)
     monkeypatch.setattr(Stage, "ms", lambda self, run, repeats: 1.0)
     stage = _stage(tmp_path)
     gpu_stages.products(stage)

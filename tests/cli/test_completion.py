@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("shtab")
+
 from moefold.cli.completion import SHELLS
 from moefold.cli.main import COMMANDS, main
 from tests.cli.example_command import ROOT

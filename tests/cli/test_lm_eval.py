@@ -48,7 +48,7 @@ def test_arguments_that_are_wrong(given, message):
         LmSettings.from_arguments(given)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval comes with the extra `eval`")
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="pip install -e '.[eval]' installs lm-eval")
 @pytest.mark.parametrize(
     ("words", "message"),
     [

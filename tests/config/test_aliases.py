@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.aliases import KEY_OF, MATRIX_OF, OPTION_OF, RELATED_KEY_OF, VALUE_OF, key_hint
+from moefold.config.aliases import ANSWER_OF, KEY_OF, MATRIX_OF, OPTION_OF, RELATED_KEY_OF, VALUE_OF, key_hint
 from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
@@ -30,9 +30,14 @@ def test_the_table_names_keys_and_values_that_exist():
 
 def test_a_name_of_ours_has_no_other_meaning():
     """The name of a key of any section is answered with that section, before the table is asked."""
-    ambiguous = {theirs for theirs in KEY_OF if any(theirs in key_types(section) for section in sections())}
+    ambiguous = {
+        theirs
+        for theirs in (*KEY_OF, *RELATED_KEY_OF, *ANSWER_OF)
+        if any(theirs in key_types(section) for section in sections())
+    }
     assert ambiguous <= {"lr", "optim", "precision", "group_size", "load", "resume", "packing"}
     assert not KEY_OF.keys() & RELATED_KEY_OF.keys()
+    assert not ANSWER_OF.keys() & {*KEY_OF, *RELATED_KEY_OF}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,46 @@ def test_an_option_of_others_is_answered_with_ours(capsys, words, answer):
     assert f"; {answer}" in err
     assert err.count("\n") == 1
     assert all(option.startswith("--") for option in OPTION_OF.values())
+
+
+TRAINING_ARGUMENTS = """
+output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate weight_decay
+adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs
+warmup_ratio warmup_steps logging_dir logging_strategy logging_first_step logging_steps save_strategy save_steps
+save_total_limit save_only_model seed data_seed bf16 fp16 tf32 eval_strategy eval_steps eval_delay
+dataloader_num_workers dataloader_pin_memory run_name report_to remove_unused_columns load_best_model_at_end
+ignore_data_skip metric_for_best_model greater_is_better fsdp deepspeed gradient_checkpointing optim group_by_length
+gradient_checkpointing_kwargs label_smoothing_factor ddp_find_unused_parameters ddp_timeout push_to_hub hub_model_id
+resume_from_checkpoint torch_compile
+auto_find_batch_size neftune_noise_alpha full_determinism use_liger_kernel do_train do_eval disable_tqdm local_rank
+"""
+TRL_ARGUMENTS = """
+model_name_or_path attn_implementation use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit
+dataset_name dataset_text_field dataset_num_proc max_length max_seq_length packing packing_strategy padding_free
+assistant_only_loss completion_only_loss eos_token pad_token chat_template_path activation_offloading model_init_kwargs
+beta loss_type label_smoothing max_prompt_length truncation_mode precompute_ref_log_probs disable_dropout sync_ref_model
+desirable_weight undesirable_weight num_generations max_completion_length temperature top_p min_p repetition_penalty
+use_vllm vllm_mode vllm_server_host vllm_gpu_memory_utilization num_iterations epsilon epsilon_high delta reward_weights
+reward_funcs scale_rewards mask_truncated_completions importance_sampling_level log_completions steps_per_generation
+shuffle_dataset generation_kwargs vllm_importance_sampling_correction top_entropy_quantile
+"""
+
+
+@pytest.mark.parametrize("names", [TRAINING_ARGUMENTS, TRL_ARGUMENTS], ids=["transformers", "trl"])
+def test_arguments_of_transformers_and_trl_are_answered(names):
+    """By a key of the same name, by another one, or by what to do instead."""
+    for name in names.split():
+        for text in (refused(f"{name}=1"), refused(f"sites.{name}=1")):
+            is_named = any(
+                f"; {words} " in text for words in ("did you mean", "moefold calls this", "moefold sets this")
+            )
+            assert is_named or text.endswith(f"; {ANSWER_OF[name]}"), text
+
+
+def test_a_name_of_ours_that_means_another_thing_in_a_section_of_theirs():
+    assert refused("rl.beta=0.1") == "unknown key rl.beta; moefold calls this rl.kl"
+    assert "rollout.temperature alone changes the sampling" in refused("rollout.top_k=50")
+    assert refused("train.beta=0.1").endswith("did you mean align.beta?")
 
 
 def test_an_unknown_name_has_no_hint():

@@ -1,15 +1,23 @@
 """Runs that start with given weights, from the command line on; what they compute is in `test_families`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_dir import TrainState, read_meta
+from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
+from moefold.config.schema import Config
+from moefold.convert.init_from import load_initial_weights
 from moefold.convert.preflight import resolve_weights_folder
+from moefold.parallel.parallelize import parallelize
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import create_groups
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.side_by_side import recipe, train_ours
 from tests.convert.test_round_trip import add_tokenizer
@@ -80,6 +88,31 @@ def test_a_run_can_start_with_another_runs_weights(pool, tmp_path):
     first = pool.run(1, train_ours, recipe(folder, folder))[0]
     second = pool.run(2, train_ours, recipe(tmp_path / "ckpt", folder, world_size=2, ep=2))[0]
     assert second.losses == pytest.approx(first.losses, rel=1e-5)
+
+
+def _save_under(cfg: Config) -> None:
+    """Load the initial weights under a mapping, and save them as step 0."""
+    groups = create_groups(cfg)
+    model = parallelize(cfg, groups)
+    load_initial_weights(cfg, model, is_first_rank=groups.rank == 0)
+    training = TrainingStep(model, cfg)
+    state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
+    write_checkpoint(cfg, state, TrainState(step=0, samples=0, tokens=0))
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied"])
+def test_a_vocabulary_that_tp_does_not_divide_is_exported_whole(pool, tmp_path, is_tied):
+    """What two tp ranks read and saved has the rows of the folder that they read, and the same bits."""
+    given = make_model("mixtral", num_hidden_layers=1, vocab_size=67, tie_word_embeddings=is_tied)
+    folder = add_tokenizer(save_model(given, tmp_path / "hf"))
+    cfg = recipe(folder, folder, world_size=2, tp=2)
+    pool.run(2, _save_under, replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "run"))))
+    assert main(["export", str(next((tmp_path / "run").rglob("step-*"))), str(tmp_path / "out"), "--check"]) == 0
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+    assert theirs.keys() == ours.keys()
+    assert len(ours["model.embed_tokens.weight"]) == 67
+    assert all(torch.equal(values, ours[name]) for name, values in theirs.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 67
 
 
 def test_weights_without_their_layers_of_multi_token_prediction(tmp_path, monkeypatch, capsys):

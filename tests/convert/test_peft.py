@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
-from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
-from moefold.convert.peft_targets import peft_note, split_targets
+from moefold.convert.families import FAMILIES
+from moefold.convert.hf_config import find_family, read_hf_config, read_model_config
+from moefold.convert.peft_stacked import read_stacked, stacked_parameters, write_stacked
+from moefold.convert.peft_targets import split_targets
+from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model
 
@@ -106,17 +110,77 @@ def test_modules_named_like_experts_are_targeted_by_their_weights():
     dense = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"]
     experts = [f"model.layers.1.mlp.experts.{e}.gate_proj" for e in range(2)]
     weights = ["model.layers.0.mlp.gate_proj.weight"]
-    assert split_targets(dense, experts, "qwen3_moe") == (["gate_proj", "q_proj"], weights)
-    assert split_targets(dense, [], "qwen3_moe") == (["q_proj"], weights)
-    assert split_targets(dense, [], "qwen3") == (["gate_proj", "q_proj"], [])
+    family = FAMILIES["qwen3_moe"]
+    assert split_targets(dense, experts, [], family) == (["gate_proj", "q_proj"], weights)
+    assert split_targets(dense, [], [], family) == (["q_proj"], weights)
+    assert split_targets(dense, [], [], FAMILIES["qwen3"]) == (["gate_proj", "q_proj"], [])
 
 
-def test_a_folder_that_peft_does_not_load_rightly_is_noted():
-    model = config_from_dict({"model": {"preset": "mixtral-8x7b"}}).model
-    assert peft_note(model, LoraConfig(rank=4), "mixtral") == ""
-    assert "no place for adapters of single experts of qwen2_moe" in peft_note(model, LoraConfig(rank=4), "qwen2_moe")
-    assert peft_note(model, LoraConfig(rank=4, targets=("attention",)), "qwen2_moe") == ""
-    assert "refuses adapters of w_gate" in peft_note(model, LoraConfig(rank=4, targets=("w_gate",)), "mixtral")
+def _delta(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
+    """B A of each expert, as `ParamWrapper.get_delta_weight` of PEFT computes it for a parameter [E, o, i]."""
+    return torch.einsum("o r e, e r i -> e o i", b.reshape(len(b), -1, experts), a.reshape(experts, -1, a.shape[1]))
+
+
+@pytest.mark.parametrize("matrices", ["w_gate w_up w_down", "w_gate w_down", "w_up", "w_down"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "granite-moe", "kimi-linear", "gpt-oss", "llama4"])
+def test_adapters_of_stacked_experts_are_written(tmp_path, name, matrices):
+    """B A of a parameter has that of each of our matrices at its place, else 0; and it is read as it was written."""
+    made = make_model(name)
+    made.config.save_pretrained(tmp_path)
+    model = read_model_config(tmp_path)
+    weights = {name: w for name, w in adapted_weights(model, LoraConfig(rank=3)).items() if w.is_expert}
+    parameters = stacked_parameters(model, find_family(read_hf_config(tmp_path), tmp_path), weights)
+    shapes = {name: pair.shape for name, pair in adapter_weights(model, LoraConfig(rank=3)).items()}
+    adapters = {
+        name: tuple(torch.randn(shapes[part], dtype=torch.float64) for part in adapter_names(name))
+        for name in weights
+        if name.rpartition(".")[2] in matrices.split()
+    }
+    written = write_stacked(adapters, parameters)
+    read = read_stacked(written, parameters, 3)
+    assert read.keys() == {part for name in adapters for part in adapter_names(name)}
+    for name, pair in adapters.items():
+        assert all(torch.equal(read[part], ours) for part, ours in zip(adapter_names(name), pair, strict=True))
+    for module, several in parameters.items():
+        adapted = [each for each in several if any(piece.name in adapters for piece in each.pieces)]
+        for each, wrapper in zip(
+            adapted, (["", ".base_layer"] if len(adapted) == 1 else [".base_layer", ""]), strict=False
+        ):
+            pair = [written.pop(f"base_model.model.{module}{wrapper}.lora_{x}.weight") for x in "AB"]
+            shape = made.get_parameter(each.hf_name).shape
+            delta = _delta(*pair, shape[0])
+            # PEFT takes the last dim for the inputs, but in modules with this attribute.
+            if getattr(made.get_submodule(module), "is_transposed", False):
+                delta = delta.transpose(1, 2)
+            assert delta.shape == shape
+            for piece in each.pieces:
+                a, b = adapters.get(piece.name, (torch.zeros(1, 1, 1).double(),) * 2)
+                assert torch.allclose(delta[piece.hf_region()].permute(piece.dims), a @ b, rtol=1e-12, atol=1e-12)
+    assert not written
+
+
+def test_targets_are_named_as_the_model_of_transformers_has_them():
+    found = split_targets(["model.layers.1.attention.dense"], [], [], FAMILIES["bailing_hybrid"])
+    assert found == (["dense", "o_proj"], [])
+
+
+def test_modules_named_like_others_are_targeted_by_their_whole_names():
+    adapted = [f"model.layers.{i}.self_attn.{name}" for i in (1, 3) for name in ("q_proj", "out_proj")]
+    found = split_targets(adapted, [], ["model.layers.0.conv.out_proj"], FAMILIES["lfm2_moe"])
+    assert found == (["model.layers.1.self_attn.out_proj", "model.layers.3.self_attn.out_proj", "q_proj"], [])
+
+
+def test_experts_that_transformers_has_no_parameter_of_are_refused(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(make_model("longcat-flash"), tmp_path / "hf", dtype=torch.float32)
+    words = ["checkpoint.init_from=hf", "lora.rank=2", 'lora.targets=["experts.w_up"]', "run.dir=run"]
+    assert main(["import", "hf", "base", "--no-tokenizer"]) == 0
+    assert main(["train", "base/recipe.toml", *TRAIN, *words]) == 0
+    assert main(["export", "run", "out"]) == 2
+    assert (
+        "PEFT has no place for adapters of w_up of the experts of longcat_flash: export with" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
@@ -235,8 +299,18 @@ def test_what_has_no_effect_or_fits_nothing_is_refused(folder, monkeypatch, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "olmoe", "qwen3-moe"])
-def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "all") for name in ("mixtral", "qwen3", "deepseek-v2", "olmoe", "qwen3-moe")),
+        *((name, "all") for name in ("qwen2-moe", "phi-moe", "lfm2-moe", "kimi-linear", "bailing-hybrid", "hy-v3")),
+        *((name, "all") for name in ("granite-moe", "gpt-oss", "llama4")),
+        *((name, "experts") for name in ("qwen3-5-moe", "granite-moe-shared", "llama4")),
+        ("qwen2-moe", "experts.w_down"),
+        ("qwen3-moe", "experts.w_gate"),
+    ],
+)
+def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name, target):
     """Train adapters, and compare the logits of PEFT's model with those of the merged export, and the way back."""
     peft = pytest.importorskip("peft", reason="pip install peft")
     from transformers import AutoModelForCausalLM
@@ -244,7 +318,8 @@ def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     save_model(make_model(name), tmp_path / "hf", dtype=torch.float32)
     assert main(["import", "hf", "base", "--no-tokenizer"]) == 0
-    assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", "run.dir=run"]) == 0
+    targets = f'lora.targets=["{target}"]'
+    assert main(["train", "base/recipe.toml", *TRAIN, "lora.rank=4", targets, "run.dir=run"]) == 0
     assert main(["export", "run", "peft"]) == 0
     assert main(["export", "run", "merged", "--merge"]) == 0
     ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -252,7 +327,10 @@ def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name):
     with torch.no_grad():
         plain = base(ids).logits
         merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)(ids).logits
-        adapted = peft.PeftModel.from_pretrained(base, "peft")(ids).logits
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = peft.PeftModel.from_pretrained(base, "peft")(ids).logits
+    assert not [each for each in caught if "missing adapter keys" in str(each.message)]
     assert (plain - merged).abs().max() > 1e-2
     assert torch.allclose(adapted, merged, rtol=1e-4, atol=1e-4)
     # PEFT saves stacked adapters of stacked experts.

@@ -65,7 +65,7 @@ def _intervals(cfg: Config, chunk: ModelChunk, *, splits_backward: bool) -> tupl
 
 
 def _spec(cfg: Config, *, splits_backward: bool) -> OverlapSpec:
-    return OverlapSpec(RECIPE_COLUMNS, splits_backward, recomputes_comm(cfg.train.recompute), keeps_sent_messages=False)
+    return OverlapSpec(RECIPE_COLUMNS, splits_backward, recomputes_comm(cfg.train.recompute))
 
 
 @pytest.mark.parametrize("parts", [(), ("norms",), ("moe",), ("layer",)], ids=lambda parts: "+".join(parts) or "plain")

@@ -153,6 +153,50 @@ def test_templates_for_tools_and_parts_of_contents(tmp_path: Path):
     assert targets(open_rows(tmp_path, [row], CHATML, None)) == "z<|im_end|>"
 
 
+SWITCHES = (
+    "{% for m in messages %}<{% if m.content is string or m.role == 'assistant' %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p['text'] }};{% endfor %}{% endif %}>{% endfor %}"
+)
+LISTS = {
+    "a\nb|c\nd": "{% for m in messages %}{{ m.content }}{{ '|' if not loop.last }}{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.type }}{{ tool['type'] }}{% endfor %}",
+    "<a;b;><c\nd>": SWITCHES,
+    # Only the first text would be written.
+    "nonenone": "{% for m in messages %}{% if m.content is string %}none{% else %}{{ m.content[0].text }}{% endif %}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_a_list_of_texts_is_one_for_templates_that_write_its_texts(text: str):
+    """Whatever words the template has: one that prints the list, or a part of it, gets the joined text."""
+    contents = [[{"type": "text", "text": one} for one in pair] for pair in ("ab", "cd")]
+    messages = [{"role": role, "content": one} for role, one in zip(("user", "assistant"), contents, strict=True)]
+    chat = ChatTemplate(LISTS[text], location="t", special_tokens={})
+    assert chat.render_prompt(messages, "f:1", add_generation_prompt=True) == text
+
+
+def test_tools_and_reasoning_that_a_template_does_not_write_are_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+    named = CHATML.replace("{% for", "{% if tools and messages | length > 2 %}{{ tools }}{% endif %}{% for", 1)
+    thought = {**A, "reasoning_content": "it is\n\n  late"}
+    rows = [{"messages": [U, A]}, {"messages": [U, A], "tools": tools}, {"messages": [U, thought, U, A]}]
+    rows += [{"messages": [U, A, U, A], "tools": tools}]
+    for template, tool_rows in ((CHATML, 2), (named, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            open_rows(tmp_path, rows, template, None)
+        for count, what, row in ((tool_rows, "tools", 2), (1, "reasoning of answers (reasoning_content)", 3)):
+            assert f"in {count} rows, it does not write the {what} (first: {tmp_path}/rows.jsonl:{row})" in caplog.text
+            assert f"the chat template of {tmp_path}/chat.jinja: in {count} rows" in caplog.text
+    writes = CHATML.replace("m.content", "(m.reasoning_content or '') + m.content")
+    writes = "{{ tools | tojson if tools }}" + writes
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        open_rows(tmp_path, rows, writes, None)
+    assert "does not write" not in caplog.text
+
+
 def test_calls_that_a_template_does_not_write_are_refused(tmp_path: Path):
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     with pytest.raises(

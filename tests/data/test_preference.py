@@ -1,6 +1,7 @@
 """Preference rows: their formats, their packing, and rows that cannot be used."""
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,26 @@ def test_kto_adds_the_completion_of_the_next_other_prompt(files: Path):
     assert list(sample.sample_columns["is_desirable"]) == [True, False, False, True]
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: all rows have one prompt, and kto compares"):
         _open(files, rows[:2], method="kto", seq_len=100)
+
+
+def test_kto_compares_the_rows_that_are_left_when_bad_ones_are_skipped(files: Path, caplog):
+    """Whether a row cannot be read or cannot be rendered, it is neither trained nor the completion of another row."""
+    good = [{"prompt": p, "completion": c, "label": c != "2"} for p, c in [("p", "1"), ("q", "2"), ("r", "3")]]
+    unread = {"prompt": "s", "completion": "x", "label": None}
+    unrendered = {"prompt": "t", "completion": "BAD", "label": True}
+    (files / "template.jinja").write_text(
+        "{% if 'BAD' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
+    rows = [unrendered, good[0], unread, unrendered, good[1], unread, good[2], unrendered]
+    options = {"method": "kto", "seq_len": 100}
+    with caplog.at_level(logging.WARNING):
+        skipped = _open(files, rows, skip_bad_rows=True, **options).train.annotated_sample(0)
+    assert "data.skip_bad_rows: 5 rows skipped; the first: " in caplog.text
+    expected = _open(files, good, **options).train.annotated_sample(0)
+    assert np.array_equal(skipped.tokens, expected.tokens)
+    assert list(skipped.sample_columns["is_desirable"]) == [True, False, True]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: \"label\" is None"):
+        _open(files, rows[1:3], **options)
 
 
 def test_the_last_rows_of_kto_take_a_completion_of_another_prompt(files: Path):

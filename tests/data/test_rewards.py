@@ -1,6 +1,7 @@
 """Alignment with rewards: what is kept, how losses are scaled, and how a reward is written into a prompt."""
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,23 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _open(folder: Path, rows: list[dict[str, object]] | None = None, seq_len: int = 16, **align: object) -> Dataset:
+def _open(
+    folder: Path,
+    rows: list[dict[str, object]] | None = None,
+    seq_len: int = 16,
+    *,
+    skips: bool = False,
+    **align: object,
+) -> Dataset:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
     cfg = DataConfig(
-        kind="sft", path=str(file), chat_template=str(folder / "template.jinja"), validation_fraction=0.0, shuffle=False
+        kind="sft",
+        path=str(file),
+        chat_template=str(folder / "template.jinja"),
+        validation_fraction=0.0,
+        shuffle=False,
+        skip_bad_rows=skips,
     )
     arguments = {"seq_len": seq_len, "vocab_size": 256, "seed": 0, "align": AlignConfig(**align)}
     prepare(cfg, **arguments)
@@ -58,6 +71,27 @@ def _numbers(data: Dataset) -> list[int]:
 )
 def test_filter_keeps_the_rows_at_the_threshold(files: Path, threshold, kept):
     assert _numbers(_open(files, method="filter", threshold=threshold)) == kept
+
+
+BAD_ROWS = [{**ROWS[0], "reward": None}, {"prompt": "q0", "reward": 9.0}, {**ROWS[1], "response": "BAD"}]
+
+
+@pytest.mark.parametrize("method", ["filter", "weight", "condition"])
+def test_rewards_are_those_of_the_rows_that_are_left_when_bad_ones_are_skipped(files: Path, method, caplog):
+    template = "{% if messages[-1].content == 'BAD' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    (files / "template.jinja").write_text(template)
+    seq_len = 64 if method == "condition" else 24
+    expected = _open(files, method=method, seq_len=seq_len)
+    rows = [BAD_ROWS[2], *ROWS[:4], *BAD_ROWS, *ROWS[4:], BAD_ROWS[0]]
+    with caplog.at_level(logging.WARNING):
+        data = _open(files, rows, skips=True, method=method, seq_len=seq_len)
+    assert "data.skip_bad_rows: 5 rows skipped; the first: " in caplog.text
+    assert len(data.train) == len(expected.train)
+    for index in range(len(data.train)):
+        ours, theirs = (one.train.annotated_sample(index) for one in (data, expected))
+        assert np.array_equal(ours.tokens, theirs.tokens)
+        if method == "weight":
+            assert np.array_equal(ours.weight_scale, theirs.weight_scale)
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])

@@ -28,10 +28,17 @@ def write_jsonl(path: Path, num_lines: int, *, first: int = 0) -> list[str]:
 
 
 def tokenize(
-    inputs: list[Path], out: Path, *, tokenizer: str = "bytes", column: str = "text", **changes: int | str
+    inputs: list[Path],
+    out: Path,
+    *,
+    tokenizer: str = "bytes",
+    column: str = "text",
+    skip_bad_rows: bool = False,
+    **changes: int | str,
 ) -> TokenizationResult:
     options = {"input_format": "auto", "shard_bytes": 4000, "num_processes": 1} | changes
-    return tokenize_files([str(path) for path in inputs], ShardWriter(out, tokenizer, column), **options)
+    writer = ShardWriter(out, tokenizer, column, skip_bad_rows)
+    return tokenize_files([str(path) for path in inputs], writer, **options)
 
 
 def documents(out: Path) -> list[bytes]:
@@ -66,6 +73,57 @@ def test_cuts_between_shards_lose_no_line(tmp_path: Path, shard_bytes: int):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*lines[:30], "", *lines[30:]]).encode())
     tokenize([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=shard_bytes)
     assert documents(tmp_path / "out") == [b"x" * (i % 50) + b"\0" for i in range(60) if i % 50]
+
+
+def test_a_json_array_is_read_as_lines_are(tmp_path: Path):
+    texts = write_jsonl(tmp_path / "a.jsonl", 40)
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(rows, indent=1))
+    (tmp_path / "empty.json").write_text("[]")
+    result = tokenize([tmp_path / "a.json", tmp_path / "empty.json"], tmp_path / "out", shard_bytes=300)
+    assert documents(tmp_path / "out") == [text.encode() + b"\0" for text in texts]
+    assert result.num_skipped == 0
+
+
+BAD_ROWS = [
+    '{"text": null}',
+    "null",
+    "{",
+    '{"txt": "a"}',
+    '{"text": ["a"]}',
+    '{"text": "\\ud800"}',
+    '{"text": "a\\u0000"}',
+    '{"text": "\xe9"}',
+]
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_rows_without_a_text_are_skipped_and_counted(tmp_path: Path, is_array: bool):
+    rows = [row for row in BAD_ROWS if row != "{"] if is_array else BAD_ROWS
+    good = ['{"text": "a"}', '{"text": "b"}', '{"text": "c"}']
+    lines = [good[0], *rows, good[1], *rows, good[2]]
+    path = tmp_path / "a.jsonl"
+    text = "[" + ",\n".join(lines) + "]" if is_array else "\n".join(lines)
+    path.write_bytes(text.encode() if is_array else text.encode("latin-1"))
+    # In latin-1, the last one is no UTF-8; within a JSON array it is a text as any other.
+    bad = rows[:-1] if is_array else rows
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"a.jsonl:2: column 'text' holds null"):
+        tokenize([path], out)
+    for _ in range(2):
+        result = tokenize([path], out, skip_bad_rows=True, shard_bytes=40)
+        assert (result.num_documents, result.num_skipped) == (5 if is_array else 3, 2 * len(bad))
+        assert result.first_skipped == f"{path}:2: column 'text' holds null, not text; fix or remove it"
+    with pytest.raises(ConfigError, match="another --skip-bad-rows"):
+        tokenize([path], out, shard_bytes=40)
+    with pytest.raises(ConfigError, match=r"no row of INPUT holds a text: .*a.jsonl:1: no column 'txet'"):
+        tokenize([path], tmp_path / "wrong", column="txet", skip_bad_rows=True)
+
+
+def test_skipping_rows_of_plain_text_is_refused(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match="--skip-bad-rows has no effect"):
+        tokenize([tmp_path / "a.txt"], tmp_path / "out", skip_bad_rows=True)
 
 
 def test_processes_change_nothing(tmp_path: Path, make_tokenizer_file: Callable[..., Path]):

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import DataConfig
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, NumberTokenizer, load_tokenizer
+from moefold.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    NumberTokenizer,
+    encode_documents,
+    load_tokenizer,
+    reject_nul,
+)
 from moefold.errors import ConfigError
 
 from .conftest import make_text
@@ -113,10 +120,23 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, text_folder: Pa
         ConfigError, match="data.tokenizer='.*tokeniser.json' does not exist; did you mean '.*tokenizer.json'"
     ):
         load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokeniser.json")), vocab_size=256)
-    with pytest.raises(ConfigError, match="data.tokenizer=.* is not readable"):
+    with pytest.raises(ConfigError, match="data.tokenizer=.* has no tokenizer"):
         load_tokenizer(DataConfig(tokenizer=str(text_folder)), vocab_size=256)
 
 
 def test_synthetic_takes_no_tokenizer():
     with pytest.raises(ConfigError, match='data.tokenizer=.x. is not used by data.kind="synthetic"; leave it out'):
         load_tokenizer(DataConfig(kind="synthetic", tokenizer="x"), vocab_size=256)
+
+
+def test_a_nul_character_in_a_text_of_data_is_refused_where_it_ends_documents(make_tokenizer_file):
+    for values in (["a", "b\0"], [{"content": ["b\0"]}]):
+        with pytest.raises(ConfigError, match="f:1 holds a NUL character, .*'bytes', after 'b'; remove it, or name"):
+            reject_nul(ByteTokenizer(), values, "f:1")
+    reject_nul(ByteTokenizer(), [{"content": "b"}, None, 1], "f:1")
+    with pytest.raises(ConfigError, match="a text holds a NUL character"):
+        encode_documents(ByteTokenizer(), ["a", "\0"])
+    tokenizer = JsonTokenizer(make_tokenizer_file("</s>"))
+    assert len(encode_documents(tokenizer, ["a\0"])) == 1
+    # A chat template may end a turn by one.
+    assert ByteTokenizer().encode_batch(["a\0"])[0].tolist() == [97, 0]

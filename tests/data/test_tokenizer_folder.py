@@ -18,7 +18,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = ["Hello there, how are you today? The answer is 42.\n\nnaïve café 北京 it's don't  \n x"] * 4
-TEXT = "Hello  there, naïve 42 北京\n\n don't<turn>x <pad> y</s>z<image>w<eos> <new>."
+TEXT = "Hello  there , naïve 42 北京\n\n don't<turn>x <pad> y</s>z<image>w<eos> <new> . It 's 42 ! I do n't ' x"
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<eos>", "<turn>"]
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
 
@@ -58,6 +58,14 @@ def metaspace(*, bos: str = "<s>") -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def words() -> tokenizers.Tokenizer:
+    """A tokenizer whose text has a space between any two tokens."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator([*CORPUS, TEXT], trainers.WordLevelTrainer(special_tokens=SPECIAL))
+    return tokenizer
+
+
 def added(content: str, **flags: bool) -> dict[str, Any]:
     base = {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     return {**base, "special": True, **flags}
@@ -70,9 +78,11 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "bytes-prefix": lambda: byte_level(prefix=True),
     "space": metaspace,
     "space-plain": lambda: metaspace(bos=""),
+    "words": words,
 }
 DECODER = {str(400 + i): added(token) for i, token in enumerate(["<new>", "<image>"])}
 
+EVEN_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "no-file": {},
@@ -90,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adds-bos": {**PLAIN, "add_bos_token": True, "add_eos_token": True},
     "split-special": {**PLAIN, "split_special_tokens": True},
     "max-length": {**PLAIN, "model_max_length": 8, "clean_up_tokenization_spaces": True, "padding_side": "left"},
+    "cleans-up": {**PLAIN, "clean_up_tokenization_spaces": True, EVEN_FOR_BPE: True},
     "llama": {**PLAIN, "tokenizer_class": "LlamaTokenizerFast"},
     "llama-legacy": {**PLAIN, "tokenizer_class": "LlamaTokenizer", "legacy": True, "add_bos_token": True},
     "llama-no-space": {**PLAIN, "tokenizer_class": "LlamaTokenizer", "add_prefix_space": False},
@@ -132,6 +143,7 @@ CASES = [
     *(("bytes-bos", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS if name != "gemma"),
     *(("space", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS),
     *((kind, {"tokenizer_config.json": SETTINGS["plain"]}) for kind in KINDS),
+    *(("words", {"tokenizer_config.json": SETTINGS[name]}) for name in ("max-length", "cleans-up")),
     *(("space-plain", {"tokenizer_config.json": SETTINGS[name]}) for name in ("llama", "llama-legacy", "adds-bos")),
     *((kind, {"tokenizer_config.json": PLAIN, **FILES[name]}) for kind in ("bytes", "space") for name in FILES),
     *((kind, FILES[name]) for kind in ("bytes", "bytes-prefix") for name in FILES),
@@ -203,6 +215,35 @@ def test_vocabulary_and_merges_of_no_class_are_refused(tmp_path: Path):
     write_folder(tmp_path, {"vocab.json": {"a": 0}, "merges.txt": "#version: 0.2\n"})
     with pytest.raises(ConfigError, match=r"no tokenizer.json, and no file names its class; save one with transf"):
         JsonTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "vocab.txt", "tekken.json", "qwen.tiktoken"])
+def test_a_vocabulary_that_transformers_would_convert_is_refused_with_the_way_out(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b"\n\x0b")
+    with pytest.raises(ConfigError, match=rf"has {name}, but no tokenizer.json, .*; save one with transformers, which"):
+        JsonTokenizer(tmp_path)
+
+
+def test_files_by_versions_of_transformers_are_refused(tmp_path: Path, sources: dict[str, str]):
+    settings = {**PLAIN, "fast_tokenizer_files": ["tokenizer.json"]}
+    files = {"tokenizer.json": sources["bytes"], "tokenizer.4.0.0.json": sources["bytes-bos"]}
+    write_folder(tmp_path, {**files, "tokenizer_config.json": settings})
+    assert_is_declared_as_by_transformers(tmp_path)
+    settings["fast_tokenizer_files"] = ["tokenizer.json", "tokenizer.4.0.0.json"]
+    write_folder(tmp_path, {"tokenizer_config.json": settings})
+    with pytest.raises(ConfigError, match="fast_tokenizer_files names tokenizer.4.0.0.json, which transformers reads"):
+        JsonTokenizer(tmp_path)
+
+
+def test_the_hash_of_a_tokenizer_tells_whether_its_text_is_cleaned_up(tmp_path: Path, sources: dict[str, str]):
+    hashes = []
+    for number, cleans in enumerate([None, False, True]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        settings = PLAIN if cleans is None else {**PLAIN, "clean_up_tokenization_spaces": cleans}
+        write_folder(folder, {"tokenizer.json": sources["words"], "tokenizer_config.json": settings})
+        hashes.append(read_tokenizer_folder(folder).process.content_hash())
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_the_end_of_a_text_is_declared_or_guessed_with_a_note(tmp_path: Path, sources: dict[str, str]):

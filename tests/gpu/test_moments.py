@@ -37,7 +37,7 @@ def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]
         optimizer.step()
     moments = named_moments(optimizer, given)
     if home is not None:
-        assert {m.device.type for name, m in moments.items() if ".w_up" in name} == {"cpu"}
+        assert {m.device.type for name, m in moments.items() if ".wq" in name} == {"cpu"}
     return {name: tensor.detach().cpu() for name, tensor in {**given, **moments}.items()}
 
 

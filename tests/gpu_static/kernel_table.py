@@ -1,15 +1,21 @@
 """Compile every launch of the traced training steps ahead of time and print what the kernels use, as JSON.
 
     env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table [--write] [--capability 90] [--representative]
+    env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table --cache DIR [--capability 90]
 
-With --write, save the resources for sm_90a and sm_100a under this version of Triton in the table. Launches are only
-recorded where Triton does not interpret kernels, so this runs in a process of its own.
+With --write, save the resources for sm_90a and sm_100a under this version of Triton in the table. With --cache, pack
+the compiled kernels into an archive in DIR for `make gpu ARGS="--kernels ARCHIVE"`, unpack it elsewhere, and prove that
+every launch finds its kernel there. Launches are only recorded where Triton does not interpret kernels, so this runs
+in a process of its own.
 """
 
 import argparse
 import ast
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +23,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel_cache import cached_kernels, pack_kernels, triton_wheel, unpack_kernels
 from moefold.ops import triton as triton_ops
 from moefold.ops.exact_topk import exact_topk
 from moefold.ops.triton.linear_attention import TritonLinearAttention
 from moefold.testing.cuda_layers import layer_config, trace_layer
 from moefold.testing.cuda_trace import B200, CUDA, H200, Launch, Trace, trace_cuda
-from moefold.testing.kernel_compile import MAX_SHARED_BYTES, KernelResources, compile_launches, kernel_name
+from moefold.testing.kernel_compile import (
+    MAX_SHARED_BYTES,
+    KernelResources,
+    compile_launches,
+    compiled_launches,
+    kernel_name,
+)
 
+ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parent / "kernels.json"
 COMMAND = "make kernel-table"
 DEVICES = {90: H200, 100: B200}
@@ -170,14 +184,59 @@ def write_table() -> None:
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def fill_cache(capability: int, is_representative: bool) -> None:
+    """Compile the launches into Triton's cache, or find them there."""
+    launches = recorded_launches(capability)
+    for _ in compiled_launches(representative(launches) if is_representative else launches, capability):
+        pass
+
+
+def _fill_apart(cache: Path, capability: int, *, is_representative: bool) -> set[str]:
+    """Fill a cache folder in a process of its own, as Triton keeps kernels; return its kernels."""
+    call = f"from tests.gpu_static.kernel_table import fill_cache; fill_cache({capability}, {is_representative})"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    subprocess.run([sys.executable, "-c", call], cwd=ROOT, env=environment, check=True)
+    return cached_kernels(cache)
+
+
+def pack_cache(folder: Path, capability: int, *, is_representative: bool = False) -> Path:
+    """Write the archive of the compiled launches into a folder; return its path.
+
+    Raises:
+        SystemExit: kernels of the archive are not found again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = folder / f"kernels-triton{triton_wheel().replace(' ', '-')}-sm_{capability}.tar.xz"
+    with tempfile.TemporaryDirectory() as cache:
+        _fill_apart(Path(cache), capability, is_representative=is_representative)
+        packed = pack_kernels(Path(cache), archive, capability)
+    lost = compiled_again(archive, capability, is_representative=is_representative)
+    if lost:
+        archive.unlink()
+        raise SystemExit(f"{lost} of {packed} packed kernels are not found again, so the archive was removed")
+    print(f"{archive}: {packed} kernels, {archive.stat().st_size:,} bytes, all found again in another folder")
+    return archive
+
+
+def compiled_again(archive: Path, capability: int, *, is_representative: bool = False) -> int:
+    """Return how many kernels are compiled although the archive was unpacked into the cache folder."""
+    with tempfile.TemporaryDirectory() as cache:
+        unpack_kernels(archive, Path(cache))
+        before = cached_kernels(Path(cache))
+        return len(_fill_apart(Path(cache), capability, is_representative=is_representative) - before)
+
+
 def main() -> int:
     """Print or save the resources of compiled kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"save both capabilities in {TABLE.name}")
     parser.add_argument("--capability", type=int, default=90, choices=DEVICES)
     parser.add_argument("--representative", action="store_true", help="each kernel with each set of flags once")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="pack the compiled kernels into an archive in DIR")
     args = parser.parse_args()
-    if args.write:
+    if args.cache is not None:
+        pack_cache(args.cache, args.capability, is_representative=args.representative)
+    elif args.write:
         write_table()
     else:
         rows = compiled(args.capability, is_representative=args.representative)

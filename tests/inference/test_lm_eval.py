@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
+pytest.importorskip("lm_eval", reason="pip install -e '.[eval]' installs lm-eval")
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 from lm_eval.api.instance import Instance
 
@@ -18,26 +18,15 @@ from moefold.errors import ConfigError
 from moefold.inference.lm_eval_model import MoefoldLM, _was_raised_in_moefold
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, ServedModel
-from tests.convert.hf_models import make_model, save_model
+from tests.convert.hf_models import make_model
 from tests.inference.example import opened
-
-WORDS = ["the", "cat", "sat", "on", "a", "mat", ".", "dog", "ran"]
+from tests.inference.words import WORDS, save_with_words
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a tokenizer of whole words."""
-    import tokenizers
-
-    path = save_model(make_model("mixtral"), tmp_path_factory.mktemp("hf") / "model")
-    vocabulary = {"<eos>": 0, "[UNK]": 1} | {word: i + 2 for i, word in enumerate(WORDS)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return path
+    return save_with_words(tmp_path_factory.mktemp("hf") / "model")
 
 
 @pytest.fixture
@@ -53,7 +42,7 @@ def instance(kind: str, *arguments: Any) -> Instance:
 
 
 def ids(text: str) -> list[int]:
-    return [WORDS.index(word) + 2 for word in text.split()]
+    return [WORDS.index(word) for word in text.split()]
 
 
 def expected(row: list[int], num_scored: int) -> tuple[float, bool]:
@@ -86,7 +75,7 @@ def test_a_greedy_continuation_is_seen_as_one(lm):
 
 
 def test_log_likelihood_of_long_texts_takes_each_token_once(lm):
-    text = " ".join(WORDS[i % 9] for i in range(20))
+    text = " ".join(WORDS[2 + i % 9] for i in range(20))
     (found,) = lm.loglikelihood_rolling([instance("loglikelihood_rolling", text)], disable_tqdm=True)
     row = ids(text)
     # The first 12 tokens after the end-of-text token, then the other 8 after the 5 before them: 12 are read.
@@ -103,7 +92,7 @@ def test_generation_ends_before_a_stop_and_at_the_length(lm, folder):
     new = theirs[0, 2:].tolist()
     cut = new.index(0) if 0 in new else 6
     assert whole == lm._text_tokenizer.decode(new[:cut])
-    for stop in {word for word in WORDS if word in whole}:
+    for stop in {word for word in WORDS[2:] if word in whole}:
         again = lm.generate_until(
             [instance("generate_until", context, how | {"until": [stop]}), instance("generate_until", context, how)],
             disable_tqdm=True,

@@ -13,6 +13,9 @@ REWARD = """
 def length(prompts, completions, **columns):
     return [len(completion) for completion in completions]
 
+def short(prompts, completions, **columns):
+    return [2.0 if len(completion) < 4 else None for completion in completions]
+
 def fails(prompts, completions, **columns):
     if any(completions):
         raise ValueError("boom")
@@ -46,14 +49,27 @@ def rollout(byte_model, tmp_path, capsys):
 
 
 def test_every_sample_of_every_prompt_has_a_record(rollout, tmp_path):
-    status, out, _ = rollout()
+    words = ["--reward", f"{tmp_path / 'reward.py'}:short", "--reward-weight", "1", "--reward-weight", "0.5"]
+    status, out, _ = rollout(*words)
     assert status == 0
     records = [json.loads(line) for line in Path(tmp_path, "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(r["prompt"], r["sample_number"]) for r in records] == [(p, i) for p in ("a", "bc") for i in range(3)]
-    assert all(r["reward"] == len(r["completion"]) for r in records)
+    assert all(r["rewards"]["length"] == len(r["completion"]) for r in records)
+    assert all(r["reward"] == r["rewards"]["length"] + 0.5 * (r["rewards"]["short"] or 0) for r in records)
     summary = json.loads(out)
+    assert summary["rewards"]["length"] == pytest.approx(sum(len(r["completion"]) for r in records) / 6)
     assert (summary["prompts"], summary["rollouts"]) == (2, 6)
     assert summary["tokens"] == sum(r["tokens"] for r in records)
+
+
+def test_rows_that_are_no_prompts_are_skipped(rollout, tmp_path, caplog):
+    (tmp_path / "more.jsonl").write_text('{"prompt": null}\n{"prompt": "d"}\n', encoding="utf-8")
+    words = ["--prompts", str(tmp_path / "more.jsonl")]
+    status, _, err = rollout(*words)
+    assert (status, "more.jsonl:1: column 'prompt' holds null" in err) == (2, True)
+    status, out, _ = rollout(*words, "--skip-bad-rows")
+    assert (status, json.loads(out)["prompts"]) == (0, 3)
+    assert "skip_bad_rows: 1 row skipped; the first: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -64,6 +80,11 @@ def test_every_sample_of_every_prompt_has_a_record(rollout, tmp_path):
         (["--cache-gib", "0.0004", "--max-tokens", "4000"], "set a larger --cache-gib, or fewer new tokens"),
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--count", "3"], "--count 3 must be at most the number of prompts, 2"),
+        (
+            ["--reward-weight", "1", "--reward-weight", "2"],
+            "--reward-weight [1.0, 2.0] must have one number for each of",
+        ),
+        (["--kernels", "c", "--dtype", "float64"], "--kernels c computes in float32, which --dtype float64 is beyond"),
         (["--temperature", "0"], "--temperature 0 makes all --samples 3 of a prompt equal"),
     ],
 )
@@ -77,7 +98,7 @@ def test_wrong_options_are_one_message(rollout, words, message):
 def test_a_reward_that_fails_is_named_without_a_key_that_the_command_lacks(rollout):
     status, _, err = rollout(reward="fails")
     assert status == 1
-    assert "the reward function raised ValueError: boom, for the prompt 'a'" in err
+    assert "reward.py:fails raised ValueError: boom, for the prompt 'a'" in err
     assert "reward.on_error" not in err
 
 

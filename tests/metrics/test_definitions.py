@@ -86,8 +86,8 @@ def test_a_record_with_an_unknown_name_is_found():
     record = replace(STEP, memory_by_part=MEMORY, moe_layers=(LAYER,)).to_record()
     assert undefined(record) == []
     record["moe_layers"][0]["guess"] = 1
-    record["rl"] = {"reward": 1.0, "rewards": 1.0}
-    assert undefined(record | {"flops": 1}) == ["moe_layers.guess", "rl.rewards", "flops"]
+    record["rl"] = {"reward": 1.0, "rewards": {"reward.py:f": 1.0}, "prize": 1.0}
+    assert undefined(record | {"flops": 1}) == ["moe_layers.guess", "rl.prize", "flops"]
     assert undefined({"layers": [{"share": 1}], "rl": {"reward": {"start": 1, "stop": 1}}}, "inspect") == [
         "inspect.rl.reward.stop"
     ]

@@ -18,8 +18,9 @@ def pass_rows(spans: Sequence[range], pages_per_sample: int) -> PassRows:
     counts = [len(spans[i]) for i in samples]
     segment_of_row = torch.arange(len(samples)).repeat_interleave(torch.tensor(counts))
     pages = tables[segment_of_row, positions // PAGE_POSITIONS].long()
-    slots = torch.tensor(samples)
-    return PassRows(pages * PAGE_POSITIONS + positions % PAGE_POSITIONS, positions, tables, counts, slots)
+    slots_R = pages * PAGE_POSITIONS + positions % PAGE_POSITIONS
+    lasts = [spans[i][-1] for i in samples]
+    return PassRows(slots_R, positions, tables, counts, lasts, torch.tensor(samples), max(samples) + 1)
 
 
 def to_rows(x_SB: torch.Tensor, spans: Sequence[range]) -> torch.Tensor:

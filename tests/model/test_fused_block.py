@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,16 @@ from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.init import init_weights
+from moefold.model.kernels import Kernels
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
 from moefold.model.transformer import Block, Transformer, build_model
+from moefold.ops.cpu.decode import CDecode
+from moefold.ops.cpu.gemm import CGemm
+from moefold.ops.decode_choice import DecodeChoice
+from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.paged_attention import PAGE_SIZE
-from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+from moefold.parallel.select_ops import apply_kernels, select_kernels, uses_c_kernels
 from tests.model.test_against_transformers import FAMILIES, SIZES
 from tests.ops.c_kernels import CPU, needs_compiler
 from tests.slow import slow
@@ -70,7 +77,7 @@ def rows_of(spans: Sequence[range]) -> PassRows:
     positions = torch.tensor([position for span in spans for position in span])
     sample_of_row = torch.tensor(chosen).repeat_interleave(torch.tensor(counts))
     slots = tables[sample_of_row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
-    return PassRows(slots, positions, tables[chosen], counts)
+    return PassRows(slots, positions, tables[chosen], counts, [spans[i][-1] for i in chosen])
 
 
 def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses: bool) -> list[torch.Tensor]:
@@ -124,6 +131,16 @@ def test_a_fused_layer_has_the_bits_of_its_modules(kind, dtype):
     assert_equal_bits(stage, fixed_passes(), 4)
 
 
+@pytest.mark.parametrize("router_softmax", ["pre", "post"])
+def test_equal_logits_choose_the_experts_that_the_router_chooses(router_softmax):
+    stage = build(recipe({"router_softmax": router_softmax, "top_k": 3}))
+    with torch.no_grad():
+        for layer in stage.moe_layers().values():
+            # Pairs of equal experts.
+            layer.router.weight[1::2] = layer.router.weight[::2]
+    assert_equal_bits(stage, fixed_passes(), 4)
+
+
 @st.composite
 def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     """Sizes that are no multiples of vectors, and each option of the layers."""
@@ -141,7 +158,10 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "layer_pattern": draw(st.sampled_from(["M", "DM"])),
         "router_score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "router_bias": draw(st.booleans()),
+        "router_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
     }
+    if model["router_score"] == "softmax":
+        model["router_softmax"] = draw(st.sampled_from(["pre", "post"]))
     for name in ("qk_norm", "qkv_bias", "attention_output_bias", "attention_sinks"):
         model[name] = draw(st.booleans())
     if draw(st.booleans()):
@@ -207,3 +227,119 @@ def test_a_layer_that_differs_keeps_its_modules(change):
     assert supports_fused(block)
     change(block)
     assert not supports_fused(block)
+
+
+class ScriptedClock:
+    """Seconds such that each measured candidate takes the next of some times."""
+
+    def __init__(self, times: Sequence[float]) -> None:
+        self.times = list(times)
+        self.now = 0.0
+        self.has_begun = False
+
+    def __call__(self) -> float:
+        """Return a beginning, then its end, and so on."""
+        self.now += self.times.pop(0) if self.has_begun else 0.0
+        self.has_begun = not self.has_begun
+        return self.now
+
+
+class KeptChoices:
+    """Override of a router that keeps the choices, and may replace them by the experts after them."""
+
+    in_evaluation = True
+
+    def __init__(self, num_experts: int = 0) -> None:
+        self.only_records = not num_experts
+        self.num_experts = num_experts
+        self.chosen: list[torch.Tensor] = []
+
+    def apply(self, ids_TK: torch.Tensor, sample_ids_B: torch.Tensor) -> torch.Tensor:
+        """Keep the choice."""
+        self.chosen.append(ids_TK)
+        return ids_TK if self.only_records else (ids_TK + 1) % self.num_experts
+
+
+def set_overrides(stage: Transformer, num_experts: int = 0) -> list[KeptChoices]:
+    """Override all routers."""
+    overrides = [KeptChoices(num_experts) for _ in stage.moe_layers()]
+    for layer, override in zip(stage.moe_layers().values(), overrides, strict=True):
+        layer.router.override = override
+    return overrides
+
+
+def of_libraries(kernels: Kernels, clock: ScriptedClock | None) -> Kernels:
+    """The kernels where the GEMMs of training are the libraries'."""
+    parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.permute_ops, kernels.expert_activation
+    softmax = kernels.router_softmax
+    return replace(
+        kernels,
+        gemm=TORCH_GEMM,
+        linear_backend=None,
+        expert_ops=TORCH_EXPERT_OPS,
+        decode=CDecode([*parts, softmax, TORCH_GEMM, TORCH_EXPERT_OPS, None]),
+        decode_choice=None if clock is None else DecodeChoice(clock),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatch, dtype):
+    cfg = recipe({}, dtype)
+    stage = build(cfg)
+    passes = fixed_passes()
+    kernels = select_kernels(cfg, CPU)
+    apply_kernels(stage, of_libraries(kernels, None))
+    expected = run(stage, passes, 4 * PAGES, fuses=False)
+    # The first pass by modules, the second whole, the third by modules again.
+    clock = ScriptedClock([3.0, 1.0, 1.0, 3.0, 3.0, 1.0])
+    apply_kernels(stage, of_libraries(kernels, clock))
+    overrides = set_overrides(stage)
+    run_modules = mock.Mock(wraps=Block.run_modules)
+    monkeypatch.setattr(Block, "run_modules", lambda *args: run_modules(*args))
+    found = run(stage, passes, 4 * PAGES, fuses=True)
+    assert not clock.times
+    num_layers = len(stage.layers)
+    # Twice for each measurement, and in two passes.
+    assert run_modules.call_count == 2 * len(passes) + 2 * num_layers
+    assert all(torch.equal(a, b) for a, b in zip(found[:num_layers], expected[:num_layers], strict=True))
+    within = 1e-5 if dtype == "float32" else 5e-2
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=within, atol=within)
+    # Measuring leaves no trace in the recorded choices.
+    num_rows = [len(rows.slots_R) for rows in passes]
+    assert all([len(ids) for ids in override.chosen] == num_rows for override in overrides)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_choices_are_recorded_and_replaced_as_those_of_the_modules(replaces):
+    stage = build(recipe({}))
+    num_experts = stage.cfg.model.num_experts if replaces else 0
+    chosen = []
+    found = []
+    for fuses in (True, False):
+        overrides = set_overrides(stage, num_experts)
+        found.append(run(stage, fixed_passes(), 4 * PAGES, fuses=fuses))
+        chosen.append([ids for override in overrides for ids in override.chosen])
+    for of_kernel, of_modules in zip(*chosen, strict=True):
+        assert torch.equal(of_kernel, of_modules)
+    for of_kernel, of_modules in zip(*found, strict=True):
+        assert torch.equal(of_kernel, of_modules)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_layers_decode_in_c_whatever_multiplies_in_training(monkeypatch, is_deterministic):
+    cfg = recipe({})
+    run_config = replace(cfg.run, kernels="auto", deterministic=is_deterministic)
+    monkeypatch.setattr(CGemm, "is_fast", lambda self, dtype: False)
+    kernels = select_kernels(replace(cfg, run=run_config), CPU)
+    assert kernels.gemm is TORCH_GEMM
+    assert not uses_c_kernels(kernels)
+    has_attention = kernels.paged_attention is not None
+    assert (kernels.decode is not None) == has_attention
+    assert ("whole layers of decoding where they are faster" in kernels.message) == has_attention
+    assert (kernels.decode_choice is None) == is_deterministic
+    stage = build(cfg)
+    apply_kernels(stage, kernels)
+    assert all(map(supports_fused, stage.layers.values())) == has_attention
+    # With the GEMMs of training in C there is nothing to choose: sampling has its bits.
+    assert select_kernels(cfg, CPU).decode_choice is None

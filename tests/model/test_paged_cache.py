@@ -91,6 +91,6 @@ def test_a_kernel_gets_the_pages_of_the_chunk(chunk_size):
     ):
         positions = torch.arange(start, stop)
         slots = tables[0, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
-        current_pass.rows = PassRows(slots, positions, tables, [stop - start])
+        current_pass.rows = PassRows(slots, positions, tables, [stop - start], [stop - 1])
         found = core(*(x[start:stop] for x in (q, k, v)))
         torch.testing.assert_close(found, expected[start:stop])

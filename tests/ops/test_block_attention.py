@@ -331,7 +331,7 @@ def test_documents_of_the_cuda_kernel_equal_the_masked_twin(window, batch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_past_windows_of_the_cuda_kernel_equal_the_masked_twin():
-    queries, keys, spec = range(400, 550), range(100, 350), AttentionMaskSpec(200)
+    queries, keys, spec = range(400, 549), range(100, 350), AttentionMaskSpec(200)
     given = [x.to("cuda", torch.bfloat16) for x in _rectangle(len(queries), len(keys), (4, 2, 16))]
     mask = spec.past_mask(queries, keys, given[1])
     assert isinstance(mask, FlashMask)

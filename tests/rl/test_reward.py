@@ -1,6 +1,7 @@
 """The reward of a recipe: built-in verifiers, and a Python function in workers that may fail or hang."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -15,11 +16,15 @@ import pytest
 
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, FaultsConfig, ParallelConfig, TrainConfig
-from moefold.data.prompts import Prompt
+from moefold.data.prompts import Prompt, has_conversations, open_prompts
+from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError, RunError
+from moefold.inference.rollouts import rollout_records
 from moefold.rl.preflight import check_rollout_data
-from moefold.rl.reward import Reward, check_reward
+from moefold.rl.reward import Reward, check_columns, check_reward, short_names
 from moefold.rl.reward_pool import RewardError, RewardPool
+from moefold.rl.rollout import Group, Rollout
+from moefold.rl.statistics import RoundStatistics
 
 FUNCTIONS = """
 import os
@@ -77,6 +82,9 @@ def reads(prompts, completions, **columns):
 def huge(prompts, completions, **columns):
     return [10**400] * len(completions)
 
+def length(prompts, completions, **columns):
+    return [len(text) if len(text) < 3 else None for text in completions]
+
 constant = 3
 """
 PROMPT = Prompt("p", "p", (112,), {"answer": "yes"}, "prompts.jsonl:1")
@@ -89,7 +97,7 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-def config(use: str, **reward: object) -> Config:
+def config(use: str | tuple[str, ...], **reward: object) -> Config:
     return Config(
         data=DataConfig(kind="prompts"),
         reward=RewardConfig(use=use, **{"workers": 1, **reward}),
@@ -100,7 +108,7 @@ def config(use: str, **reward: object) -> Config:
 def score(cfg: Config, *texts: str, prompt: Prompt = PROMPT) -> list[float]:
     with Reward(cfg) as reward:
         (scores,) = reward.score([prompt], [texts], [[[1]] * len(texts)])
-        return scores.tolist()
+        return scores.total.tolist()
 
 
 def test_a_python_function_gets_the_columns_of_each_completion(module):
@@ -109,6 +117,42 @@ def test_a_python_function_gets_the_columns_of_each_completion(module):
 
 def test_a_verifier_gets_the_columns(module):
     assert score(config("exact"), "yes", "no", "yes ") == [1.0, 0.0, 1.0]
+
+
+def test_several_functions_are_summed_with_their_weights_where_they_apply(module):
+    """As TRL: None leaves a function out of the sum of a row."""
+    cfg = config(("exact", f"{module}:length", f"{module}:dies"), weights=(2.0, -0.5, 9.0))
+    with Reward(cfg) as reward:
+        (scores,) = reward.score([PROMPT], [["yes", "no", "x"]], [[[1]] * 3])
+    assert scores.total.tolist() == [2.0, -1.0, -0.5]
+    assert list(scores.parts) == ["exact", "length", "dies"]
+    assert np.array_equal(scores.parts["exact"], [1, 0, 0])
+    assert np.array_equal(scores.parts["length"], [np.nan, 2, 1], equal_nan=True)
+    groups = [Group(PROMPT, (rollout_of("yes"),) * 3, scores.total, scores.total, scores.parts)]
+    metrics = RoundStatistics().add(groups, 1.0, 1.0).metrics(groups)
+    assert metrics["rewards"] == {"exact": pytest.approx(1 / 3), "length": 1.5, "dies": None}
+    assert metrics["reward"] == pytest.approx(0.5 / 3)
+    record = rollout_records(groups[0], lambda rollout: "yes")[0]
+    assert record["rewards"] == {"exact": 1.0, "length": None, "dies": None}
+    assert score(config((f"{module}:dies", f"{module}:length")), "long") != score(config("exact"), "long") == [0.0]
+
+
+def rollout_of(text: str) -> Rollout:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    return Rollout(0, 0, np.zeros(1, np.int64), tokens, np.zeros(len(tokens)), "eos")
+
+
+def test_one_of_several_functions_that_fails_leaves_the_prompt_out(module):
+    cfg = config(("exact", f"{module}:raises"), on_error="drop")
+    with Reward(cfg) as reward:
+        first, second = reward.score([PROMPT, PROMPT], [["yes"], ["no"]], [[[1]]] * 2)
+        assert [failed.function for failed in reward.take_failures()] == [f"{module}:raises"] * 2
+    assert np.isnan([first.total, second.total, *first.parts.values()]).all()
+
+
+def test_functions_of_one_name_in_two_files_keep_their_files_in_metrics():
+    assert short_names(["exact", "a.py:f", "b.py:g"]) == ["exact", "f", "g"]
+    assert short_names(["a.py:f", "b.py:f", "b.py:g"]) == ["a.py:f", "b.py:f", "g"]
 
 
 def test_a_conversation_gets_messages(module):
@@ -134,11 +178,11 @@ def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, rea
     with pytest.raises(RunError) as error:
         score(cfg, *texts)
     line = str(error.value).splitlines()[0]
-    assert line.startswith(f"the reward function {reason}, for the prompt 'p' (prompts.jsonl:1); ")
+    assert line.startswith(f"the reward function {module}:{function} {reason}, for the prompt 'p' (prompts.jsonl:1); ")
     dropping = replace(cfg, reward=replace(cfg.reward, on_error="drop"))
     with Reward(dropping) as reward:
         scores = reward.score([PROMPT, PROMPT], [texts, texts], [[[1], [1]]] * 2)
-        assert np.isnan(scores).all()
+        assert np.isnan([one.total for one in scores]).all()
         assert [failed.reason for failed in reward.take_failures()] == [reason] * 2
 
 
@@ -209,7 +253,7 @@ def test_a_single_rank_waits_for_all_prompts(module):
     scored = []
     with Reward(replace(cfg, faults=FaultsConfig(timeout_s=1.0))) as reward:
         scores = reward.score([PROMPT] * 3, [["slow"]] * 3, [[[1]]] * 3, lambda: scored.append(1))
-    assert np.isnan(scores).all()
+    assert np.isnan([one.total for one in scores]).all()
     assert len(scored) == 3
 
 
@@ -258,11 +302,13 @@ def test_a_function_that_reads_standard_input_gets_none(module):
         ("MODULE:constant", "cannot be imported: AttributeError: it has no function 'constant'"),
         ("MODULE:needs_more", "raised TypeError: needs_more() "),
         ("MODULE:short", "returned 1 rewards for 2 completions"),
+        ("exact MODULE:short", "functions.py:short' was tried with two empty completions, and returned 1 rewards"),
+        ("exact missing.py:f", "reward.use='missing.py:f': 'missing.py' does not exist; name a Python file"),
     ],
 )
 def test_a_wrong_function_is_refused_before_the_run(module, use, reason):
     with pytest.raises(ConfigError) as error:
-        check_reward(config(use.replace("MODULE", str(module))), [PROMPT])
+        check_reward(config(tuple(use.replace("MODULE", str(module)).split())), [PROMPT])
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -308,16 +354,47 @@ def test_prompts_that_cannot_work_are_refused_with_their_line(tmp_path, rows, re
     assert "\n" not in str(error.value)
 
 
+BAD_PROMPTS = [
+    "{",
+    {"prompt": "a\0b", "answer": "1"},
+    {"prompt": "", "answer": "1"},
+    {"text": "x"},
+    {"prompt": "x"},
+    {"prompt": "x", "answer": None},
+]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_prompts_that_cannot_work_are_skipped_and_counted(tmp_path, caplog, is_chat):
+    """Also the first row, which otherwise decides on the form of the prompts."""
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in GOOD] if is_chat else GOOD
+    bad = [*BAD_PROMPTS, {"prompt": [{"role": "user"}], "answer": "1"}]
+    cfg = data(tmp_path, [bad[-1], *rows[:2], *bad, *rows[2:]], seq_len=128)
+    cfg = replace(cfg, data=replace(cfg.data, skip_bad_rows=True))
+    with caplog.at_level(logging.WARNING):
+        check_rollout_data(cfg)
+    first = "prompts.jsonl:1: the prompt: message 1 has no text"
+    assert re.search(rf"data.skip_bad_rows: {len(bad) + 1} rows skipped; the first: .*{first}", caplog.text)
+    found = open_prompts(cfg.data, ByteTokenizer(), seed=0, check=check_columns(["exact"])).train
+    assert sorted(prompt.columns["answer"] for prompt in found.prompts) == ["0", "1", "2", "3"]
+    assert has_conversations(cfg.data) == is_chat
+    with pytest.raises(
+        ConfigError, match=rf"holds no prompt; .* \(data.skip_bad_rows: {len(bad)} rows skipped; the first"
+    ):
+        check_rollout_data(replace(data(tmp_path, bad), data=cfg.data))
+
+
 @pytest.mark.parametrize(
     ("use", "columns", "reason"),
     [
         ("number", {"answer": "seven"}, "prompts.jsonl:3: the column 'answer' must have a number for reward.use='numb"),
+        ("exact", {"answer": None}, "prompts.jsonl:3: the column 'answer' must not be null for reward.use='exact'"),
         ("countdown", {"numbers": [1, 2], "target": "3"}, "the column 'target' must be a whole number for"),
         ("countdown", {"numbers": "1,2", "target": 3}, "the column 'numbers' must be a list of whole numbers for"),
     ],
 )
 def test_columns_whose_reward_would_always_be_0_are_refused(tmp_path, use, columns, reason):
-    good = {"answer": "7"} if use == "number" else {"numbers": [1, 2], "target": 3}
+    good = {"answer": "7"} if use != "countdown" else {"numbers": [1, 2], "target": 3}
     cfg = data(tmp_path, [{"prompt": "x"} | good, {"prompt": "y"} | good, {"prompt": "z"} | columns])
     with pytest.raises(ConfigError) as error:
         check_rollout_data(replace(cfg, reward=RewardConfig(use=use)))

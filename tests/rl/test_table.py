@@ -27,6 +27,7 @@ from moefold.rl.table import (
 )
 
 GROUP_SIZE = 2
+FUNCTIONS = [(), ("exact", "length"), ("a", "b", "c")]
 
 
 def prompt_of(number: int) -> Prompt:
@@ -51,9 +52,10 @@ def group_of(number: int, rng: np.random.Generator) -> Group:
     return Group(prompt_of(number), tuple(rollouts), scores, scores - 1)
 
 
-def round_of(prompts: list[int], version: int, seed: int = 0) -> Round:
+def round_of(prompts: list[int], version: int, seed: int = 0, functions: tuple[str, ...] = ()) -> Round:
     rng = np.random.default_rng(seed)
     groups = [group_of(number, rng) for number in prompts]
+    groups = [replace(one, parts={name: rng.normal(size=GROUP_SIZE) for name in functions}) for one in groups]
     statistics = RoundStatistics().add(groups, 1.0, 2.0)
     return make_round(groups, version=version, prompts=prompts, statistics=statistics)
 
@@ -96,9 +98,13 @@ def test_rounds_of_older_weights_than_allowed_are_dropped_with_those_after(
     assert [table.pop().prompts for _ in range(len(table))] == [(i,) for i in range(num_kept)]
 
 
-@given(sizes=st.lists(st.integers(1, 4), max_size=4), seed=st.integers(0, 99))
+@given(sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(FUNCTIONS)), max_size=4), seed=st.integers(0, 99))
 def test_a_checkpoint_has_every_row(sizes, seed):
-    rounds = [round_of(list(range(10 * i, 10 * i + size)), i, seed + i) for i, size in enumerate(sizes)]
+    """Of rounds with other reward functions too, as a resumed run may have them."""
+    rounds = [
+        round_of(list(range(10 * i, 10 * i + size)), i, seed + i, functions)
+        for i, (size, functions) in enumerate(sizes)
+    ]
     table = RolloutTable(rounds)
     arrays = table.arrays()
     headers = table_headers({TABLE_KEY: table.headers()})
@@ -116,6 +122,8 @@ def test_a_checkpoint_has_every_row(sizes, seed):
             assert left.prompt == right.prompt
             assert np.array_equal(left.scores, right.scores, equal_nan=True)
             assert np.array_equal(left.rewards, right.rewards, equal_nan=True)
+            assert left.parts.keys() == right.parts.keys()
+            assert all(np.array_equal(left.parts[name], right.parts[name]) for name in left.parts)
             for one, other in zip(left.rollouts, right.rollouts, strict=True):
                 assert (one.prompt_number, one.sample_number) == (other.prompt_number, other.sample_number)
                 assert one.finish_reason == other.finish_reason
@@ -133,7 +141,16 @@ def test_rounds_of_other_sizes_are_refused():
 
 
 @pytest.mark.parametrize(
-    "damage", [{"version": -1}, {"prompts": []}, {"groups": 0}, {"tokens": 1.5}, {"rollouts": None}, {"more": 1}]
+    "damage",
+    [
+        {"version": -1},
+        {"prompts": []},
+        {"groups": 0},
+        {"tokens": 1.5},
+        {"rollouts": None},
+        {"more": 1},
+        {"reward_functions": []},
+    ],
 )
 def test_a_damaged_header_is_no_header(damage):
     (header,) = RolloutTable([round_of([0, 1], 0)]).headers()

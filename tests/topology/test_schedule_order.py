@@ -1,4 +1,4 @@
-"""The rows of the built-in schedules are those that torch's own classes of these schedules run."""
+"""The rows of the built-in schedules are those of torch's own classes of these schedules."""
 
 import re
 from collections.abc import Iterator
@@ -12,8 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.parallel.pipeline_schedule import SINGLE_STAGE, training_schedule
-from moefold.topology.schedules import SCHEDULES, schedule_slots, stage_ranks
+from moefold.topology.schedules import schedule_slots, stage_ranks
 from moefold.validate.parallel import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -41,7 +40,7 @@ def _stages(cfg: Config) -> list[PipelineStage]:
 
 def _of_torch(cfg: Config):
     cls, stages = CLASSES[cfg.parallel.schedule], _stages(cfg)
-    stages = stages[0] if cfg.parallel.schedule in SINGLE_STAGE else stages
+    stages = stages[0] if cfg.parallel.schedule in ("gpipe", "1f1b") else stages
     return cls(stages, cfg.num_micro_batches, loss_fn=lambda y, target: y.sum(), scale_grads=False)
 
 
@@ -84,22 +83,6 @@ def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
         assert rows == wanted, cfg.num_micro_batches
         compared += 1
     assert compared > pp
-
-
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize(("schedule", "chunks"), CASES[2:])
-def test_messages_and_gathers_are_those_of_torch(schedule, chunks, pp):
-    for cfg in _legal_configs(schedule, chunks, pp):
-        with _group(pp):
-            mine = training_schedule(cfg, _stages(cfg), lambda y, target: y.sum())
-            theirs = _of_torch(cfg)
-        assert mine.pipeline_order_with_comms == theirs.pipeline_order_with_comms, cfg.num_micro_batches
-        assert mine.stage_index_to_group_rank == theirs.stage_index_to_group_rank
-
-
-def test_only_torch_classes_for_one_stage_free_messages_early():
-    assert {name for name, spec in SCHEDULES.items() if spec.frees_sent_messages} == set(SINGLE_STAGE)
-    assert all(CLASSES[name] is cls for name, cls in SINGLE_STAGE.items())
 
 
 def test_without_a_pipeline_micro_batches_follow_each_other():

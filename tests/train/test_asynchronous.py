@@ -159,8 +159,10 @@ def _weights(trainer: Trainer) -> dict[str, list[float]]:
 def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str, Any], **parallel: Any) -> Config:
     """The recipe of a run that samples on ranks of its own, with kernels whose bits no mapping of sampling changes."""
     cfg = recipe(tmp_path, steps, objective="clip", staleness=staleness)
+    assert isinstance(cfg.reward.use, str)
     return replace(
         cfg,
+        reward=replace(cfg.reward, use=(cfg.reward.use, "exact"), weights=(1.0, 0.5)),
         run=replace(cfg.run, dir=str(tmp_path / "split"), dtype="float32", kernels="c"),
         parallel=ParallelConfig(**parallel),
         rollout=replace(cfg.rollout, **sampling),
@@ -236,6 +238,15 @@ def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
     first, second = ([record["rl"]["reward"] for record in records(one)] for one in (cfg, other))
     assert first[:3] == second[:3]
     assert first[3:] != second[3:]
+
+
+def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp_path):
+    """The second step has rollouts of the first weights, from which a rate far too high has moved on."""
+    cfg = recipe(tmp_path, 3, objective="clip", staleness=1)
+    cfg = replace(cfg, train=replace(cfg.train, lr=1.0, warmup_steps=0, lr_schedule="constant"))
+    with pytest.raises(Exception, match=r"step 2: the log-probabilities of .*, and rl.mismatch_limit allows 1\b"):
+        pool.run(1, run_in_turn, cfg)
+    assert [record["rl"]["staleness"] for record in records(cfg)] == [0]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,9 @@ def reward(prompts, completions, completion_ids, **columns):
 def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
     """A tiny policy that is rewarded for ids below 64, a quarter of those that a random policy samples."""
     (tmp_path / "reward.py").write_text(ASCII_REWARD)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}:"}) + "\n" for i in range(20)))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"p{i}:", "answer": "a"}) + "\n" for i in range(20))
+    )
     return Config(
         run=RunConfig(dir=str(tmp_path / "run"), seed=3, steps=steps, device="cpu", dtype="float64"),
         model=ModelConfig(

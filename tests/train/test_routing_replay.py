@@ -114,6 +114,7 @@ class BiasedSampling:
     """Override of a router in sampling, which sends each token to the experts after the chosen ones."""
 
     in_evaluation = True
+    only_records = False
 
     def __init__(self, inner: Any, num_experts: int) -> None:
         self._inner = inner

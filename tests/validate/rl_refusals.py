@@ -23,6 +23,17 @@ REINFORCEMENT = {
         "checkpoint.every=500 must be a multiple of rl.updates=3: rollouts that are not trained on yet are not saved; "
         "choose 498 or 501"
     ),
+    f'{RL} reward.use=["a.py:f","exact","exact"]': (
+        "reward.use=['a.py:f', 'exact', 'exact'] names 'exact' twice; name it once, and set its share by reward.weights"
+    ),
+    f'{RL} reward.use=["exact",""]': "reward.use=['exact', ''] has an empty name; leave it out",
+    f'{RL} reward.use=["a.py:f","exact"] reward.weights=[1]': (
+        "reward.weights=[1.0] must have one number for each of the 2 reward functions of reward.use; list as many, or "
+        "leave weights out for 1 each"
+    ),
+    f'{RL} reward.use=["a.py:f","exact"] reward.weights=[0,0]': (
+        "reward.weights=[0.0, 0.0] makes every reward 0; set one of them to another number"
+    ),
     f"{RL} reward.use=reward.py:reward reward.timeout_s=600": (
         "reward.timeout_s=600 must be less than faults.timeout_s=600, after which the other ranks end the run; lower "
         "it, or raise faults.timeout_s"

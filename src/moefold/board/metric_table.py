@@ -87,11 +87,7 @@ class MetricTable:
         for key, value in record.items():
             if value is None or key in NOT_SCALAR:
                 continue
-            if isinstance(value, dict):
-                for name, part in value.items():
-                    self._add(f"{key}.{name}", part, row)
-            else:
-                self._add(key, value, row)
+            self._add_parts(key, value, row)
         nonfinite = record.get("nonfinite")
         for name in nonfinite if isinstance(nonfinite, dict) else ():
             if "[" not in name:  # not an entry of a list
@@ -151,6 +147,14 @@ class MetricTable:
             num_nonfinite=int(np.isnan(values[inside]).sum()),
             is_zero=not np.any(values),
         )
+
+    def _add_parts(self, name: str, value: Any, row: int) -> None:
+        """Add a number, or each number of a section."""
+        if isinstance(value, dict):
+            for key, part in value.items():
+                self._add_parts(f"{name}.{key}", part, row)
+        else:
+            self._add(name, value, row)
 
     def _add(self, name: str, value: Any, row: int) -> None:
         # Most of the time of reading a long run is spent here: a float needs no conversion.

@@ -17,6 +17,8 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_j
 from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import REWARD_METHODS, AlignConfig
+from moefold.config.bounds import keys_with
+from moefold.config.field import SAME_TENSORS
 from moefold.config.model import (
     INDEX_KINDS,
     ModelConfig,
@@ -34,8 +36,6 @@ from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, name
 from moefold.errors import ConfigError, format_list
 from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
-from moefold.rl.plateau import Plateau
-from moefold.rl.table import table_headers
 from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
@@ -46,24 +46,6 @@ T = TypeVar("T")
 META_FILE = "moefold.json"
 FORMAT = 1
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
-_IGNORED_MODEL_KEYS = frozenset(
-    {
-        "preset",
-        "init_std",
-        "layer_pattern",
-        "attention_pattern",
-        "sliding_window",
-        "attention_chunk_size",
-        "active_experts",
-        "rope_pattern",
-        "index_pattern",
-        "upcycle_from",
-        "upcycle_router",
-        "upcycle_scaling",
-        "upcycle_noise",
-    }
-)
-"""Keys of [model] that do not change the meaning of the stored tensors, or are compared by their effect."""
 _DENSE_KEYS = frozenset({"ffn_hidden_size"})
 _LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
 _INDEX_KEYS = frozenset({"index_heads", "index_head_dim", "index_rope_interleaved"})
@@ -492,8 +474,12 @@ def _check_meta(meta: CheckpointMeta) -> None:
         isinstance(meta.sites, dict) and all(type(value) is int for value in meta.sites.values())
     ):
         raise TypeError(f"sites is {meta.sites!r}")
-    Plateau.from_json(meta.rl)
-    table_headers(meta.rl)
+    if meta.rl is not None:
+        from moefold.rl.plateau import Plateau
+        from moefold.rl.table import table_headers
+
+        Plateau.from_json(meta.rl)
+        table_headers(meta.rl)
     check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost", "schedule"):
         if not isinstance(getattr(meta, name), dict):
@@ -609,7 +595,7 @@ def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None
 
 def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not."""
-    unused = _IGNORED_MODEL_KEYS
+    unused = keys_with("model", SAME_TENSORS)
     unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
     unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
     unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS

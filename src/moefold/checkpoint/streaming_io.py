@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
 
 from moefold.bounded_read import open_regular
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
+from moefold.checkpoint.hashed_files import HashingThread, HashingWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, regular_file, write_manifest
 from moefold.checkpoint.part_file import StoredPart, check_parts, read_part, values_offset
 from moefold.checkpoint.safe_metadata import read_metadata
@@ -229,8 +230,8 @@ def write_chunks(
     dtypes: Mapping[str, torch.dtype],
     local_chunks: Sequence[TensorChunk],
     read: Callable[[TensorChunk], Tensor],
-) -> None:
-    """Write the weights of a checkpoint, with one chunk at a time in the memory of this process.
+) -> dict[str, FileDigest]:
+    """Write the weights of a checkpoint, with one chunk at a time in memory; return the digests of the files.
 
     Collective if a process group is initialised: together the processes write every chunk of every tensor once.
 
@@ -245,14 +246,25 @@ def write_chunks(
     with translate_io_errors(f"the checkpoint cannot be written to {str(tmp)!r}"), warnings.catch_warnings():
         # DCP warns if there is no process group.
         warnings.simplefilter("ignore")
-        dcp.save({}, storage_writer=FileSystemWriter(tmp), planner=planner)
+        with HashingThread() as thread:
+            writer = HashingWriter(tmp, thread)
+            dcp.save({}, storage_writer=writer, planner=planner)
+    return writer.digests
 
 
-def write_manifest_in_parallel(tmp: Path, world: World) -> None:
-    """Write the manifest of a folder that has all its other files; collective over `world`, which shares hashing."""
-    names = sorted(path.name for path in tmp.iterdir() if path.is_file())
-    local = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
+def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, FileDigest] | None = None) -> None:
+    """Write the manifest of a folder that has all its other files; collective over `world`, which shares hashing.
+
+    Args:
+        tmp: the folder.
+        world: the processes.
+        written: digests of the files that this process hashed while it wrote them.
+    """
     records: dict[str, FileDigest] = {}
+    for part in world.all_gather_object(dict(written or {})):
+        records |= part
+    names = sorted(path.name for path in tmp.iterdir() if path.is_file() and path.name not in records)
+    local = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
     for part in world.all_gather_object(local):
         records |= part
     if world.is_rank0:

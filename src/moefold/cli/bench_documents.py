@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
 from moefold.cli.command_parser import CommandParser
-from moefold.config.limits import MAX_BY_KEY, MAX_MICRO_BATCHES, check_at_most
+from moefold.config.bounds import max_integer
+from moefold.config.limits import MAX_MICRO_BATCHES, check_at_most
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.planner.lengths.distribution import histogram_names, load_distribution
@@ -35,7 +36,7 @@ def run(argv: list[str]) -> int:
     if args.seed < 0:
         raise ConfigError(f"--seed {args.seed} must be at least 0")
     check_at_most("--seed", args.seed, MAX_SEED)
-    check_at_most("--seq-len", args.seq_len, MAX_BY_KEY["train.seq_len"])
+    check_at_most("--seq-len", args.seq_len, max_integer("train", "seq_len"))
     check_at_most("--cp times --dp", args.cp * args.dp, MAX_RANKS)
     check_at_most("--micro-batches", args.micro_batches, MAX_MICRO_BATCHES)
     if args.seq_len % (2 * args.cp):

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
+from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -48,7 +48,11 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         read_prompts=lambda: prompts or (_read_prompt(rank_env),),
         max_tokens=arguments.max_tokens,
         sampling=SamplingParams(
-            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+            seed=arguments.seed,
         ),
         overrides=tuple(word for word in arguments.words if _is_override(word)),
         options=GenerateOptions(**{field.name: getattr(arguments, field.name) for field in fields(GenerateOptions)}),
@@ -104,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that reach probability P (1)"
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the likeliest, before --top-k and --top-p (0)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
     parser.add_argument("--chat", action="store_true", help="prompts are messages, put into the model's chat template")
     parser.add_argument(
@@ -123,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="G",
         help="GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
     )
-    add_experts_option(parser)
+    add_generation_options(parser)
     add_inference_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"

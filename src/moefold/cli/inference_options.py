@@ -4,8 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
+from moefold.config.schema import RunConfig
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import print_escaped, printable
 
@@ -30,8 +32,14 @@ def add_ignore_key_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_experts_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of commands that generate under data parallelism."""
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only commands which generate have."""
+    parser.add_argument(
+        "--kernels",
+        choices=get_args(RunConfig.__annotations__["kernels"]),
+        default="auto",
+        help="run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)",
+    )
     parser.add_argument(
         "--experts",
         choices=("exchange", "fetch"),

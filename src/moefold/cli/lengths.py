@@ -7,7 +7,8 @@ from typing import Any
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_documents import describe_documents
-from moefold.config.limits import MAX_BY_KEY, check_at_most
+from moefold.config.bounds import max_integer
+from moefold.config.limits import check_at_most
 from moefold.config.suggestions import nearest_multiples
 from moefold.errors import ConfigError
 from moefold.planner.lengths.balance import MIN_ROUNDS, DocumentLoads, num_planned_rounds
@@ -75,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("seq-len", "cp", "dp", "micro-batch-size", "block"):
         if (value := getattr(args, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
-    check_at_most("--seq-len", args.seq_len, MAX_BY_KEY["train.seq_len"])
+    check_at_most("--seq-len", args.seq_len, max_integer("train", "seq_len"))
     check_at_most("--cp times --dp", args.cp * args.dp, MAX_RANKS)
     check_at_most("--micro-batch-size", args.micro_batch_size, MAX_RANKS)
     rounds = num_planned_rounds(args.cp * args.dp)

@@ -227,7 +227,7 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
     return (
         row
         | memory.activations.by_part
-        | {"pipeline buffers": memory.pipeline, "moments to update": memory.optimizer_in_transit}
+        | {"moments to update": memory.optimizer_in_transit}
         | {"CUDA graphs": memory.graphs}
     )
 

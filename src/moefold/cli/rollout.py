@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
+from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
@@ -44,7 +44,8 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         task_size=arguments.task_size,
         count=arguments.count,
         is_held_out=arguments.held_out,
-        reward=arguments.reward,
+        reward=tuple(arguments.reward),
+        reward_weight=tuple(arguments.reward_weight),
         samples=arguments.samples,
         max_tokens=arguments.max_tokens,
         sampling=SamplingParams(temperature=arguments.temperature, seed=arguments.seed),
@@ -55,8 +56,10 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         device=arguments.device,
         slots=arguments.slots,
         experts=arguments.experts,
+        kernels=arguments.kernels,
         cache_gib=arguments.cache_gib,
         force=arguments.force,
+        skip_bad_rows=arguments.skip_bad_rows,
         want=arguments.want,
         ignore_key=arguments.ignore_key,
     )
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", action="append", default=[], metavar="FILE", help="JSON lines of prompts; may be repeated"
     )
+    parser.add_argument("--skip-bad-rows", action="store_true", help="skip rows that are no prompt, and count them")
     parser.add_argument(
         "--task", choices=("sort", "add", "countdown"), default="", help="generated problems instead of prompts"
     )
@@ -87,7 +91,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=0, metavar="N", help="prompts; 0: all, or 256 problems (0)")
     parser.add_argument("--held-out", action="store_true", help="problems that recipes do not train on")
     parser.add_argument(
-        "--reward", default="", metavar="NAME", help="exact, number, sort, countdown, or FILE.py:FUNCTION"
+        "--reward",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="exact, number, sort, countdown, or FILE.py:FUNCTION; may be repeated, for the sum",
+    )
+    parser.add_argument(
+        "--reward-weight",
+        action="append",
+        type=float,
+        default=[],
+        metavar="W",
+        help="factor of a reward in the sum, as often as --reward (1)",
     )
     parser.add_argument("--samples", type=int, default=8, metavar="G", help="completions of each prompt (8)")
     parser.add_argument("--out", required=True, metavar="FILE.jsonl", help="file to write")
@@ -106,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--want", default="", metavar="REWARD", help="reward that prompts ask for, not align.want; none: for none"
     )
-    add_experts_option(parser)
+    add_generation_options(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     parser.add_argument("--chat-template", default="", metavar="FILE", help="template of prompts that are messages")
     add_inference_options(parser)

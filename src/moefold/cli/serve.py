@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import add_experts_option, add_inference_options, report_notices
+from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -88,11 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--access-log", default="", metavar="FILE", help="file to add a line for each request to (-: standard error)"
     )
-    add_experts_option(parser)
+    add_generation_options(parser)
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     parser.add_argument(
         "--want", default="", metavar="REWARD", help="reward that chats ask for, not align.want; none: for none"
     )
     parser.add_argument("--chat-template", default="", metavar="FILE", help="chat template instead of the model's")
+    parser.add_argument(
+        "--reasoning", action="store_true", help="chats: text between <think> and </think> is reasoning_content"
+    )
     add_inference_options(parser)
     return parser

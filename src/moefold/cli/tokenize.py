@@ -1,4 +1,4 @@
-"""`moefold tokenize`: convert text, JSON lines or parquet to memory-mapped token files."""
+"""`moefold tokenize`: convert text, JSON lines, JSON arrays or parquet to memory-mapped token files."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
     from moefold.data.tokenize_job import ShardWriter, tokenize_files
 
-    writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column)
+    writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column, arguments.skip_bad_rows)
     started_s = time.perf_counter()
     with reworded_errors(
         (r"data\.path(=|: )", "INPUT "), (r"data\.path", "INPUT"), (r"data\.tokenizer=", "--tokenizer ")
@@ -49,6 +49,8 @@ def run(argv: list[str]) -> int:
         f"{arguments.out}: {result.num_documents:,} documents, {result.num_tokens:,} tokens in {result.num_shards:,} "
         f"shards; {result.num_new_tokens:,} of them new, in {elapsed_s:.1f} s: {rate:,.0f} a second"
     )
+    if result.num_skipped:
+        print_escaped(f"--skip-bad-rows: {result.num_skipped:,} rows skipped; the first: {result.first_skipped}")
     return 0
 
 
@@ -60,7 +62,7 @@ def _cores() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold tokenize",
-        description="Convert text, JSON lines or parquet to token files that a run maps into memory.",
+        description="Convert text, JSON lines, a JSON array or parquet to token files that a run maps into memory.",
         epilog=EPILOG,
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders that are read recursively")
@@ -70,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="auto: by file name"
     )
     parser.add_argument("--column", default="text", help="field or column with the text (default: text)")
+    parser.add_argument(
+        "--skip-bad-rows",
+        action="store_true",
+        help="skip lines and rows that hold no text in the column, and count them; else the first one ends the command",
+    )
     parser.add_argument("--processes", type=int, default=_cores(), metavar="N", help="default: one per core")
     parser.add_argument(
         "--shard-mb", type=int, default=64, metavar="N", help="input per token file, in 10**6 bytes (default: 64)"

@@ -1,7 +1,14 @@
 """Copies between host and device that let the caller queue more work meanwhile."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+ALIGNMENT_BYTES = 16
+"""Of each array of a packed copy."""
 
 
 class HostCopy:
@@ -34,3 +41,27 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device without a wait: to CUDA through pinned memory, which torch keeps until then."""
     host = values.pin_memory() if device.type == "cuda" else values
     return host.to(device, non_blocking=True)
+
+
+def copy_together_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Copy arrays of the host to a device without a wait; to CUDA by one copy. Those for the CPU are not copied."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpack(copy_to_device(pack(arrays), device), arrays)
+
+
+def pack(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+    """Return the bytes of arrays, each at the next multiple of `ALIGNMENT_BYTES`, uint8."""
+    padding = (bytes(-array.nbytes % ALIGNMENT_BYTES) for array in arrays)
+    blocks = b"".join(block for array, pad in zip(arrays, padding, strict=True) for block in (array.tobytes(), pad))
+    return torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, like: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+    """Return the arrays of `pack` as views of its bytes on any device; only dtypes and shapes of `like` are read."""
+    found = []
+    start = 0
+    for array in like:
+        found.append(packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape))
+        start += array.nbytes + -array.nbytes % ALIGNMENT_BYTES
+    return found

@@ -1,8 +1,7 @@
 """The private names of torch that the package uses; checked on torch 2.11, 2.12 and 2.13.
 
-No other module may use a name of torch that begins with an underscore (tests/architecture), except those of
-`torch.distributed.pipelining`, which are in `comm/pipelining_compat.py` because their import takes most of a second.
-Before the upper limit of torch in pyproject.toml is raised, check each name in both modules against the new version.
+No other module may use a name of torch that begins with an underscore (tests/architecture). Before the upper limit of
+torch in pyproject.toml is raised, check each name against the new version.
 """
 
 import sys
@@ -373,7 +372,6 @@ def init_fsdp_root(module: nn.Module) -> None:
 
 def run_fsdp_post_backward(module: nn.Module) -> None:
     """Accumulate the gradients of all FSDP modules inside a root in the reduction type, or reduce them if due."""
-    # torch's pipeline schedules call the same function to reduce gradients.
     _fsdp_state(module)._root_post_backward_final_callback()
 
 

@@ -102,7 +102,6 @@ lora.rank: lora_r lora_rank lora_dim
 lora.alpha: lora_alpha
 lora.targets: target_modules lora_target_modules
 align.beta: dpo_beta kl_beta
-align.method: loss_type
 rl.group_size: num_generations group_size n_samples_per_prompt rollout_n
 rl.kl: kl_coef kl_loss_coef init_kl_coef
 rl.clip_low: epsilon clip_ratio_low cliprange
@@ -110,7 +109,15 @@ rl.clip_high: epsilon_high clip_ratio_high
 rl.advantage: adv_estimator
 rl.updates: num_iterations ppo_epochs
 rollout.max_tokens: max_new_tokens max_completion_length max_response_length
+rl.kl: rl.beta
 reward.use: reward_funcs reward_fn
+reward.weights: reward_weights
+rollout.url: vllm_server_base_url
+rollout.timeout_s: vllm_server_timeout
+data.column: dataset_text_field
+data.shuffle: shuffle_dataset
+faults.timeout_s: ddp_timeout
+metrics.rollouts_every: log_completions
 """
 _RELATED = """
 train.min_lr: min_lr_factor
@@ -145,6 +152,89 @@ parallel.zero: fsdp fsdp_sharding sharding_strategy use_distributed_optimizer ze
 parallel.virtual_stages: num_layers_per_virtual_pipeline_stage
 parallel.world_size: data_parallel_size data_parallel_replicate_degree data_parallel_shard_degree dp_size
 rl.advantage: scale_rewards
+rl.updates: steps_per_generation generation_batch_size
+rl.objective: importance_sampling_level
+rl.truncated: mask_truncated_completions
+rl.reset_patience: sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+rl.correction: vllm_importance_sampling_correction vllm_importance_sampling_mode off_policy_mask_threshold
+rl.correction_high: vllm_importance_sampling_clip_max vllm_importance_sampling_cap
+rl.correction_low: vllm_importance_sampling_clip_min
+rollout.engine: use_vllm vllm_mode use_transformers_paged use_transformers_continuous_batching
+rollout.engine: transformers_continuous_batching_config ds3_gather_for_generation
+rollout.url: vllm_server_host vllm_server_port vllm_group_port
+metrics.rollouts_every: log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo
+metrics.wandb_project: project
+train.lr_schedule: lr_scheduler_kwargs
+train.optimizer: optim_args optim_target_modules
+train.micro_batch_size: auto_find_batch_size
+train.recompute: activation_checkpointing_kwargs gradient_checkpointing_kwargs
+train.offload: activation_offloading
+train.precision: load_in_8bit load_in_4bit use_bnb_nested_quant
+train.eval_samples: eval_max_batches
+data.overlong: truncation_mode max_prompt_length
+data.packing: packing_strategy padding_free
+checkpoint.every: save_strategy
+checkpoint.keep_best: load_best_model_at_end metric_for_best_model greater_is_better
+run.device: use_cpu no_cuda
+run.dir: logging_dir
+run.dtype: tf32
+run.compile: torch_compile_backend torch_compile_mode
+run.kernels: use_liger_kernel liger_kernel_config attn_implementation
+lora.rank: use_peft
+parallel.zero: deepspeed fsdp_config
+faults.nonfinite: logging_nan_inf_filter
+"""
+_INSTEAD = """
+each step is recorded in metrics.jsonl; leave it out: logging_steps logging_strategy logging_first_step log_interval
+the first rank logs, and the terminal decides on the form; leave it out: log_level log_level_replica log_on_each_node \
+disable_tqdm
+a checkpoint has all that a run goes on with; `moefold export` writes the weights alone: save_only_model \
+save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip overwrite_output_dir
+`moefold export` writes a Hugging Face folder, which `hf upload` sends: push_to_hub hub_token hub_private_repo \
+hub_model_id hub_strategy hub_always_push hub_revision
+trackers are set by metrics.tensorboard and metrics.wandb: trackio_space_id trackio_bucket_id trackio_static_space_id
+data is read without loader processes; leave it out: dataloader_drop_last dataloader_num_workers \
+dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context \
+dataloader_in_order
+the keys of [parallel] set the mapping, and the launcher the ranks: ddp_find_unused_parameters ddp_bucket_cap_mb \
+ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank accelerator_config parallelism_config
+train.eval_every and train.eval_samples set the evaluation, in the batches and the dtype of training: do_train \
+do_eval do_predict prediction_loss_only eval_on_start eval_delay eval_do_concat_batches eval_use_gather_object \
+eval_accumulation_steps include_for_metrics batch_eval_metrics label_names per_device_eval_batch_size \
+bf16_full_eval fp16_full_eval eval_packing num_generations_eval
+columns that nothing reads are ignored; leave it out: remove_unused_columns dataset_kwargs
+moefold trains without dropout; leave it out: disable_dropout lora_dropout attention_dropout hidden_dropout
+of conversations (data.kind="sft") the answers alone are trained; leave it out: assistant_only_loss \
+completion_only_loss train_on_inputs
+log-probabilities of the reference are computed once, before training; leave it out: precompute_ref_log_probs \
+precompute_ref_batch_size
+conversations are packed by best fit, so that there is little padding; leave it out: group_by_length \
+train_sampling_strategy length_column_name pad_to_multiple_of
+the folder of data.tokenizer declares its tokens; leave it out: pad_token eos_token
+`moefold tokenize --processes N` makes tokens of texts before the training: dataset_num_proc
+checkpoint.init_from names the model, and no code of its folder is run: model_init_kwargs trust_remote_code \
+model_revision
+the loss needs the probabilities of all tokens, so that rollout.temperature alone changes the sampling: top_p min_p \
+rollout.top_k rl.top_k repetition_penalty generation_kwargs cache_implementation
+the vLLM server gets its own options where it is started (rollout.engine="vllm"): vllm_model_impl \
+vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size \
+vllm_structured_outputs_regex
+of preferences it is align.method, of rollouts rl.objective and rl.loss_mean: loss_type
+losses are means over the tokens of the whole batch, and metrics.jsonl counts them; leave it out: \
+average_tokens_across_devices include_num_input_tokens_seen
+moefold trains plain LoRA, by lora.rank, lora.alpha and lora.targets: use_rslora use_dora lora_modules_to_save \
+lora_target_parameters lora_task_type
+rewards are summed by reward.weights, and rl.advantage normalises the sum: multi_objective_aggregation
+a rollout is one turn, without calls of tools; leave it out: max_tool_calling_iterations
+a chat template has no variables in training; write them into a template of your own (data.chat_template): \
+chat_template_kwargs
+moefold has no such term of a loss; leave it out: label_smoothing_factor label_smoothing neftune_noise_alpha ld_alpha \
+loss_weights f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau delta sapo_temperature_neg \
+sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef \
+use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target use_bias_correction_kl \
+rpo_alpha
+moefold has no such option; leave it out: use_cache torch_empty_cache_steps debug skip_memory_metrics \
+cast_lm_head_to_fp32
 """
 _VALUES = """
 run.dtype=bfloat16: bf16 bf16-mixed float16 fp16 half torch.bfloat16
@@ -223,6 +313,8 @@ def _values(text: str) -> MappingProxyType[tuple[str, str], str]:
 KEY_OF = _table(_KEYS)
 RELATED_KEY_OF = _table(_RELATED)
 """Keys in another unit or of another form, which set the same thing."""
+ANSWER_OF = _table(_INSTEAD)
+"""What to do instead, for names without a key."""
 VALUE_OF = _values(_VALUES)
 MATRIX_OF = _table(_MATRICES)
 OPTION_OF = _table(_OPTIONS)
@@ -236,7 +328,15 @@ def key_hint(name: str) -> str:
             return f"moefold calls this {ours}"
         if ours := RELATED_KEY_OF.get(spelling, ""):
             return f"moefold sets this by {ours}"
+        if answer := ANSWER_OF.get(spelling, ""):
+            return answer
     return ""
+
+
+def is_known_path(name: str) -> bool:
+    """Return whether a name of other software is known with its section, such as rl.beta."""
+    path = name.lower()
+    return "." in path and any(path in table for table in (KEY_OF, RELATED_KEY_OF, ANSWER_OF))
 
 
 def our_value(key: str, value: str) -> str:

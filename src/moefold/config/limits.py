@@ -1,12 +1,12 @@
 """Upper bounds of recipe values, checked before anything is derived from the values.
 
-Each bound is far above what any machine runs. Keys without an entry have the default bound of their type.
+Each bound is far above what any machine runs. A key has its own in the annotation of its field (`config/field.py`), or
+the default bound of its type.
 """
 
 from math import inf
 from typing import Any, get_args
 
-from moefold.config.model import MAX_LAYERS
 from moefold.errors import ConfigError
 
 MAX_RANKS = 2**30
@@ -25,76 +25,18 @@ MAX_NESTING_DEPTH = 8
 MAX_INTEGER = 2**53
 """Default bound of integers: exact in JSON and float64."""
 MAX_NUMBER = 1e15
-
-_MAX_WIDTH = 2**20
-MAX_BY_KEY: dict[str, int] = {
-    "run.seed": 2**63 - 1,
-    "run.steps": MAX_STEPS,
-    "model.num_layers": MAX_LAYERS,
-    "model.mtp_layers": MAX_LAYERS,
-    **dict.fromkeys(
-        (
-            "model.hidden_size",
-            "model.moe_hidden_size",
-            "model.num_attention_heads",
-            "model.num_query_groups",
-            "model.head_dim",
-            "model.q_lora_rank",
-            "model.kv_lora_rank",
-            "model.qk_nope_head_dim",
-            "model.qk_rope_head_dim",
-            "model.v_head_dim",
-            "model.num_experts",
-            "model.zero_experts",
-            "model.top_k",
-            "model.num_groups",
-            "model.top_groups",
-            "model.linear_num_key_heads",
-            "model.linear_num_value_heads",
-            "model.linear_key_head_dim",
-            "model.linear_value_head_dim",
-            "model.linear_gate_rank",
-            "model.linear_conv_kernel",
-            "model.index_heads",
-            "model.index_head_dim",
-        ),
-        _MAX_WIDTH,
-    ),
-    **dict.fromkeys(
-        (
-            "model.ffn_hidden_size",
-            "model.moe_ffn_hidden_size",
-            "model.shared_expert_ffn_hidden_size",
-        ),
-        2**26,
-    ),
-    **dict.fromkeys((f"parallel.{key}" for key in ("world_size", "tp", "cp", "ep", "etp")), MAX_RANKS),
-    "parallel.pp": 4096,
-    "parallel.virtual_stages": MAX_LAYERS,
-    "model.vocab_size": 2**31,
-    **dict.fromkeys(("train.seq_len", "model.index_topk", "parallel.attention_block"), MAX_SAMPLE_TOKENS),
-    "train.micro_batch_size": 2**22,
-    "train.global_batch_size": 2**22,
-    **dict.fromkeys(("train.warmup_steps", "train.decay_steps", "train.eval_every"), MAX_STEPS),
-    "train.eval_samples": 2**26,
-    "train.muon_ns_steps": 100,
-    "moe.sinkhorn_iterations": 10_000,
-    "faults.spike_window": 10**6,
-    "faults.timeout_s": 10**8,
-}
-"""Upper bound of each key, by name."""
+MAX_WIDTH = 2**20
+"""Width of a dim of a model, or number of experts or heads."""
 
 
-def max_magnitude(section: str, key: str, hint: Any) -> float | None:
-    """Return the largest magnitude of a key of this type, or None for a key that takes no number."""
-    if hint not in (int, float):
-        return None
-    return MAX_BY_KEY.get(f"{section}.{key}", MAX_INTEGER if hint is int else MAX_NUMBER)
+def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> str:
+    """Return the size rule that a value breaks, or which character of it no text can have; "" if neither.
 
-
-def value_unsupported_reason(section: str, key: str, hint: Any, value: Any) -> str:
-    """Return the size rule that a value breaks, or which character of it no text can have; "" if neither."""
-    maximum = max_magnitude(section, key, hint)
+    Args:
+        hint: type of the key.
+        maximum: largest magnitude of a number; None: the key takes none.
+        value: the value.
+    """
     if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
         bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"
         return f"must be at most {bound}" if value > 0 else f"must be at least -{bound}"

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
+from moefold.config.bounds import max_magnitude
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate
 from moefold.config.presets import load_preset
@@ -150,7 +151,7 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
             for key, value in keys.items():
                 if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
-                elif reason := value_unsupported_reason(section, key, key_types(section)[key], value):
+                elif reason := value_unsupported_reason(key_types(section)[key], max_magnitude(section, key), value):
                     problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {reason}"
                 elif not _has_exact_type(value, key_types(section)[key]):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)

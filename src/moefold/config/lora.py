@@ -1,16 +1,19 @@
 """The [lora] section: low-rank adapters; see docs/lora.md."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from moefold.config.field import POSITIVE, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
     """Low-rank adapters of frozen weights ([lora.md](lora.md), arXiv:2106.09685)."""
 
-    rank: int = 0
+    rank: Annotated[int, at_least(0, "0: no adapters")] = 0
     """Rank of the adapters, which alone are trained: W x + (alpha / rank) B A x of each matrix W of `targets`, all
     other weights frozen. 0: no adapters, all weights are trained."""
-    alpha: float = 16.0
+    alpha: Annotated[float, POSITIVE] = 16.0
     """Scale of the adapters: B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("all",)
     """Matrices with adapters. A part of the model: "attention", "dense_mlp", "shared_experts", "experts" (a pair of

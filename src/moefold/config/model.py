@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
+
+from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
+from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FWCL"
@@ -92,87 +95,87 @@ def _usage_hint(kinds: str) -> str:
 class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
-    preset: str = ""
+    preset: Annotated[str, SAME_TENSORS] = ""
     """Named model shape (see `moefold train --keys`); keys of the recipe win over those of the preset."""
-    num_layers: int = 4
+    num_layers: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 4
     """Transformer layers, L."""
-    hidden_size: int = 256
+    hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 256
     """Width of the residual stream, H."""
-    num_attention_heads: int = 8
+    num_attention_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Query heads, A."""
-    num_query_groups: int = 4
+    num_query_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
-    head_dim: int = 0
+    head_dim: Annotated[int, at_least(0, "0: hidden_size/num_attention_heads"), Most(MAX_WIDTH)] = 0
     """Width of one head, D; 0: hidden_size / num_attention_heads."""
     attention: Literal["gqa", "mla"] = "gqa"
     """gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values of all heads come
     from one latent (DeepSeek-V2)."""
-    q_lora_rank: int = 0
+    q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
     """Width of the query latent (mla); 0: queries are projected from the hidden state directly."""
-    kv_lora_rank: int = 64
+    kv_lora_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 64
     """Width of the key-value latent (mla)."""
-    qk_nope_head_dim: int = 32
+    qk_nope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of the part of a query and key head without RoPE (mla)."""
-    qk_rope_head_dim: int = 16
+    qk_rope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 16
     """Width of the part of a query and key head with RoPE, whose key all heads share (mla)."""
-    v_head_dim: int = 32
+    v_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a value head (mla)."""
     mla_scale_latents: bool = False
     """Multiply the normalised latents by sqrt(hidden_size / rank), the query latent by that of q_lora_rank and the
     key-value latent by that of kv_lora_rank (mla; LongCat-Flash)."""
-    ffn_hidden_size: int = 1024
+    ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 1024
     """Inner width of the SwiGLU of dense layers."""
-    vocab_size: int = 256
+    vocab_size: Annotated[int, at_least(1), Most(2**31)] = 256
     """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
     preset or the default does: their number, rounded up to a multiple of 64."""
-    layer_pattern: str = "M"
+    layer_pattern: Annotated[str, SAME_TENSORS] = "M"
     """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
-    mtp_layers: int = 0
+    mtp_layers: Annotated[int, at_least(0, "0: none"), Most(MAX_LAYERS)] = 0
     """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
     2.2), each through one more layer after the others, of the kind of the last one; 0: none."""
-    num_experts: int = 8
+    num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Experts of one MoE layer, E."""
-    top_k: int = 2
+    top_k: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 2
     """Experts chosen for each token, K."""
-    zero_experts: int = 0
+    zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
-    active_experts: float = 0.0
+    active_experts: Annotated[float, at_least(0, "0: as all choices"), SAME_TENSORS] = 0.0
     """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
     (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
-    moe_ffn_hidden_size: int = 512
+    moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 512
     """Inner width of one expert, F."""
-    moe_hidden_size: int = 0
+    moe_hidden_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
     state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
     router_softmax: Literal["pre", "post", "sparsemixer"] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
     sparsemixer: each choice has a softmax of its own, over the experts that are not chosen yet and close to the best
     one; training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
-    sparsemixer_jitter: float = 0.01
+    sparsemixer_jitter: Annotated[float, POSITIVE] = 0.01
     """Half the relative distance to the best logit up to which an expert takes part in a choice of sparsemixer."""
     router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
     router_normalize: bool = True
     """Divide the scores of the chosen experts by their sum (sigmoid, sqrtsoftplus; with softmax, "post" normalises)."""
-    router_scaling_factor: float = 1.0
+    router_scaling_factor: Annotated[float, POSITIVE] = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
-    num_groups: int = 1
+    num_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
     """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
-    top_groups: int = 1
+    top_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
     """Number of best-scoring groups from which a token's experts are chosen."""
     expert_bias: bool = False
     """Add a bias to each expert's score for the choice only, updated to balance the load (arXiv:2408.15664)."""
-    shared_expert_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: Annotated[int, at_least(0, "0: none"), Most(2**26)] = 0
     """Inner width of the shared expert, which processes every token; 0: none."""
     moe_bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
     moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
-    swiglu_alpha: float = 1.702
+    swiglu_alpha: Annotated[float, POSITIVE] = 1.702
     """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
-    swiglu_limit: float = 7.0
+    swiglu_limit: Annotated[float, POSITIVE] = 7.0
     """Limit l of clamped_swiglu; the default is that of gpt-oss."""
     router_probs_on_input: bool = False
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
@@ -204,15 +207,15 @@ class ModelConfig:
     projection (arXiv:2505.06708)."""
     attention_gate_width: Literal["dim", "head"] = "dim"
     """Gate of attention_gate: one for each dim of a head, or one for the whole head (Ling 3)."""
-    attention_scale: float = 0.0
+    attention_scale: Annotated[float, at_least(0, "0: 1/sqrt(head_dim)")] = 0.0
     """Factor of the attention scores (gqa; Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
-    attention_pattern: str = "F"
+    attention_pattern: Annotated[str, SAME_TENSORS] = "F"
     """F (full), W (within model.sliding_window), C (within chunks of model.attention_chunk_size) and L (linear
     attention, model.linear_attention), each with an optional count; repeats to num_layers: F, WF, W5F, C3F, L3F."""
-    sliding_window: int = 0
+    sliding_window: Annotated[int, at_least(0, "0: no layer of kind W"), SAME_TENSORS] = 0
     """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
-    attention_chunk_size: int = 0
+    attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Literal["gated_deltanet", "kda", "gla", "short_convolution"] = "gated_deltanet"
@@ -220,34 +223,34 @@ class ModelConfig:
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
     attention (short_convolution: LFM2, arXiv:2511.23404)."""
-    linear_num_key_heads: int = 4
+    linear_num_key_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Query and key heads of a layer of kind L; each serves the same number of value heads."""
-    linear_num_value_heads: int = 4
+    linear_num_value_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Value heads of a layer of kind L, each with a state of its own; a multiple of linear_num_key_heads."""
-    linear_key_head_dim: int = 32
+    linear_key_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a query and key head of a layer of kind L."""
-    linear_value_head_dim: int = 32
+    linear_value_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a value head of a layer of kind L."""
-    linear_conv_kernel: int = 4
+    linear_conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH)] = 4
     """Tokens that the causal convolution of each channel combines (kind L), itself included."""
     linear_conv_bias: bool = False
     """Biases on the convolution and on the projections of a short_convolution (LFM2)."""
-    linear_gate_rank: int = 16
+    linear_gate_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 16
     """Width between the two projections that lead to the decays (gla)."""
     linear_full_rank_gates: bool = False
     """Project the hidden state to decays and output gate directly (kda; Ling 3), not through linear_value_head_dim
     dimensions."""
-    linear_decay_bound: float = 0.0
+    linear_decay_bound: Annotated[float, Bound("must be at most 0 (0: none)", lambda bound: bound <= 0)] = 0.0
     """Lower bound of the logarithm of a decay (kda; Ling 3: -5), bound * sigmoid(exp(a_log) * (a + dt_bias)); 0: none,
     and the logarithm is -exp(a_log) * softplus(a + dt_bias)."""
-    index_topk: int = 0
+    index_topk: Annotated[int, at_least(0, "0: all keys"), Most(MAX_SAMPLE_TOKENS)] = 0
     """Most keys that a query of softmax attention attends to, selected by an indexer (sparse attention,
     arXiv:2512.02556); 0: all keys."""
-    index_heads: int = 4
+    index_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Heads of the indexer of sparse attention, J."""
-    index_head_dim: int = 32
+    index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as those of a head of attention."""
-    index_pattern: str = "F"
+    index_pattern: Annotated[str, SAME_TENSORS] = "F"
     """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
     them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
     have no indexer under either letter, MTP layers always have one."""
@@ -259,12 +262,12 @@ class ModelConfig:
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: Annotated[float, POSITIVE] = 1.0
     """Factor of the token embeddings (Granite)."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: Annotated[float, POSITIVE] = 1.0
     """Factor of the outputs of attention and of the feed-forward network where they are added to the residual stream
     (Granite)."""
-    logits_divisor: float = 1.0
+    logits_divisor: Annotated[float, POSITIVE] = 1.0
     """Divisor of the logits (Granite's logits_scaling)."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
@@ -273,68 +276,68 @@ class ModelConfig:
     zero_centered_norms: bool = False
     """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
     Qwen3-Next); the norm inside linear attention by its weight."""
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, POSITIVE] = 1e-6
     """Epsilon of every norm except those of latents (mla), where it is 1e-6."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, Bound("must be greater than 1", lambda base: base > 1)] = 10000.0
     """Base of the rotary frequencies."""
-    rope_fraction: float = 1.0
+    rope_fraction: Annotated[float, SHARE] = 1.0
     """Fraction of each head's dims to which RoPE is applied, in (0, 1]."""
     rope_interleaved: bool = False
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
-    rope_pattern: str = "R"
+    rope_pattern: Annotated[str, SAME_TENSORS] = "R"
     """R (RoPE) and N (no position embedding, NoPE), each with an optional count; repeats to num_layers: R, R3N."""
-    nope_temperature_scale: float = 0.0
+    nope_temperature_scale: Annotated[float, at_least(0, "0: none")] = 0.0
     """Factor a of the attention temperature of layers without RoPE: queries at position p of their document are
     multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
-    nope_temperature_tokens: int = 8192
+    nope_temperature_tokens: Annotated[int, at_least(1)] = 8192
     """See nope_temperature_scale; positions below this number have temperature 1."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk", "longrope"] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims. longrope: each pair of dims has a divisor of its frequency, and
     another one in sequences longer than the original context (arXiv:2402.13753)."""
-    rope_scaling_factor: float = 1.0
+    rope_scaling_factor: Annotated[float, at_least(1)] = 1.0
     """RoPE scaling factor, at least 1."""
-    rope_original_seq_len: int = 8192
+    rope_original_seq_len: Annotated[int, at_least(1)] = 8192
     """Context length before RoPE scaling (llama3, yarn, longrope)."""
     rope_short_factors: tuple[float, ...] = ()
     """Divisors of the frequencies, one for each pair of rotated dims, where train.seq_len is at most
     rope_original_seq_len (longrope). Commands that only use a model compare the longest sequence instead."""
     rope_long_factors: tuple[float, ...] = ()
     """The same where it is longer."""
-    rope_short_mscale: float = 0.0
+    rope_short_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
     """Factor on the rotated parts of queries and keys together with rope_short_factors; 0: sqrt(1 +
     ln(rope_scaling_factor) / ln(rope_original_seq_len))."""
-    rope_long_mscale: float = 0.0
+    rope_long_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
     """The same together with rope_long_factors."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Annotated[float, POSITIVE] = 1.0
     """Wavelengths above original/low are scaled in full (llama3)."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Annotated[float, POSITIVE] = 4.0
     """Wavelengths below original/high are not scaled (llama3)."""
-    rope_beta_fast: float = 32.0
+    rope_beta_fast: Annotated[float, POSITIVE] = 32.0
     """Pairs that rotate more often than this in the original context are not scaled (yarn, arXiv:2309.00071)."""
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: Annotated[float, POSITIVE] = 1.0
     """Pairs that rotate less often than this in the original context are scaled in full (yarn)."""
     rope_truncate: bool = True
     """Round the bounds of yarn's blended range outwards to whole pairs (gpt-oss does not)."""
-    rope_attention_factor: float = 0.0
+    rope_attention_factor: Annotated[float, at_least(0, "0: not given")] = 0.0
     """Factor on the rotated parts of queries and keys (yarn); 0: m(rope_mscale) / m(rope_mscale_all_dim) where both are
     given, else m(1), with m(x) = 0.1 * x * ln(rope_scaling_factor) + 1."""
-    rope_mscale: float = 0.0
+    rope_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
     """See rope_attention_factor; 0: not given."""
-    rope_mscale_all_dim: float = 0.0
+    rope_mscale_all_dim: Annotated[float, at_least(0, "0: not given")] = 0.0
     """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
-    init_std: float = 0.02
+    init_std: Annotated[float, POSITIVE, SAME_TENSORS] = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
-    upcycle_from: str = ""
+    upcycle_from: Annotated[str, SAME_TENSORS] = ""
     """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
     layers."""
-    upcycle_router: Literal["group", "expert", "zero"] = "group"
+    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS] = "group"
     """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
     zeros."""
-    upcycle_scaling: bool = True
+    upcycle_scaling: Annotated[bool, SAME_TENSORS] = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
-    upcycle_noise: float = 0.0
+    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS] = 0.0
     """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
     @property

@@ -6,14 +6,13 @@ import json
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import chain
+from functools import cache
+from itertools import pairwise
 from textwrap import TextWrapper
 
-from moefold.config import align, lora, schema, sites
-from moefold.config import model as model_schema
-from moefold.config import rl as rl_schema
 from moefold.config.aliases import KEY_OF
-from moefold.config.limits import MAX_BY_KEY, MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
+from moefold.config.bounds import own_maxima
+from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.method_defaults import LR_KEY, rates_table, rates_text
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import closest_match, default_of, describe_type, key_types, sections
@@ -34,7 +33,7 @@ class RecipeKey:
 
 def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     """Return the keys of one section, in schema order."""
-    help_texts = _field_help()[sections()[section].__name__]
+    help_texts = _field_help(sections()[section])
     keys = (
         RecipeKey(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
         for key, hint in key_types(section).items()
@@ -158,25 +157,22 @@ def _prose(lines: list[str]) -> list[str]:
 def _keys_by_max() -> dict[int, list[str]]:
     """Return the keys with a bound of their own, grouped by bound, largest first."""
     found: dict[int, list[str]] = {}
-    for key, maximum in sorted(MAX_BY_KEY.items(), key=lambda item: -item[1]):
+    for key, maximum in sorted(own_maxima().items(), key=lambda item: -item[1]):
         found.setdefault(maximum, []).append(key)
     return found
 
 
-def _field_help() -> dict[str, dict[str, str]]:
-    """Return the docstring under each field of each schema dataclass, read from the source."""
-    help_texts: dict[str, dict[str, str]] = {}
-    sources = [inspect.getsource(module) for module in (schema, model_schema, align, lora, rl_schema, sites)]
-    for node in chain.from_iterable(ast.parse(source).body for source in sources):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        help_texts[node.name] = {}
-        for field, text in zip(node.body, node.body[1:], strict=False):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-                continue
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                help_texts[node.name][field.target.id] = " ".join(str(text.value.value).split())
-    return help_texts
+@cache
+def _field_help(section: type) -> dict[str, str]:
+    """Return the docstring under each field of a section's dataclass, read from its source."""
+    (node,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(text.value.value).split())
+        for field, text in pairwise(node.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 if __name__ == "__main__":

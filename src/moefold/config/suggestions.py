@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moefold.config.aliases import key_hint
+from moefold.config.aliases import is_known_path, key_hint
 from moefold.config.schema import Config
 
 
@@ -135,7 +135,7 @@ def explain_unknown_key(section: str, key: str) -> str:
     if name in DERIVED:
         return DERIVED[name]
     owners = sections_with(key)
-    if owners:
+    if owners and not is_known_path(name):
         return f"unknown key {name}; did you mean {' or '.join(f'{owner}.{key}' for owner in owners)}?"
     if hint := key_hint(name):
         return f"unknown key {name}; {hint}"

@@ -19,6 +19,7 @@ from moefold.checkpoint.checkpoint_dir import (
     model_differences,
     model_sizes,
 )
+from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
@@ -414,12 +415,14 @@ def _write_tensors(
     source: CheckpointWeights, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
 ) -> dict[str, str]:
     """Write this rank's tensors into the files; return the hashes of all tensors. Collective."""
-    mine: dict[str, str] = {}
-    with FileWriter() as writer:
+    digests: dict[str, Any] = {}
+    with FileWriter() as writer, HashingThread() as thread:
         for group in assign_groups(mapping, world):
             for hf_name in group:
-                mine |= _write_chunks(writer, target.chunks(source, mapping, hf_name), target.locations, on_bytes)
+                chunks = target.chunks(source, mapping, hf_name)
+                digests |= _write_chunks(writer, chunks, target.locations, thread, on_bytes)
             source.clear_cache()
+    mine = {name: digest.hexdigest() for name, digest in digests.items()}
     return {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
 
 
@@ -427,19 +430,20 @@ def _write_chunks(
     writer: FileWriter,
     chunks: Iterable[Mapping[str, Tensor]],
     locations: Mapping[str, TensorLocation],
+    thread: HashingThread,
     on_bytes: OnBytes,
-) -> dict[str, str]:
-    """Write the rows of some tensors one chunk after another; return the hash of each tensor."""
+) -> dict[str, Any]:
+    """Write the rows of some tensors one chunk after another; return the SHA-256 of each, which a thread computes."""
     digests: dict[str, Any] = {}
     done: Counter[str] = Counter()
     for parts in chunks:
         for name, values in parts.items():
             data = bytes_of(values)
             writer.write(locations[name], data, done[name])
-            digests.setdefault(name, hashlib.sha256()).update(data)
+            thread.update(digests.setdefault(name, hashlib.sha256()), data)
             done[name] += len(data)
             on_bytes(len(data))
-    return {name: digest.hexdigest() for name, digest in digests.items()}
+    return digests
 
 
 def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:

@@ -75,6 +75,7 @@ class Family:
         ignored_tensors: regular expressions of tensors that some folders hold and that are not read.
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
             not read them; its group is the number of the expert. Empty: none.
+        renamed_modules: parts of the names of modules in a folder that transformers' model calls otherwise.
         multimodal: folders of a multimodal model whose text model is of this family; None: there are none.
     """
 
@@ -89,14 +90,18 @@ class Family:
     mtp_key: str = "num_nextn_predict_layers"
     mtp_prefix: str = "model.layers."
     ignored_tensors: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    renamed_modules: Mapping[str, str] = field(default_factory=dict)
     multimodal: MultimodalFolder | None = None
-
     zero_expert_tensors: str = ""
 
     def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
         """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""
         match = re.fullmatch(self.zero_expert_tensors, name) if self.zero_expert_tensors else None
         return match is not None and model.num_experts <= int(match[1]) < model.num_router_choices
+
+    def name_in_transformers(self, module: str) -> str:
+        """Return the name that a module of a folder has in transformers' model."""
+        return ".".join(self.renamed_modules.get(part, part) for part in module.split("."))
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor of a folder is ignored."""

@@ -5,24 +5,13 @@ from pathlib import Path
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
-from moefold.data.tokenizer_folder import TOKENIZER_FILE, read_tokenizer_folder, tokenizer_file
+from moefold.data.tokenizer_folder import TOKENIZER_FILE, missing_file_reason, read_tokenizer_folder, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy
 from moefold.remote_path import is_remote
 
 SIDECAR_DIR = "hf"
 """Folder of sidecar files from Hugging Face, in a checkpoint or next to the checkpoints of a run."""
-
-
-UNSUPPORTED_TOKENIZER_FILES = (
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-    "*.tiktoken",
-)
-"""Tokenizer formats that moefold does not read, but for vocab.json with merges.txt."""
 
 
 RECIPE_FILE = "recipe.toml"
@@ -72,16 +61,7 @@ def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
         except ConfigError as error:
             return f"{error}, or {alternative}"
         return ""
-    others = [file.name for pattern in UNSUPPORTED_TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
-    if not others:
-        return (
-            f"{str(folder)!r} has no tokenizer ({TOKENIZER_FILE}), so the model could read no text; "
-            f"add its files, or {alternative}"
-        )
-    return (
-        f"{str(folder)!r} has {others[0]}, but no {TOKENIZER_FILE}, which moefold reads text with; save one with "
-        f"transformers (AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR)), or {alternative}"
-    )
+    return f"{missing_file_reason(folder)}, or {alternative}"
 
 
 HEAD_NAME = "lm_head.weight"

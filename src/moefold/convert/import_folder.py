@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, write_meta
+from moefold.checkpoint.manifest import FileDigest
 from moefold.checkpoint.streaming_io import (
     CheckpointSource,
     TensorChunk,
@@ -37,6 +38,7 @@ from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
+from moefold.convert.tensor_hashes import TensorHashes
 from moefold.convert.weights import HfSource, WeightSource, verify_against_folder
 from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
@@ -99,8 +101,11 @@ def import_folder(
     if options.needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(reason)
     with atomic_directory(out, world) as tmp_dir:
-        write_weights(source, tmp_dir, world, on_bytes)
-        manifest = _manifest(source, world)
+        with TensorHashes() as hashes:
+            source.hashes = hashes
+            digests = write_weights(source, tmp_dir, world, on_bytes)
+            source.hashes = None
+        manifest = _manifest(source, hashes.complete(), world)
         sidecar_files: tuple[str, ...] = ()
         if world.is_rank0:
             sidecar_files = tuple(copy_sidecar_files(folder, tmp_dir / SIDECAR_DIR))
@@ -109,7 +114,7 @@ def import_folder(
             aux_loss = imported_aux_loss(source.folder.hf_config, source.model)
             finish_checkpoint(tmp_dir, out, source.model, import_origin(folder), aux_loss=aux_loss)
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world)
+        write_manifest_in_parallel(tmp_dir, world, digests)
         if options.check:
             verify_against_folder(CheckpointSource(tmp_dir), source, world)
     converted = [source.location(name) for name in source.mapping.hf_shapes]
@@ -131,8 +136,12 @@ def _messages(source: HfSource) -> tuple[str, ...]:
     )
 
 
-def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> None:
-    """Write all tensors of a source as a checkpoint, with one chunk at a time in memory. Collective."""
+def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> dict[str, FileDigest]:
+    """Write all tensors of a source as a checkpoint, with one chunk at a time in memory. Collective.
+
+    Returns:
+        The digests of the files that this process has written.
+    """
     dtypes = {name: source.dtype(name) for name in source.shapes}
     last = ""
 
@@ -148,7 +157,8 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         # A chunk of a checkpoint may be a view of a cached read, whose memory cannot be freed early.
         return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
 
-    write_chunks(tmp_dir, source.shapes, dtypes, assign_chunks(_all_chunks(source.shapes, dtypes), source, world), read)
+    chunks = assign_chunks(_all_chunks(source.shapes, dtypes), source, world)
+    return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
 
 
 def finish_checkpoint(
@@ -279,12 +289,19 @@ def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torc
     return [chunk for name, shape in shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
 
 
-def _manifest(source: HfSource, world: World) -> Manifest:
-    """Hash the tensors of a folder, each on one process; reject tensors that differ from the folder's own manifest."""
+def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manifest:
+    """Hash the tensors of a folder, each on one process; reject tensors that differ from the folder's own manifest.
+
+    Args:
+        source: the folder.
+        known: hashes that this process has computed already.
+        world: the processes.
+    """
     folder: HfFolder = source.folder
-    names = sorted(folder.tensors)
+    hashes = {name: digest for part in world.all_gather_object(dict(known)) for name, digest in part.items()}
+    names = sorted(folder.tensors.keys() - hashes.keys())
     mine = {name: hash_tensor(folder.tensors[name]) for name in names[world.rank :: world.size]}
-    hashes = {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
+    hashes |= {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
     own = read_manifest(folder.path)
     if own is not None and (changed := changed_tensors(own, hashes | _hashes_of_parts(folder, world))):
         raise ConfigError(

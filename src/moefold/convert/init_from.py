@@ -10,7 +10,6 @@ dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,12 +23,11 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.convert.adapted_weights import open_weights
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.hf_config import families_for, find_family, inspect_folder, is_hf_folder, read_hf_config
+from moefold.convert.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.known_keys import ALL_KEYS
-from moefold.convert.peft_targets import peft_note
 from moefold.convert.preflight import (
     export_message,
     granularity,
@@ -99,8 +97,6 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     notes += _indexer_messages(cfg, source)
     if is_first_rank and is_hf_folder(path):
         notes += [report.note() for report in inspect_folder(path, cfg.checkpoint.ignore_keys)[1]]
-    if is_first_rank and cfg.lora.rank and (family := _family_name(path, cfg)):
-        notes.append(peft_note(cfg.model, cfg.lora, family))
     if cfg.model.upcycle_from:
         notes.append(export_message(cfg.model))
     if (
@@ -113,15 +109,6 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     origin = given if is_remote(given) and is_hf_folder(path) else path
     summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
-
-
-def _family_name(path: Path, cfg: Config) -> str:
-    """Return the family of the Hugging Face folder that weights came from, else the first that expresses the model."""
-    sidecar_dir = path if is_hf_folder(path) else find_sidecar_dir(path)
-    if sidecar_dir is not None and is_hf_folder(sidecar_dir):
-        return find_family(read_hf_config(sidecar_dir), sidecar_dir).name
-    supported = families_for(replace(cfg.model, mtp_layers=0))
-    return supported[0].name if supported else ""
 
 
 def _indexer_messages(cfg: Config, source: WeightSource) -> list[str]:
@@ -251,13 +238,13 @@ def upcycle_folder(
     run_tokenizer = find_run_tokenizer(dense)
     excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
     with atomic_directory(out, world) as tmp_dir:
-        write_weights(source, tmp_dir, world, on_bytes)
+        digests = write_weights(source, tmp_dir, world, on_bytes)
         if world.is_rank0:
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
             finish_checkpoint(tmp_dir, out, without_upcycling(model), f"upcycle of {dense}", tokenizer)
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world)
+        write_manifest_in_parallel(tmp_dir, world, digests)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     reason = ""
     if sidecar_dir is not None and not tokenizer:

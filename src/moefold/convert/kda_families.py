@@ -305,8 +305,12 @@ KDA_FAMILIES = (
         "kimi_linear",
         "KimiLinearForCausalLM",
         _KIMI_LINEAR,
-        (merge_rules(by_attention(_KDA, merge_rules(BACKBONE, MLA)), _KIMI_FFN, MIXTRAL_EXPERTS),),
+        tuple(
+            merge_rules(by_attention(_KDA, merge_rules(BACKBONE, MLA)), _KIMI_FFN, experts)
+            for experts in (MIXTRAL_EXPERTS, STACKED_EXPERTS)
+        ),
         default_keys={"num_key_value_heads": 32, "q_lora_rank": None},
+        renamed_modules={"block_sparse_moe": "mlp"},
     ),
     Family(
         "bailing_hybrid",
@@ -325,6 +329,7 @@ KDA_FAMILIES = (
             for experts in (PER_EXPERT, STACKED_EXPERTS)
         ),
         default_keys={"num_key_value_heads": 32, "num_expert_group": 8, "topk_group": 4},
+        renamed_modules={"attention": "self_attn", "dense": "o_proj"},
     ),
 )
 """Families in the order in which an export without --family tries them."""

@@ -119,7 +119,7 @@ def merge_checkpoints(
     )
     copied: tuple[str, ...] = ()
     with atomic_directory(out, world) as tmp_dir:
-        write_weights(source, tmp_dir, world, on_bytes)
+        digests = write_weights(source, tmp_dir, world, on_bytes)
         if world.is_rank0:
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
@@ -133,7 +133,7 @@ def merge_checkpoints(
                 dtypes.pop() if len(dtypes) == 1 else "",
             )
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world)
+        write_manifest_in_parallel(tmp_dir, world, digests)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     return Conversion(len(source.shapes), size, copied)
 

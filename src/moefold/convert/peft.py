@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from moefold.comm.groups import World
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.declared_keys import declared_keys
 from moefold.convert.export_folder import EXPORT_DTYPES
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
@@ -32,9 +33,15 @@ from moefold.convert.peft_config import (
     inspect_peft_folder,
     resolve_base,
 )
-from moefold.convert.peft_names import PREFIX, PeftModule, peft_modules
-from moefold.convert.peft_stacked import read_stacked, stacked_names, stacked_parameters
-from moefold.convert.peft_targets import peft_note, split_targets
+from moefold.convert.peft_names import PREFIX, PeftModule, find_modules, other_modules, peft_modules
+from moefold.convert.peft_stacked import (
+    StackedParameter,
+    read_stacked,
+    stacked_names,
+    stacked_parameters,
+    write_stacked,
+)
+from moefold.convert.peft_targets import split_targets
 from moefold.convert.preflight import read_model
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
@@ -75,20 +82,25 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     model = read_model(checkpoint)
     lora = LoraConfig(rank=settings["rank"], alpha=settings["alpha"], targets=tuple(settings["targets"]))
     family = _family_of(model, checkpoint)
-    modules = peft_modules(model, family, adapted_weights(model, lora))
+    weights = adapted_weights(model, lora)
+    parameters = _parameters_to_stack(model, family, weights)
+    stacked = {name for name, weight in weights.items() if parameters and weight.is_expert}
+    modules = peft_modules(model, family, {name: weight for name, weight in weights.items() if name not in stacked})
     stored = EXPORT_DTYPES.get(dtype, torch.float32)
     base, note = _base_name(to_path(settings["base"]))
-    notes: tuple[str, ...] = (note, peft_note(model, lora, family.name))
+    notes: tuple[str, ...] = (note,)
     tensors: dict[str, Tensor] = {}
     if world.is_rank0:
         pairs = {name: _read_pair(source, name) for name in dict.fromkeys(module.name for module in modules)}
         for module in modules:
             tensors |= dict(zip(module.tensor_names, module.to_peft(*pairs[module.name]), strict=True))
+        tensors |= write_stacked({name: _read_pair(source, name) for name in stacked}, parameters)
         tensors = {name: values.to(stored) for name, values in sorted(tensors.items())}
     with atomic_directory(out, world) as tmp_dir:
         if world.is_rank0:
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
-            keys = _config_keys(lora, modules, family, base)
+            keys = _config_keys(lora, modules, family, base, other_modules(model, family, modules))
+            _add_stacked(keys, parameters, stacked)
             (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             notes = (*notes, *_write_tokenizer_files(tmp_dir, checkpoint, source.meta))
             run = read_training_run(checkpoint, model, source.meta)
@@ -97,7 +109,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     size = sum(values.nbytes for values in tensors.values())
     on_bytes(size)
     written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name != WEIGHTS_FILE))
-    return Conversion(2 * len(modules), size, written, messages=tuple(filter(None, notes)))
+    return Conversion(2 * len(weights), size, written, messages=tuple(filter(None, notes)))
 
 
 def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
@@ -128,6 +140,30 @@ def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
     return FAMILIES[supported[0].name]
 
 
+def _parameters_to_stack(
+    model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
+) -> dict[str, list[StackedParameter]]:
+    """Return the parameters whose adapters are written stacked, by their module; empty: those of experts are not.
+
+    Transformers stacks experts. PEFT stacks the adapters of single experts when it loads them, as released adapters
+    have them, but of some families only, and of gate and up projections both or none.
+
+    Raises:
+        ConfigError: the experts of the family have no such parameters.
+    """
+    matrices = {name.rpartition(".")[2] for name, weight in weights.items() if weight.is_expert}
+    has_halves = len(matrices & {"w_gate", "w_up"}) != 1
+    if not matrices or (has_halves and family.name in declared_keys().stacked_by_peft):
+        return {}
+    found = stacked_parameters(model, family, adapted_weights(model, LoraConfig(rank=1)))
+    if not found:
+        raise ConfigError(
+            f"PEFT has no place for adapters of {format_list(sorted(matrices))} of the experts of {family.name}: "
+            "export with --merge"
+        )
+    return found
+
+
 def _read_pair(source: CheckpointSource, name: str) -> tuple[Tensor, Tensor]:
     a, b = (source.read(part, tuple(slice(0, size) for size in source.shapes[part])) for part in adapter_names(name))
     source.clear_cache()
@@ -143,11 +179,13 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
             writer.write(layout.tensors[name], bytes_of(values.contiguous()))
 
 
-def _config_keys(lora: LoraConfig, modules: list[PeftModule], family: Family, base: str) -> dict[str, Any]:
+def _config_keys(
+    lora: LoraConfig, modules: list[PeftModule], family: Family, base: str, others: Collection[str]
+) -> dict[str, Any]:
     """Return the keys of adapter_config.json."""
     single = [module.module for module in modules if module.expert is None]
     experts = [module.module for module in modules if module.expert is not None]
-    target_modules, target_parameters = split_targets(single, experts, family.name)
+    target_modules, target_parameters = split_targets(single, experts, others, family)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -162,6 +200,24 @@ def _config_keys(lora: LoraConfig, modules: list[PeftModule], family: Family, ba
         "target_parameters": target_parameters or None,
         **CONSTANT_KEYS,
     }
+
+
+def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedParameter]], stacked: set[str]) -> None:
+    """Add the parameters of stacked experts to the keys of adapter_config.json.
+
+    Gate and up projections with an adapter each have twice the rank, and the same scale.
+    """
+    targets = {
+        each.target: sum(piece.name in stacked for piece in each.pieces)
+        for several in parameters.values()
+        for each in several
+    }
+    adapted = {target: count for target, count in targets.items() if count}
+    if not adapted:
+        return
+    keys["target_parameters"] = sorted({*(keys["target_parameters"] or ()), *adapted})
+    for key, of_one in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        keys[key] = {target: count * keys[of_one] for target, count in adapted.items() if count > 1}
 
 
 def _base_name(base: Path) -> tuple[str, str]:
@@ -246,14 +302,14 @@ def import_adapters(
     }
     copied: tuple[str, ...] = ()
     with atomic_directory(out, world) as tmp_dir:
-        write_weights(PeftSource(tensors), tmp_dir, world, on_bytes)
+        digests = write_weights(PeftSource(tensors), tmp_dir, world, on_bytes)
         if world.is_rank0:
             sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
             if sidecar_dir is not None:
                 copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR))
             finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
         raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world)
+        write_manifest_in_parallel(tmp_dir, world, digests)
     size = sum(values.nbytes for values in tensors.values())
     return Conversion(len(tensors), size, copied)
 
@@ -262,7 +318,7 @@ def _read_adapters(
     folder: Path, keys: Mapping[str, Any], model: ModelConfig, family: Family
 ) -> tuple[dict[str, Tensor], LoraConfig]:
     """Return the adapters by our names, and their settings."""
-    stored = read_header(folder / WEIGHTS_FILE)
+    stored = dict(read_header(folder / WEIGHTS_FILE))
     rank = keys["r"]
     # rsLoRA scales by alpha / sqrt(r) (arXiv:2312.03732).
     alpha = float(keys["lora_alpha"]) * (math.sqrt(rank) if keys.get("use_rslora") else 1.0)
@@ -271,7 +327,8 @@ def _read_adapters(
     stacked_files = stored.keys() & stacked_names(parameters)
     tensors = read_stacked({name: _read_whole(stored[name]) for name in stacked_files}, parameters, rank)
     stacked = {name for name in everything if adapter_names(name)[0] in tensors}
-    modules = peft_modules(model, family, {name: w for name, w in everything.items() if name not in stacked})
+    modules = find_modules(model, family, {name: w for name, w in everything.items() if name not in stacked})
+    _rename_to_folder(stored, modules, family)
     present = stacked | {module.name for module in modules if module.tensor_names[0] in stored}
     targets = tuple(dict.fromkeys(f"{everything[name].part}.{name.rpartition('.')[2]}" for name in sorted(present)))
     lora = LoraConfig(rank=rank, alpha=alpha, targets=targets)
@@ -297,6 +354,15 @@ def _read_adapters(
             else:
                 tensors.setdefault(name, values.new_empty(shapes[name]))[module.expert] = values
     return tensors, lora
+
+
+def _rename_to_folder(stored: dict[str, TensorLocation], modules: list[PeftModule], family: Family) -> None:
+    """Give tensors the names of a folder where they have those of transformers' model, as PEFT saves them."""
+    for module in modules:
+        in_model = replace(module, module=family.name_in_transformers(module.module))
+        for name, name_in_model in zip(module.tensor_names, in_model.tensor_names, strict=True):
+            if name not in stored and name_in_model in stored:
+                stored[name] = stored.pop(name_in_model)
 
 
 def _read_whole(location: TensorLocation) -> Tensor:

@@ -5,7 +5,7 @@ module whose weight is the tensor `MODULE.weight` of the folder. Each expert is 
 folders; where transformers stacks the experts, PEFT stacks the adapters when it reads the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,17 +76,31 @@ def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
     Raises:
         ConfigError: the family has no module of its own for a matrix, in any layout of its tensors.
     """
-    fused: list[str] = []
+    found = find_modules(model, family, weights)
+    if fused := sorted(weights.keys() - {module.name for module in found}):
+        raise ConfigError(
+            f"PEFT adapts modules, and models of the family {family.name} have none of their own for "
+            f"{format_list(fused)}; moefold export --merge writes the merged weights instead"
+        )
+    return found
+
+
+def find_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
+    """Return the modules as `peft_modules`, of as many matrices as have one in a layout of the family's tensors."""
+    found: list[PeftModule] = []
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
-        found = [module for name, weight in weights.items() for module in _modules_of(mapping, name, weight)]
-        fused = [name for name in weights if all(module.name != name for module in found)]
-        if not fused:
-            return found
-    raise ConfigError(
-        f"PEFT adapts modules, and models of the family {family.name} have none of their own for {format_list(fused)}; "
-        "moefold export --merge writes the merged weights instead"
-    )
+        modules = [module for name, weight in weights.items() for module in _modules_of(mapping, name, weight)]
+        if len({module.name for module in modules}) > len({module.name for module in found}):
+            found = modules
+    return found
+
+
+def other_modules(model: ModelConfig, family: Family, adapted: Collection[PeftModule]) -> set[str]:
+    """Return the names of the modules of a model that have a matrix and no adapter, experts apart."""
+    mapping = family_mapping(model, family.layouts[0], family)
+    matrices = {name.removesuffix(".weight") for name, shape in mapping.hf_shapes.items() if len(shape) == 2}
+    return {name for name in matrices if ".experts." not in name} - {module.module for module in adapted}
 
 
 def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list[PeftModule]:

@@ -2,13 +2,15 @@
 
 Where a model stacks its experts in one parameter [E, out, in], PEFT has A as [E * r, in], by expert, and B as
 [out, r * E], by the index of the rank (`ParamWrapper.get_delta_weight`). If a module has two such parameters, the
-adapter of the first is named `base_layer`. Gate and up projections in one parameter share A: each gets a copy. Adapters
-that PEFT has stacked itself are block-diagonal instead, with a part of the rank for each of the two.
+adapter of the first is named `base_layer`. Gate and up projections in one parameter that PEFT trained share A: each
+gets a copy. Where each has its own, as here, the adapter is block-diagonal, with a part of the rank for each of the
+two.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
@@ -21,82 +23,138 @@ from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError
 
 Shape = tuple[int, ...]
+Pair = tuple[Tensor, Tensor]
+_WITH_INPUTS_FIRST = ("gpt_oss",)
+"""Families whose parameters are [E, in, out] for PEFT (`is_transposed`); of others it takes the last dim for inputs."""
 
 
 @dataclass(frozen=True)
 class StackedParameter:
     """A parameter of a family's model that stacks the experts of one or more of our matrices."""
 
-    module: str
-    """Module of the parameter, such as "model.layers.1.mlp.experts"."""
+    hf_name: str
+    """Its name, such as "model.layers.1.mlp.experts.down_proj"."""
     inputs: int
     outputs: int
     pieces: tuple[SliceMapping, ...]
     """Our matrices, in the order of the outputs."""
+    is_swapped: bool
+    """Whether PEFT takes the outputs for inputs: its A has them."""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that has the parameter."""
+        return self.hf_name.rpartition(".")[0]
+
+    @property
+    def target(self) -> str:
+        """Entry of `target_parameters`."""
+        return ".".join(self.hf_name.split(".")[-2:])
 
     def fits(self, a: Shape, b: Shape) -> bool:
         """Return whether A and B of these shapes adapt the parameter."""
-        return len(a) == len(b) == 2 and (a[1], b[0], a[0]) == (self.inputs, self.outputs, b[1])
+        sizes = (self.outputs, self.inputs) if self.is_swapped else (self.inputs, self.outputs)
+        return len(a) == len(b) == 2 and (a[1], b[0], a[0]) == (*sizes, b[1])
 
-    def unstack(self, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
+    def stack(self, adapters: Mapping[str, Pair]) -> Pair:
+        """Return A and B of PEFT, given those of our matrices, A [E, in, r] and B [E, r, out], by name."""
+        parts = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
+        experts, _, rank = parts[0][1].shape
+        a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in parts], dim=1)
+        b_ERO = a_ERI.new_zeros(experts, a_ERI.shape[1], self.outputs)
+        for number, (piece, _, b) in enumerate(parts):
+            b_ERO[:, number * rank : (number + 1) * rank, self._outputs_of(piece)] = b
+        if self.is_swapped:
+            return b_ERO.reshape(-1, self.outputs), a_ERI.permute(2, 1, 0).reshape(self.inputs, -1)
+        return a_ERI.reshape(-1, self.inputs), b_ERO.permute(2, 1, 0).reshape(self.outputs, -1)
+
+    def unstack(self, a: Tensor, b: Tensor, rank: int) -> dict[str, Pair]:
         """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
 
         Raises:
             ConfigError: they have another rank.
         """
         experts = self.pieces[0].size[0]
-        a_ERI = a.reshape(experts, -1, self.inputs)
-        b_ORE = b.reshape(self.outputs, -1, experts)
+        by_expert = a.reshape(experts, -1, a.shape[1])
+        by_rank = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0)
+        a_ERI, b_ERO = (by_rank, by_expert) if self.is_swapped else (by_expert, by_rank)
         width = a_ERI.shape[1]
         is_diagonal = width == rank * len(self.pieces) > rank
         found = {}
         for number, piece in enumerate(self.pieces):
-            out_dim = piece.dims[2]
-            assert out_dim is not None
-            rows_ORE = b_ORE[piece.hf_region()[out_dim]]
+            columns_ERO = b_ERO[:, :, self._outputs_of(piece)]
             own = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
-            others = rows_ORE.clone()
+            others = columns_ERO.clone()
             others[:, own] = 0
             if (width != rank and not is_diagonal) or others.any():
                 raise ConfigError(
                     f"the adapter of {self.module} has rank {width}, and r={rank} in adapter_config.json; moefold "
                     "reads one rank for all modules"
                 )
-            name_a, name_b = adapter_names(piece.name)
-            found[name_a] = a_ERI[:, own].transpose(1, 2).contiguous()
-            found[name_b] = rows_ORE[:, own].permute(2, 1, 0).contiguous()
+            found[piece.name] = (
+                a_ERI[:, own].transpose(1, 2).contiguous(),
+                columns_ERO[:, own].contiguous(),
+            )
         return found
+
+    def _outputs_of(self, piece: SliceMapping) -> slice:
+        """Return the outputs of one of our matrices."""
+        out_dim = piece.dims[2]
+        assert out_dim is not None
+        return piece.hf_region()[out_dim]
 
 
 def stacked_parameters(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters that stack experts, by their module; empty if the family has no such layout.
+    """Return the parameters that stack experts, by their module, inner ones first; empty if the family has none.
 
     Args:
         model: the model.
-        family: its family.
+        family: its family; of several layouts with stacked experts, the last is that of transformers' model.
         weights: the matrices that may have adapters, by name.
     """
+    found: dict[str, list[StackedParameter]] = {}
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
         by_tensor: dict[str, list[SliceMapping]] = {}
         for name, weight in weights.items():
             for piece in mapping.by_name[name] if weight.is_expert else ():
                 by_tensor.setdefault(piece.hf_name, []).append(piece)
-        found: dict[str, list[StackedParameter]] = {}
-        for hf_name, pieces in by_tensor.items():
-            shape = mapping.hf_shapes[hf_name]
-            _, in_dim, out_dim = pieces[0].dims
-            if len(shape) != 3 or in_dim is None or out_dim is None:
-                break
-            pieces.sort(key=lambda piece: piece.hf_start[out_dim])
-            module = hf_name.rpartition(".")[0]
-            parameter = StackedParameter(module, shape[in_dim], shape[out_dim], tuple(pieces))
-            found.setdefault(module, []).append(parameter)
-        else:
-            return found
-    return {}
+        parameters = [_parameter(family, name, mapping.hf_shapes[name], parts) for name, parts in by_tensor.items()]
+        if None in parameters:
+            continue
+        found = {}
+        for parameter in sorted(filter(None, parameters), key=lambda parameter: -len(parameter.pieces)):
+            found.setdefault(parameter.module, []).append(parameter)
+    return found
+
+
+def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMapping]) -> StackedParameter | None:
+    """Return the parameter of a tensor; None if it does not stack experts."""
+    _, in_dim, out_dim = pieces[0].dims
+    if len(shape) != 3 or in_dim is None or out_dim is None:
+        return None
+    parts = tuple(sorted(pieces, key=lambda piece: piece.hf_start[out_dim]))
+    is_swapped = in_dim < out_dim and family.name not in _WITH_INPUTS_FIRST
+    return StackedParameter(hf_name, shape[in_dim], shape[out_dim], parts, is_swapped)
+
+
+def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> dict[str, Tensor]:
+    """Return the tensors of PEFT for adapters of experts.
+
+    Args:
+        adapters: those of our matrices, A [E, in, r] and B [E, r, out], by name.
+        parameters: as returned by `stacked_parameters`; those without an adapter are left out.
+    """
+    found: dict[str, Tensor] = {}
+    for module, candidates in parameters.items():
+        adapted = [parameter for parameter in candidates if any(piece.name in adapters for piece in parameter.pieces)]
+        # PEFT wraps the parameters one after the other.
+        names = reversed(_pair_names(module)[: len(adapted)])
+        for parameter, pair_names in zip(adapted, names, strict=True):
+            found |= dict(zip(pair_names, parameter.stack(adapters), strict=True))
+    return found
 
 
 def read_stacked(
@@ -112,7 +170,7 @@ def read_stacked(
     Raises:
         ConfigError: an adapter has another rank, or the shapes of no parameter.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Pair] = {}
     for module, candidates in parameters.items():
         for name_a, name_b in _pair_names(module):
             if name_a not in tensors or name_b not in tensors:
@@ -125,7 +183,20 @@ def read_stacked(
                     f"{name_a} is {list(a.shape)} and its B {list(b.shape)}, sizes of no parameter of {module}"
                 )
             found |= fitting[0].unstack(a, b, rank)
-    return found
+    untrained = _untrained_halves(found, parameters)
+    kept = {name: pair for name, pair in found.items() if _leaf(name) not in untrained}
+    return {part: values for name, pair in kept.items() for part, values in zip(adapter_names(name), pair, strict=True)}
+
+
+def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
+    """Return the matrices, such as w_up, whose adapter is zero in all layers where the other of a parameter is not."""
+    trained = {_leaf(name) for name, (_, b) in found.items() if b.any()}
+    halves = [{_leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
+    return set().union(*(half - trained for half in halves if half & trained))
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def stacked_names(parameters: Mapping[str, list[StackedParameter]]) -> set[str]:

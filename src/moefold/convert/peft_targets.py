@@ -1,51 +1,37 @@
 """Targets of an exported folder of PEFT: modules, and weights that PEFT would take for those of experts. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 
-from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig
 from moefold.convert.declared_keys import declared_keys
-from moefold.cost.adapter_spec import adapted_weights
-from moefold.cost.param_spec import ParamSpec
+from moefold.convert.family import Family
 
 
-def split_targets(modules: Sequence[str], experts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
+def split_targets(
+    modules: Collection[str], experts: Collection[str], others: Collection[str], family: Family
+) -> tuple[list[str], list[str]]:
     """Return `target_modules` and `target_parameters` of adapter_config.json.
 
     For models that transformers 5 stacks the experts of, PEFT takes every target named like a matrix of an expert for
     the stacked parameters, in whatever part of the model it is (PEFT 0.21, `_convert_peft_config_moe`). Other modules
-    of such a name are therefore targeted by their weights, which PEFT leaves alone.
+    of such a name are therefore targeted by their weights, which PEFT leaves alone. PEFT renames tensors as those of a
+    folder, and targets not: modules have both names, that of a folder and that of transformers' model.
 
     Args:
         modules: names of the modules with adapters, experts apart.
         experts: the same of single experts.
+        others: names of the modules without adapters; of targets that have the last name of one, the whole is written.
         family: the model's family.
     """
-    taken = declared_keys().stacked_by_peft.get(family, [])
-    leaf = {name: name.rpartition(".")[2] for name in (*modules, *experts)}
-    weights = sorted(f"{name}.weight" for name in modules if leaf[name] in taken)
-    return sorted({leaf[name] for name in (*modules, *experts) if f"{name}.weight" not in weights}), weights
+    taken = declared_keys().stacked_by_peft.get(family.name, [])
+    ambiguous = {_leaf(name) for name in others}
+    weights = {name for name in modules if _leaf(name) in taken}
+    named = {_leaf(name) for name in experts}
+    for name in modules:
+        if name not in weights:
+            names = (name, family.name_in_transformers(name))
+            named |= {*names} if _leaf(name) in ambiguous else {_leaf(each) for each in names}
+    return sorted(named), sorted(f"{name}.weight" for name in weights)
 
 
-def peft_note(model: ModelConfig, lora: LoraConfig, family: str) -> str:
-    """Return why PEFT would not load exported adapters of experts; empty if it would."""
-    adapted = adapted_weights(model, lora)
-    matrices = _matrices_of_experts(adapted)
-    if not matrices:
-        return ""
-    way_out = (
-        'export with --merge for such programs, or train lora.targets without experts, such as ["attention"]; moefold '
-        "reads the folder"
-    )
-    if family not in declared_keys().stacked_by_peft:
-        return f"PEFT has no place for adapters of single experts of {family} and would leave them out: {way_out}"
-    if len(matrices & {"w_gate", "w_up"}) == 1:
-        return (
-            f"PEFT refuses adapters of {'w_gate' if 'w_gate' in matrices else 'w_up'} of experts without those of the "
-            f"other matrix, as transformers stacks both: {way_out}"
-        )
-    return ""
-
-
-def _matrices_of_experts(adapted: Mapping[str, ParamSpec]) -> set[str]:
-    return {name.rpartition(".")[2] for name, weight in adapted.items() if weight.is_expert}
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

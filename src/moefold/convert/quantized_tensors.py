@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.convert.safetensors_file import QUANTIZED_DTYPES, TensorLocation, bytes_of
+from moefold.convert.safetensors_file import QUANTIZED_DTYPES, OnRows, TensorLocation, bytes_of
 from moefold.errors import ConfigError, format_list
 
 FP8_SCALES = "_scale_inv"
@@ -143,7 +143,7 @@ class BlockFp8Tensor(DequantizedTensor):
         """Return codes and scales."""
         return {name: self.values, f"{name}{FP8_SCALES}": self.scales}
 
-    def read(self, index: Sequence[slice]) -> Tensor:
+    def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
         """Read a part, rounded to bfloat16 once."""
         rows = index[0]
         height, width = self.block
@@ -171,7 +171,7 @@ class Mxfp4Tensor(DequantizedTensor):
         """Return codes and scales."""
         return {f"{name}{MXFP4_BLOCKS}": self.values, f"{name}{MXFP4_SCALES}": self.scales}
 
-    def read(self, index: Sequence[slice]) -> Tensor:
+    def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
         """Read a part; one expert at a time is in memory as a whole."""
         experts = range(index[0].start, index[0].stop, index[0].step or 1)
         parts = [self._expert(expert)[index[1], index[2]] for expert in experts]

@@ -1,14 +1,16 @@
 """Safetensors format: a length, a JSON header, then the bytes of the tensors. Read and written in parts.
 
-The safetensors library needs all tensors of a file in memory to write it, and reads through a memory map, which counts
-as resident memory. Converting a model that exceeds the memory requires neither. Nothing is unpickled.
+The safetensors library needs all tensors of a file in memory to write it, and maps whole files, whose pages count as
+resident memory. Here only the rows of one read are mapped, so that a model that exceeds the memory can be converted.
+Nothing is unpickled.
 Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
 import math
+import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
+from moefold.remote_path import RemotePath
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights by name."""
@@ -34,6 +37,9 @@ DEFAULT_METADATA = MappingProxyType({"format": "pt"})
 """Metadata that transformers writes into every file."""
 BLOCK_BYTES = 1 << 24
 """Bytes per read where a tensor need not be in memory."""
+
+
+OnRows = Callable[["TensorLocation", int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -52,16 +58,21 @@ class TensorLocation:
         """Size of the values in bytes."""
         return math.prod(self.shape) * _STORED_DTYPES[self.dtype].itemsize
 
-    def read(self, index: Sequence[slice]) -> Tensor:
+    def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
         """Read a part of the tensor, see `read_part`."""
         dtype = _STORED_DTYPES[self.dtype]
         if not self.shape:
-            return _read_values(self.file, self.start, 1, dtype).view(())
+            value = _read_values(self.file, self.start, 1, dtype)
+            if on_rows is not None:
+                on_rows(self, 0, value)
+            return value.view(())
         rows = index[0]
         num_rows = max(0, rows.stop - rows.start)
         row_shape = self.shape[1:]
         start = self.start + rows.start * math.prod(row_shape) * dtype.itemsize
         values = _read_values(self.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
+        if on_rows is not None:
+            on_rows(self, start - self.start, values)
         part = values[(slice(0, num_rows, rows.step), *index[1:])]
         return part if part.numel() == values.numel() else part.contiguous()
 
@@ -146,7 +157,7 @@ def _parse_sizes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def read_part(location: TensorLocation, index: Sequence[slice]) -> Tensor:
+def read_part(location: TensorLocation, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
     """Read a part of a tensor into a new tensor.
 
     Reads only the rows (steps of the first dim) from the first to the last one of the part.
@@ -154,8 +165,10 @@ def read_part(location: TensorLocation, index: Sequence[slice]) -> Tensor:
     Args:
         location: the tensor.
         index: a slice of every dim, with start, stop and step given.
+        on_rows: called with the rows that were read, and the byte offset of the first within the tensor. The rows of a
+            tensor that is computed from others are not those of the file: it is not called for them.
     """
-    return location.read(index)
+    return location.read(index, on_rows)
 
 
 def read_blocks(location: TensorLocation) -> Iterator[bytes]:
@@ -174,8 +187,10 @@ def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tens
     values = torch.empty(count, dtype=dtype)
     if count == 0:
         return values
-    target = bytes_of(values)
     with file.open("rb", buffering=0) as opened:
+        if not isinstance(file, RemotePath) and start % dtype.itemsize == 0:
+            return _map_values(opened, start, values)
+        target = bytes_of(values)
         opened.seek(start)
         done = 0
         while done < len(target):
@@ -184,6 +199,16 @@ def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tens
                 raise ConfigError(f"{str(file)!r} ends before its tensors do")
             done += got
     return values
+
+
+def _map_values(opened: Any, start: int, like: Tensor) -> Tensor:
+    """Map values of a file into memory until the tensor is freed; writing to the tensor leaves the file as it is."""
+    end = start + like.nbytes
+    if os.fstat(opened.fileno()).st_size < end:
+        raise ConfigError(f"{opened.name!r} ends before its tensors do")
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    pages = mmap.mmap(opened.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first)
+    return torch.frombuffer(pages, dtype=like.dtype, count=like.numel(), offset=start - first)
 
 
 def _describe_mismatch(has: str) -> str:

@@ -140,6 +140,7 @@ SIGMOID_FAMILIES = (
                 }
             )
         ),
+        renamed_modules={"shared_mlp": "shared_experts"},
         default_keys={"num_key_value_heads": 8},
     ),
     Family(

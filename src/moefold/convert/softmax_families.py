@@ -60,12 +60,18 @@ _GRANITE_TENSORS: dict[str, TensorRule] = {
     "layers.{l}.ffn.experts.w_up": StackedExperts(f"{_MOE}.input_linear.weight", 1),
     "layers.{l}.ffn.experts.w_down": StackedExperts(f"{_MOE}.output_linear.weight"),
 }
-_GRANITE_SHARED_TENSORS: dict[str, TensorRule] = {
-    **_GRANITE_TENSORS,
+_GRANITE_SHARED: dict[str, TensorRule] = {
     "layers.{l}.ffn.shared.w_gate": FusedRows(f"{_SHARED}.input_linear.weight", 0),
     "layers.{l}.ffn.shared.w_up": FusedRows(f"{_SHARED}.input_linear.weight", 1),
     **layer_rules({"ffn.shared.w_down": "shared_mlp.output_linear.weight"}),
 }
+_GRANITE_STACKED: dict[str, TensorRule] = {
+    "layers.{l}.ffn.experts.w_gate": StackedExperts(f"{_MOE}.experts.gate_up_proj", 0),
+    "layers.{l}.ffn.experts.w_up": StackedExperts(f"{_MOE}.experts.gate_up_proj", 1),
+    "layers.{l}.ffn.experts.w_down": StackedExperts(f"{_MOE}.experts.down_proj"),
+}
+"""Experts under the names that they have in transformers' model."""
+_GRANITE_LAYOUTS = (_GRANITE_TENSORS, merge_rules(_GRANITE_TENSORS, _GRANITE_STACKED))
 
 SOFTMAX_FAMILIES = (
     Family(
@@ -89,12 +95,12 @@ SOFTMAX_FAMILIES = (
         ),
         default_keys={"num_key_value_heads": 4},
     ),
-    Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE, (_GRANITE_TENSORS,)),
+    Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE, _GRANITE_LAYOUTS),
     Family(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
         (*_GRANITE, Renamed("shared_intermediate_size", "shared_expert_ffn_hidden_size", 0)),
-        (_GRANITE_SHARED_TENSORS,),
+        tuple(merge_rules(layout, _GRANITE_SHARED) for layout in _GRANITE_LAYOUTS),
     ),
     Family(
         "hunyuan_v1_moe",

@@ -13,7 +13,7 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.schema import DataConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
-from moefold.convert.hf_sidecar_files import UNSUPPORTED_TOKENIZER_FILES, find_sidecar_dir
+from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.convert.run_tokenizer import (
     CHAT_KINDS,
     find_run_tokenizer,
@@ -29,6 +29,7 @@ from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
 from moefold.data.tokenizer_folder import (
     SLOW_FILES,
     TOKENIZER_FILE,
+    UNREAD_FILES,
     declaring_files,
     read_tokenizer_folder,
     tokenizer_file,
@@ -46,7 +47,7 @@ TOKENIZER_SIDECAR_FILES = (
     "chat_template.json",
 )
 """Files next to a tokenizer.json that are copied with it."""
-TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNSUPPORTED_TOKENIZER_FILES)
+TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNREAD_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 """The transformers class that uses a tokenizer.json unchanged; classes of model families may modify it."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,9 @@ from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.mtp import is_mtp_tensor
+from moefold.convert.permuted_copy import copy_permuted
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
+from moefold.convert.tensor_hashes import TensorHashes
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError, format_list
@@ -60,6 +63,7 @@ class HfSource:
     Attributes:
         model: the model of the folder, without MTP layers if they are left out.
         ignored: tensors of the folder that are not mapped and need not be, with the reason.
+        hashes: receives the bytes of tensors while they are read, if set.
 
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
@@ -71,6 +75,7 @@ class HfSource:
         self.ignored = _find_ignored(folder, self.model, leaves_out_mtp)
         self.mapping, self.layout = _match_layout(folder, self.model, self.ignored.keys())
         self.shapes = self.mapping.shapes
+        self.hashes: TensorHashes | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the folder stores a parameter."""
@@ -93,8 +98,9 @@ class HfSource:
             box = tuple(
                 slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
             )
-            hf_values = read_part(self.location(part.hf_name), part.hf_region())
-            values[box] = hf_values.permute(part.permutation()).reshape(part.size)
+            on_rows = None if self.hashes is None else partial(self.hashes.add, part.hf_name)
+            hf_values = read_part(self.location(part.hf_name), part.hf_region(), on_rows)
+            copy_permuted(values[box], hf_values.permute(part.permutation()))
         return values
 
 
@@ -254,7 +260,7 @@ def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorC
         ours = source.read(piece.name, piece.region())
         first, *others = piece.hf_region()
         box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *others)
-        values[box] = ours.reshape(piece.permuted_size()).permute(piece.inverse_permutation())
+        copy_permuted(values[box], ours.reshape(piece.permuted_size()).permute(piece.inverse_permutation()))
     return values
 
 

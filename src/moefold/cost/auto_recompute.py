@@ -144,7 +144,7 @@ def _recompute_flops(model: ModelConfig, kind: str, letter: str, seq_len: int) -
 
 def _no_fit_message(cfg: Config, smallest: RecomputeChoice, budget_bytes: int) -> str:
     largest = max(smallest.memory, key=lambda rank: rank.total)
-    activations = largest.activations.total + largest.pipeline
+    activations = largest.activations.total
     states = largest.total - activations
     p = cfg.parallel
     train = cfg.train

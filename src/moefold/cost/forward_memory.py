@@ -6,6 +6,8 @@ from moefold.config.model import BLOCK_KINDS
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.topology.message_plan import forward_rows, live_messages, plan_messages
+from moefold.topology.pipeline_action import SlotRow
 
 PHASES = (("attention", "core attention"), ("dense MLP",), ("experts", "dispatch buffers"), ("shared experts",))
 """Parts of a layer that are in memory at different times; all others are during the whole layer."""
@@ -29,20 +31,13 @@ def forward_activations(formula: ActivationMemory, chunks: Sequence[ModelChunk])
     return max(snapshots, key=BytesByPart.total)
 
 
-def pipeline_messages(chunks: Sequence[ModelChunk], stages_by_rank: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the hidden states of each micro-batch that a rank receives, and those that its stages return.
-
-    torch allocates all receive buffers at once, and keeps what stages return until the pass ends.
-    """
+def forward_messages(rows: Sequence[SlotRow], stages_by_rank: Sequence[Sequence[int]]) -> list[int]:
+    """Return the most hidden states of a rank that wait between stages or are the input of one, in forward passes."""
+    if len(rows) == 1:
+        return [0]
     rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
-    last = len(chunks) - 1
-    return [
-        (
-            sum(stage > 0 and rank_of[stage - 1] != rank for stage in stages),
-            sum(stage < last for stage in stages) if last else 0,
-        )
-        for rank, stages in enumerate(stages_by_rank)
-    ]
+    plans = plan_messages(forward_rows(rows), [rank_of[stage] for stage in sorted(rank_of)])
+    return [max(live_messages(plan, len(rank_of), overlaps=False)) + 1 for plan in plans]
 
 
 def _snapshots(formula: ActivationMemory, chunk: ModelChunk) -> Iterator[BytesByPart]:

@@ -5,7 +5,7 @@ of work, within an overlapped forward and backward pass as in `overlap_memory.py
 peak, so all candidates are kept.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
+from moefold.topology.message_plan import live_messages, plan_messages
 from moefold.topology.pipeline_action import SlotRow, split_pairs
 from moefold.topology.schedules import SCHEDULES, schedule_row
 
@@ -34,14 +35,6 @@ class MemorySnapshots:
     """Activation counts, [snapshots, `MemoryColumns.size`]."""
     occurrence: Counts
     """1 if the snapshot occurs without recomputed expert all-to-alls, and with them, [snapshots, 2]."""
-    messages_per_micro_batch: Counts
-    """Hidden states that each additional micro-batch adds, [snapshots]: sent and kept, or awaited."""
-
-    def with_more_micro_batches(self, count: int, columns: MemoryColumns) -> "MemorySnapshots":
-        """Return the snapshots with `count` more micro-batches in the steady phase."""
-        activations = self.activations.copy()
-        activations[:, columns.end_column("hidden")] += count * self.messages_per_micro_batch
-        return replace(self, activations=activations)
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,6 @@ class RankSnapshots:
     """See `MemorySnapshots.occurrence`."""
     in_flight: Counts
     """Micro-batches between their forward and the end of their backward pass, [snapshots, stages of the pipeline]."""
-    num_awaited: int
-    """Hidden states in receive buffers, which torch allocates for all micro-batches at once."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +60,8 @@ class StepSchedule:
     vpp: int
     num_micro_batches: int
     overlap: bool = False
-    keeps_sent_messages: bool = True
-    """True if sent tensors stay until the step ends, and all receive buffers are allocated when it begins."""
+    counts_messages: bool = True
+    """Whether the messages between stages are counted."""
 
     @property
     def shortest_equivalent(self) -> "StepSchedule":
@@ -104,15 +95,14 @@ def find_snapshots(
         columns: columns of the model.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
+    messages = _messages_by_rank(schedule_spec, stages_by_rank)
     found = []
     for rank, stages in enumerate(stages_by_rank):
-        rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages)
+        rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages, messages[rank])
         found.append(np.hstack([np.tile(state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     end = columns.state_size + columns.size
     rows = drop_dominated(np.concatenate(found))
-    return MemorySnapshots(
-        rows[:, : columns.state_size], rows[:, columns.state_size : end], rows[:, end:-1], rows[:, -1]
-    )
+    return MemorySnapshots(rows[:, : columns.state_size], rows[:, columns.state_size : end], rows[:, end:])
 
 
 def find_peak_candidates(
@@ -123,7 +113,8 @@ def find_peak_candidates(
 ) -> MemorySnapshots:
     """Find a cheap lower bound of the peak: the snapshots of the first and last rank with most layers in flight.
 
-    In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.
+    In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation. Messages are not
+    counted: they take the rows of all ranks.
 
     Args:
         schedule_spec: as in `find_snapshots`.
@@ -142,7 +133,7 @@ def find_peak_candidates(
         found.append(rows[np.lexsort((others, layers))[-1]])
         held.append(state_counts(chunks, stages_by_rank[rank], columns))
     rows = np.array(found)
-    return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)), rows[:, -1])
+    return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)))
 
 
 def find_rank_snapshots(
@@ -158,25 +149,49 @@ def find_rank_snapshots(
         schedule_spec: the schedule.
         chunks: layers of each stage, in model order.
         stages_by_rank: stage indices of each pipeline rank.
-        rows: slots of each pipeline rank.
+        rows: slots of each pipeline rank, as the runtime executes them.
         columns: columns of the model.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True, merges_equal_chunks=False)
     found = []
-    for row, stages in zip(rows, stages_by_rank, strict=True):
-        counts, in_flight = walk.snapshots(row, stages)
-        num_awaited = walk.num_recv_buffers(stages) * schedule_spec.num_micro_batches
+    messages = _count_messages(rows, walk.rank_of, overlap=schedule_spec.overlap)
+    for row, stages, counts_of_slots in zip(rows, stages_by_rank, messages, strict=True):
+        counts, in_flight = walk.snapshots(_memory_slots(row, overlap=schedule_spec.overlap), stages, counts_of_slots)
         end = columns.size
-        found.append(RankSnapshots(tuple(stages), counts[:, :end], counts[:, end:-1], in_flight, num_awaited))
+        found.append(RankSnapshots(tuple(stages), counts[:, :end], counts[:, end:], in_flight))
     return tuple(found)
 
 
 @lru_cache(maxsize=16384)
 def _slots_of_rank(schedule_spec: StepSchedule, rank: int) -> SlotRow:
-    """Return the slots of a pipeline rank; only with overlap are two micro-batches in one slot."""
+    """Return the slots of a pipeline rank for counting memory."""
+    return _memory_slots(_runtime_row(schedule_spec, rank), overlap=schedule_spec.overlap)
+
+
+def _runtime_row(schedule_spec: StepSchedule, rank: int) -> SlotRow:
     s = schedule_spec
-    row = schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
-    return row if s.overlap else split_pairs(row)
+    return schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
+
+
+def _memory_slots(row: SlotRow, *, overlap: bool) -> SlotRow:
+    """Return the row with a slot for each action, unless two micro-batches are computed at a time."""
+    return row if overlap else split_pairs(row)
+
+
+def _messages_by_rank(schedule_spec: StepSchedule, stages_by_rank: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the messages in memory at each of `_slots_of_rank`, by rank; none if they are not counted."""
+    if not schedule_spec.counts_messages:
+        return [[] for _ in stages_by_rank]
+    rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
+    rows = [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
+    return _count_messages(rows, rank_of, overlap=schedule_spec.overlap)
+
+
+def _count_messages(rows: Sequence[SlotRow], rank_of: dict[int, int], *, overlap: bool) -> list[list[int]]:
+    if len(rows) == 1:
+        return [[]]
+    plans = plan_messages(rows, [rank_of[stage] for stage in sorted(rank_of)])
+    return [live_messages(plan, len(rank_of), overlaps=overlap) for plan in plans]
 
 
 class _RankWalker:
@@ -211,36 +226,35 @@ class _RankWalker:
         keys = chunks if merges_equal_chunks else range(len(chunks))
         self._chunk_class = [known.setdefault(key, len(known)) for key in keys]
         self._distinct_chunks = [chunks[self._chunk_class.index(i)] for i in range(len(known))]
-        self._saved_by_class = np.array([self._saved(chunk) for chunk in self._distinct_chunks])
+        self._in_flight_by_class = np.array([self._in_flight(chunk) for chunk in self._distinct_chunks])
         self._delayed_wgrad_by_class = np.array([self._delayed_wgrad(chunk) for chunk in self._distinct_chunks])
         self._finds_all = finds_all
         self._running_cache: dict[RunningChunks, Counts] = {}
 
-    def snapshots(self, row: SlotRow, stages: Sequence[int]) -> tuple[Counts, Counts]:
+    def snapshots(self, row: SlotRow, stages: Sequence[int], messages: Sequence[int] = ()) -> tuple[Counts, Counts]:
         """Return the distinct counts at the start of the slots.
 
+        Args:
+            row: the slots of the rank.
+            stages: its stages.
+            messages: messages in memory at each slot; empty: they are not counted.
+
         Returns:
-            [snapshots, `MemoryColumns.size` + 3]: the counts, `MemorySnapshots.occurrence` (2 columns) and
-            `MemorySnapshots.messages_per_micro_batch`.
+            [snapshots, `MemoryColumns.size` + 2]: the counts and `MemorySnapshots.occurrence`.
             [snapshots, chunk classes]: the micro-batches in flight, those that run backward included.
         """
-        order = self.schedule_spec
         columns = self.columns
-        awaited = self.num_recv_buffers(stages) if order.keeps_sent_messages else 0
-        sent = {stage: self._num_sent(stage) for stage in stages}
-        states = self._slot_states(row, sent)
+        states = self._slot_states(row, messages or [0] * len(row))
         in_flight, delayed, running = zip(*states, strict=True)
-        base = np.zeros((len(states), columns.size + 3))
+        base = np.zeros((len(states), columns.size + 2))
         base[:, : columns.size] = (
-            np.array(in_flight) @ self._saved_by_class + np.array(delayed) @ self._delayed_wgrad_by_class
+            np.array(in_flight) @ self._in_flight_by_class + np.array(delayed) @ self._delayed_wgrad_by_class
         )
-        messages, is_steady = np.array(list(states.values())).T
-        base[:, columns.end_column("hidden")] += messages + awaited * order.num_micro_batches
-        base[:, -1] = is_steady * sum(sent.values()) + awaited
+        base[:, columns.end_column("hidden")] += list(states.values())
         runs = [self._running_snapshots(which) for which in running]
         num_rows = [len(run) for run in runs]
         found: Counts = np.repeat(base, num_rows, axis=0)
-        found[:, :-1] += np.concatenate(runs)
+        found += np.concatenate(runs)
         unfinished = np.array(in_flight, dtype=float)
         for counts, (_, backward) in zip(unfinished, running, strict=True):
             if backward >= 0:
@@ -248,22 +262,17 @@ class _RankWalker:
         return found, np.repeat(unfinished, num_rows, axis=0)
 
     def _slot_states(
-        self, row: SlotRow, sent: dict[int, int]
-    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]]:
+        self, row: SlotRow, messages: Sequence[int]
+    ) -> dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], int]:
         """Return the chunks in flight and with delayed weight gradients as a slot begins, and what runs.
 
-        The values are the most messages sent by then, and whether each steady-phase micro-batch adds to them.
+        The values are the most messages in memory.
         """
         in_flight = [0] * len(self._distinct_chunks)
         delayed = [0] * len(self._distinct_chunks)
-        messages = 0
-        is_steady = not self.schedule_spec.overlap
-        found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], tuple[int, bool]] = {}
-        for slot in row:
+        found: dict[tuple[tuple[int, ...], tuple[int, ...], RunningChunks], int] = {}
+        for slot, num_messages in zip(row, messages, strict=True):
             forward = backward = -1
-            if len(slot) > 1:
-                # The steady phase begins; states before it, such as a first backward pass alone, have fewer messages.
-                is_steady = True
             for action in slot:
                 own = self._chunk_class[action.stage]
                 kind = action.kind
@@ -273,16 +282,12 @@ class _RankWalker:
                     backward = own
                     in_flight[own] -= 1
             state = tuple(in_flight), tuple(delayed), (forward, backward)
-            if state in found and messages > found[state][0]:
-                # The number of messages only grows; states are in the order in which they have most.
-                del found[state]
-            found[state] = messages, is_steady
+            found[state] = max(found.get(state, 0), num_messages)
             if slot[-1].kind == "W":
                 delayed[own] -= 1
             if forward >= 0:
                 in_flight[forward] += 1
             if backward >= 0:
-                messages += sent[slot[-1].stage]
                 delayed[backward] += slot[-1].kind == "I"
         return found
 
@@ -315,10 +320,7 @@ class _RankWalker:
             before = self._saved(backward_chunk)
             before[self.columns.end_column("in_transit")] += 2.0
             return _with_occurrence(before[None], 1.0, 1.0)
-        plain, paused = (
-            OverlapSpec(self.columns, self.splits_backward, recomputes, self._keeps_sent_messages())
-            for recomputes in (False, True)
-        )
+        plain, paused = (OverlapSpec(self.columns, self.splits_backward, recomputes) for recomputes in (False, True))
         runs = (
             overlap_snapshots(plain, forward_chunk, backward_chunk),
             overlap_snapshots(paused, forward_chunk, backward_chunk),
@@ -348,9 +350,9 @@ class _RankWalker:
             yield now + (self._delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
 
     def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:
-        """Return the counts of the embedding and the first `num_layers` layers."""
+        """Return the counts of the first `num_layers` layers of a running chunk, and of the first one's input."""
         row = np.zeros(self.columns.size)
-        row[self.columns.end_column("embedding")] += chunk.has_embedding
+        row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] += 1
         for kind in chunk.kinds[:num_layers]:
             row[self.columns.layer_column("saved") + kind] += 1
         return row
@@ -362,6 +364,14 @@ class _RankWalker:
             row[self.columns.end_column("mtp")] += chunk.num_mtp_layers
         return row
 
+    def _in_flight(self, chunk: ModelChunk) -> Counts:
+        """Return the counts of a chunk between its passes: its output is the next stage's, unless the head needs it."""
+        row = self._saved(chunk)
+        is_empty = not (chunk.has_embedding or chunk.kinds)
+        if not chunk.has_loss and not is_empty:
+            row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] -= 1
+        return row
+
     def _delayed_wgrad(self, chunk: ModelChunk, first_layer: int = 0) -> Counts:
         row = np.zeros(self.columns.size)
         for kind in chunk.kinds[first_layer:]:
@@ -370,23 +380,6 @@ class _RankWalker:
             row[self.columns.end_column("delayed_head")] += 1 + chunk.num_mtp_layers
             row[self.columns.end_column("delayed_mtp")] += chunk.num_mtp_layers
         return row
-
-    def _num_sent(self, stage: int) -> int:
-        """Return the hidden states and gradients that a micro-batch sends and keeps."""
-        return (stage > 0) + (stage + 1 < len(self.chunks)) if self._keeps_sent_messages() else 0
-
-    def _keeps_sent_messages(self) -> bool:
-        order = self.schedule_spec
-        frees_sent = SCHEDULES[order.schedule].frees_sent_messages and order.vpp == 1 and not order.overlap
-        return order.keeps_sent_messages and order.pp > 1 and not frees_sent
-
-    def num_recv_buffers(self, stages: Iterable[int]) -> int:
-        """Return the receive buffers for each micro-batch: one for each neighbour of a stage on another rank."""
-        return sum(
-            neighbour in self.rank_of and self.rank_of[neighbour] != self.rank_of[stage]
-            for stage in stages
-            for neighbour in (stage - 1, stage + 1)
-        )
 
 
 def _with_occurrence(rows: Counts, without_recompute: float, with_recompute: float) -> Counts:

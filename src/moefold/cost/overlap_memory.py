@@ -32,8 +32,6 @@ class OverlapSpec:
     last."""
     recomputes_comm: bool
     """True if all-to-alls are recomputed before the gradients."""
-    keeps_sent_messages: bool
-    """True if the tensors that a backward pass has sent stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +56,17 @@ def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chu
     columns = spec.columns
     nothing = np.zeros((1, columns.size))
     nothing[0, columns.end_column("in_transit")] = 1.0
-    sent = nothing.copy()
-    if spec.keeps_sent_messages:
-        sent[0, columns.end_column("hidden")] = (not backward_chunk.has_embedding) + (not backward_chunk.has_loss)
+    passed = nothing.copy()
+    # The gradient of its input is sent when both passes are done.
+    passed[0, columns.end_column("hidden")] = not backward_chunk.has_embedding
     forward = forward_intervals(spec, forward_chunk)
     backward = backward_intervals(spec, backward_chunk)
-    found = [one + other for one, other in interleave(forward, backward, nothing, sent)]
+    found = [one + other for one, other in interleave(forward, backward, nothing, passed)]
     return drop_dominated(np.unique(np.concatenate(found), axis=0))
 
 
 def interleave(
-    forward: Sequence[CommInterval], backward: Sequence[CommInterval], empty: Counts, sent: Counts
+    forward: Sequence[CommInterval], backward: Sequence[CommInterval], empty: Counts, passed: Counts
 ) -> Iterator[tuple[Counts, Counts]]:
     """Yield the joint states of a pair: memory of the forward pass and of the backward pass.
 
@@ -76,7 +74,7 @@ def interleave(
         forward: intervals of one micro-batch; it starts at the first collective of the backward pass.
         backward: intervals of another one; at each of its collectives the forward pass advances to its own next one.
         empty: memory of a pass that has not started.
-        sent: memory of the backward pass once it is done.
+        passed: memory of the backward pass once it is done.
     """
     forward_state = empty
     remaining = iter(forward)
@@ -87,7 +85,7 @@ def interleave(
             forward_state = next_forward.during_comm
     yield forward_state, backward[-1].peak
     for next_forward in remaining:
-        yield next_forward.peak, sent
+        yield next_forward.peak, passed
 
 
 @lru_cache(maxsize=1024)
@@ -115,7 +113,7 @@ class _PassWalker:
     def forward(self) -> tuple[CommInterval, ...]:
         """Walk through the forward pass."""
         chunk = self._chunk
-        current = self._embedding()
+        current = self._input()
         self._observe(current)
         for kind in chunk.kinds:
             self._layer_forward(kind, current, FORWARD_POINTS)
@@ -136,13 +134,13 @@ class _PassWalker:
         chunk = self._chunk
         splits = self._spec.splits_backward
         num_mtp_layers = chunk.num_mtp_layers
-        embedding = self._embedding()
+        first_input = self._input()
         # Kind of each layer, with what it leaves for the weight-gradient pass.
         layers = [(kind, self._layer_row("delayed_wgrad", kind) * splits) for kind in chunk.kinds]
         layers += (
             [(chunk.mtp_layer_kind, self._row(delayed_mtp=1.0) * splits)] * num_mtp_layers if num_mtp_layers else []
         )
-        saved_before = [embedding]
+        saved_before = [first_input]
         for kind, _ in layers:
             saved_before.append(saved_before[-1] + self._layer_row("saved", kind))
         saved_by_layers = saved_before[len(chunk.kinds)]
@@ -151,8 +149,8 @@ class _PassWalker:
         for (kind, delayed_layer), saved in zip(reversed(layers), reversed(saved_before[:-1]), strict=True):
             self._layer_backward(kind, saved + delayed)
             delayed = delayed + delayed_layer
-        self._observe(embedding + delayed)
-        return self._close_interval(embedding + delayed)
+        self._observe(first_input + delayed)
+        return self._close_interval(first_input + delayed)
 
     def _layer_forward(self, kind: int, live: Counts, points: Sequence[str]) -> None:
         """Walk through the forward pass of a layer, on top of the memory of earlier layers."""
@@ -193,8 +191,10 @@ class _PassWalker:
         self._snapshots = []
         return tuple(self._intervals)
 
-    def _embedding(self) -> Counts:
-        return self._row(embedding=float(self._chunk.has_embedding), in_transit=1.0)
+    def _input(self) -> Counts:
+        """Return a row with the input of the first layer; backward, the last one's gradient replaces its output."""
+        has_embedding = self._chunk.has_embedding
+        return self._row(embedding=float(has_embedding), hidden=float(not has_embedding), in_transit=1.0)
 
     def _row(self, **ends: float) -> Counts:
         """Return a row with the given counts in end columns."""

@@ -9,7 +9,7 @@ import numpy as np
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.forward_memory import forward_activations, pipeline_messages
+from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable
 from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
@@ -17,7 +17,7 @@ from moefold.cost.optimizers import optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
-from moefold.topology.schedules import schedule_slots
+from moefold.topology.schedules import overlaps_micro_batches, runtime_slots, schedule_rows, schedule_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,9 @@ class RankMemory:
     states: StateBytes
     """State bytes, without moments offloaded by `train.offload_optimizer`."""
     activations: ActivationPeak
-    pipeline: int
-    """Bytes of torch.distributed.pipelining's receive buffers: hidden states and gradients of all micro-batches at
-    once."""
     optimizer_in_transit: int = 0
-    """Offloaded moments, and copies of weights, in memory during the update, as far as they exceed the activations and
-    buffers freed by then."""
+    """Offloaded moments, and copies of weights, in memory during the update, as far as they exceed the activations
+    freed by then."""
     graphs: int = 0
     """Fixed addresses of CUDA graphs, see `graph_bytes`."""
 
@@ -56,7 +53,6 @@ class RankMemory:
             resting
             + max(states.gradients, states.gradient_sums)
             + self.activations.total
-            + self.pipeline
             + self.optimizer_in_transit
             + self.graphs
         )
@@ -92,28 +88,26 @@ def compute_rank_memory(
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)
     for rank, (snapshots, state_bytes, moments) in enumerate(ranks):
         peak = _activation_peak(snapshots, formula, table)
-        pipeline = snapshots.num_awaited * formula.hidden_bytes
         resident = replace(state_bytes, optimizer=state_bytes.optimizer - moments.offloaded)
         # The correction of a delay keeps the weights of before the update, as many bytes as the gradients.
         copies = state_bytes.gradients if cfg.train.delay_correction else 0
-        update = max(0, moments.in_transit + copies - peak.total - pipeline)
+        update = max(0, moments.in_transit + copies - peak.total)
         in_flight = [int(snapshots.in_flight[:, stage].max()) for stage in snapshots.stages]
         graphs = graph_bytes(formula, [chunks[stage] for stage in snapshots.stages], in_flight)
-        found.append(RankMemory(rank, resident, peak, pipeline, update, graphs))
+        found.append(RankMemory(rank, resident, peak, update, graphs))
     return tuple(found)
 
 
 def _forward_rank_memory(formula: ActivationMemory, states: StateMemory) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank in a step without a backward pass."""
     chunks, stages_by_rank = recipe_stages(formula.cfg)
-    message_bytes = formula.cfg.num_micro_batches * formula.hidden_bytes
     found = []
-    for rank, (received, returned) in enumerate(pipeline_messages(chunks, stages_by_rank)):
+    for rank, messages in enumerate(forward_messages(schedule_slots(formula.cfg), stages_by_rank)):
         by_part = forward_activations(formula, [chunks[stage] for stage in stages_by_rank[rank]])
-        by_part["pipeline"] += returned * message_bytes
+        by_part["pipeline"] += messages * formula.hidden_bytes
         in_flight = dict.fromkeys(stages_by_rank[rank], 1)
         peak = ActivationPeak(by_part.total(), {part: size for part, size in by_part.items() if size}, in_flight)
-        found.append(RankMemory(rank, states.max_by_pp_rank[rank], peak, received * message_bytes))
+        found.append(RankMemory(rank, states.max_by_pp_rank[rank], peak))
     return tuple(found)
 
 
@@ -122,15 +116,22 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     """Return the snapshots of each pipeline rank, which are the same whatever is recomputed."""
     p = cfg.parallel
     chunks, stages_by_rank = recipe_stages(cfg)
-    schedule_spec = StepSchedule(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
-    return find_rank_snapshots(schedule_spec, chunks, stages_by_rank, schedule_slots(cfg), RECIPE_COLUMNS)
+    whole = StepSchedule(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
+    shortest = whole.shortest_equivalent
+    rows = (
+        runtime_slots(cfg)
+        if shortest == whole
+        else schedule_rows(
+            p.schedule, p.pp, p.virtual_stages, shortest.num_micro_batches, overlap=overlaps_micro_batches(cfg)
+        )
+    )
+    return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, RECIPE_COLUMNS)
 
 
 def _activation_peak(snapshots: RankSnapshots, formula: ActivationMemory, table: ByteTable) -> ActivationPeak:
-    """Return the snapshot of a rank with most bytes, without its receive buffers."""
+    """Return the snapshot of a rank with most bytes."""
     occurs = snapshots.occurrence[:, int(recomputes_comm(formula.recompute))] > 0
     at = int(np.argmax(np.where(occurs, snapshots.activations @ table.sum(axis=0), -np.inf)))
     by_part = dict(zip(PARTS, (table @ snapshots.activations[at]).astype(int).tolist(), strict=True))
-    by_part["pipeline"] -= snapshots.num_awaited * formula.hidden_bytes
     in_flight = {stage: int(snapshots.in_flight[at, stage]) for stage in snapshots.stages}
     return ActivationPeak(sum(by_part.values()), {part: size for part, size in by_part.items() if size}, in_flight)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moefold.cache_dir import _is_untrusted_dir, cache_folders
 from moefold.data.text_source import TextSource
 from moefold.data.token_file import read_npy_header
-from moefold.data.tokenizer import Tokenizer
+from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
@@ -173,7 +173,7 @@ def _token_batches(corpus: TextSource, tokenizer: Tokenizer) -> Iterator[tuple[N
 
     def encode_all() -> NDArray[np.int64]:
         parts: list[NDArray[np.int64]] = []
-        for ids, ends_document in zip(tokenizer.encode_batch(texts), ends, strict=True):
+        for ids, ends_document in zip(encode_documents(tokenizer, texts), ends, strict=True):
             parts += [ids, *separator] if ends_document else [ids]
         return np.concatenate(parts)
 

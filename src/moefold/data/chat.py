@@ -48,6 +48,9 @@ _RENDERING_VERSION = 2
 """Changes with the turns that are found in a conversation: they are part of cached tokens."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Message = Mapping[str, Any]
+_TEXT_PROBE = "\u2460\n\u2461"
+_LIST_PROBE = [{"type": "text", "text": "\u2460"}, {"type": "text", "text": "\u2461"}]
+"""Contents of the same text, one of them a list."""
 _END_PROBE = "answer"
 """Answer of the conversation whose end shows how a template ends a turn."""
 
@@ -119,6 +122,7 @@ class ChatTemplate:
         self.reward_prompt: RewardPrompt | None = None
         """Reward that `render_prompt` writes into the turn before the answer."""
         self._tool_source = tool_source or source
+        self._list_roles: dict[tuple[str, bool], bool] = {}
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
         programs = tuple((one, bool(_GENERATION.search(one))) for one in sources)
         program = TemplateProgram(programs, dict(special_tokens), marks, CHAT_DATE.isoformat())
@@ -144,7 +148,7 @@ class ChatTemplate:
         """Render conversations in batches; one that cannot be rendered gives the error with the reason."""
         requests = []
         for one in conversations:
-            messages = join_parts([dict(message) for message in one.messages], self.source_for(one.tools))
+            messages = self._join_parts(one.messages, one.tools)
             assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
             targets = assistant if one.targets is None else list(one.targets)
             requests.append({"messages": messages, "tools": one.tools, "prompts": None, "targets": targets})
@@ -184,7 +188,7 @@ class ChatTemplate:
         """
         if self.reward_prompt is not None:
             messages = self.reward_prompt.fill_message(messages, len(messages) - (1 if add_generation_prompt else 2))
-        messages = join_parts([dict(message) for message in messages], self.source_for(tools))
+        messages = self._join_parts(messages, tools)
         request = {
             "messages": messages,
             "tools": None if tools is None else list(tools),
@@ -208,6 +212,29 @@ class ChatTemplate:
             f"{location}: the chat template of {self.location} does not write the last turn verbatim, so it cannot "
             "be continued; set another template"
         )
+
+    def _join_parts(self, messages: Sequence[Message], tools: Any) -> list[dict[str, Any]]:
+        """Return messages with contents that the template can write."""
+        given = [dict(message) for message in messages]
+        return join_parts(given, self.source_for(tools), lambda role: self._reads_lists(role, tools is not None))
+
+    def _reads_lists(self, role: str, has_tools: bool) -> bool:
+        """Return whether the template writes the texts of a list in a message of a role, and not the list itself."""
+        key = (role, has_tools)
+        if key not in self._list_roles:
+            lists, joined = (self._render_probe(role, content, has_tools) for content in (_LIST_PROBE, _TEXT_PROBE))
+            marks = [text.count("type") + text.count("{") for text in (lists, joined)]
+            self._list_roles[key] = all(part["text"] in lists for part in _LIST_PROBE) and marks[0] == marks[1]
+        return self._list_roles[key]
+
+    def _render_probe(self, role: str, content: Any, has_tools: bool) -> str:
+        """Return a short conversation with a content in the place of a role; empty if the template refuses it."""
+        turns: dict[str, Any] = {"user": "question", "assistant": "answer"}
+        turns = {role: content, **turns} if role in ("system", "developer") else {**turns, role: content}
+        messages = [{"role": name, "content": one} for name, one in turns.items()]
+        request = {"messages": messages, "tools": [] if has_tools else None, "prompts": False, "targets": []}
+        (answer,) = self._process.process_requests([request])
+        return str(answer.get("text", ""))
 
     def _to_rendered_chat(self, answer: Mapping[str, Any], location: str) -> RenderedChat | ConfigError:
         if "moved" in answer:

@@ -6,7 +6,7 @@ are not to be trained are listed by their numbers.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -277,18 +277,24 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def join_parts(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+def join_parts(
+    messages: Sequence[dict[str, Any]], template: str, reads_lists: Callable[[str], bool]
+) -> list[dict[str, Any]]:
     """Return messages with contents that a template can write: a list of texts stays one if the template reads lists.
 
     Otherwise its texts are joined by line ends, as vLLM joins them. The content of a message that only calls tools is
     null if the template tests for null, else empty, so that no "None" is written.
+
+    Args:
+        messages: the messages, in normal form.
+        template: source of the template.
+        reads_lists: returns whether the template writes the texts of a list in a message of a role.
     """
-    reads_lists = any(word in template for word in ("content is string", "content is not string", "['type']", ".type"))
     absent = None if _TESTS_NULL.search(template) else ""
     found = []
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list) and not reads_lists:
+        if isinstance(content, list) and not reads_lists(str(message["role"])):
             message = {**message, "content": "\n".join(part["text"] for part in content)}
         elif content is None and message.get("tool_calls"):
             message = {**message, "content": absent}

@@ -8,10 +8,9 @@ the prompt that inference continues.
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,12 @@ from numpy.typing import NDArray
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
 from moefold.data.file_formats import reject_surrogates
-from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer
+from moefold.data.skipped_rows import SkippedRows
+from moefold.data.tokenizer import OffsetTokenizer, reject_nul
 from moefold.errors import ConfigError
+
+TOOLS = "tools"
+REASONING = "reasoning of answers (reasoning_content)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +46,10 @@ class RowReport:
 
     def __init__(self, template: str, *, skips: bool = False) -> None:
         self._template = template
-        self._skips = skips
-        self._refused: list[str] = []
-        self._num_refused = 0
+        self.skipped = SkippedRows(skips=skips)
         self._mismatched: dict[str, None] = {}
         self._altered: dict[str, None] = {}
-
-    def refuse(self, error: ConfigError) -> None:
-        """Count a row that cannot be used.
-
-        Raises:
-            ConfigError: `error`, unless such rows are skipped.
-        """
-        if not self._skips:
-            raise error
-        self._refused = self._refused or [str(error)]
-        self._num_refused += 1
+        self._unwritten: dict[str, dict[str, None]] = {}
 
     def note_mismatch(self, location: str) -> None:
         """Note a row in which the prompt at inference has other tokens than the same text in training."""
@@ -68,11 +59,13 @@ class RowReport:
         """Note a row in which the template leaves out a part of a turn since others follow."""
         self._altered[f"{location}, turn {turn}"] = None
 
+    def note_unwritten(self, location: str, what: str) -> None:
+        """Note a row of which the template does not write a part, such as its tools."""
+        self._unwritten.setdefault(what, {})[location] = None
+
     def notes(self) -> list[str]:
         """Return what was noticed, one line for each kind."""
-        found = []
-        if self._refused:
-            found.append(f"data.skip_bad_rows: {self._num_refused} rows skipped; the first: {self._refused[0]}")
+        found = [note] if (note := self.skipped.note()) else []
         if self._mismatched:
             found.append(
                 f"the chat template of {self._template}: in {len(self._mismatched)} rows, the prompt at inference has "
@@ -86,6 +79,12 @@ class RowReport:
                 f"the chat template of {self._template}: in {len(self._altered)} turns, it leaves out a part of the "
                 f"answer, such as its reasoning, since other turns follow (first: {next(iter(self._altered))}); this "
                 "part is not trained. To train it, give such a turn as the last of a row"
+            )
+        for what, rows in self._unwritten.items():
+            found.append(
+                f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {what} (first: "
+                f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
+                "(data.chat_template), or remove them from the rows"
             )
         return found
 
@@ -136,7 +135,7 @@ def tokenize_conversations(
         except ConfigError as error:
             chats.append(None)
             if one.location not in refused:
-                report.refuse(error)
+                report.skipped.refuse(error)
             refused.add(one.location)
     used = [None if one.location in refused else chat for one, chat in zip(conversations, chats, strict=True)]
     kept = [chat for chat in used if chat is not None]
@@ -151,6 +150,8 @@ def tokenize_conversations(
         prompts = next(prompts_of)
         if chat.altered_turn:
             report.note_altered(one.location, chat.altered_turn)
+        for what in _unwritten(one, chat, template.source_for(one.tools)):
+            report.note_unwritten(one.location, what)
         if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
             report.note_mismatch(one.location)
         yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))
@@ -201,19 +202,36 @@ def _checked(
     reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
     if not chat.text:
         raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
-    if isinstance(tokenizer, ByteTokenizer) and _has_nul([*one.messages, one.tools]):
-        raise ConfigError(
-            f"{one.location}: the conversation holds a NUL character, which ends documents with the tokenizer 'bytes'; "
-            "remove it, or name a tokenizer.json"
-        )
+    reject_nul(tokenizer, [*one.messages, one.tools], f"{one.location}: the conversation")
     return chat
 
 
-def _has_nul(value: Any) -> bool:
-    """Return whether a text in JSON values has a NUL character; that of a template ends its turns."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return any(map(_has_nul, value)) if isinstance(value, list | tuple) else isinstance(value, str) and "\0" in value
+def _unwritten(one: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
+    """Return the parts of a conversation that are not in its text: tools, and reasoning of answers to train on."""
+    found = []
+    if one.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in one.tools)):
+        found.append(TOOLS)
+    answers = [i for i, message in enumerate(one.messages) if message["role"] == "assistant"]
+    targets = answers if one.targets is None else list(one.targets)
+    # Of a turn that is altered since others follow, there is a note.
+    checked = targets[-1:] if chat.altered_turn else targets
+    reasoning = [one.messages[i].get("reasoning_content") for i in checked]
+    if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
+        found.append(REASONING)
+    return found
+
+
+def _tool_name(tool: object) -> str:
+    """Return the name of a described tool; empty if the description has an unknown form."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+    name = inner.get("name") if isinstance(inner, Mapping) else inner
+    return name if isinstance(name, str) else ""
+
+
+def _is_written(part: str, text: str) -> bool:
+    """Return whether each line of a part is in a text, as it is or as in JSON."""
+    lines = [line.strip() for line in part.splitlines()]
+    return all(line in text or json.dumps(line)[1:-1] in text for line in lines)
 
 
 def _targets(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.align import AlignConfig
+from moefold.config.align import REWARD_METHODS, AlignConfig
 from moefold.config.schema import DataConfig
 from moefold.data.best_fit import (
     BestFitSamples,
@@ -22,7 +22,7 @@ from moefold.data.huggingface import text_tables
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.mixture import Mixture
 from moefold.data.preference import PackedPairs, ReferenceLogProbs, pack_pairs, preference_reader
-from moefold.data.rewards import conditioned_reader, open_rewards
+from moefold.data.rewards import conditioned_reader, open_rewards, rewarded_reader
 from moefold.data.sample import EodAnnotatedSamples, Sample, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
 from moefold.data.sft import PackedConversations, ScaledMembers, open_conversations, pack_conversations
@@ -41,7 +41,14 @@ from moefold.data.token_file import (
     token_files,
 )
 from moefold.data.token_tokenizer import compare_tokenizers
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, report_notes
+from moefold.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    OffsetTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    report_notes,
+)
 from moefold.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -315,6 +322,8 @@ class _DatasetBuilder:
         reader = preference_reader(self.align) if is_preference else None
         if self.align.method == "condition":
             reader = conditioned_reader(self.align)
+        elif self.align.method in REWARD_METHODS and self.data.skip_bad_rows:
+            reader = rewarded_reader(self.align)
         conversations = open_conversations(
             self.data,
             tokenizer,
@@ -339,18 +348,18 @@ class _DatasetBuilder:
                 seq_len=self.seq_len,
                 pad_id=pad_id,
                 reports=self.is_first,
-                select=self._reward_selection(),
+                select=self._reward_selection(tokenizer),
             )
         held_out = Split(
             validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
         return Dataset(self._all_of(training), held_out, tokenizer, reference)
 
-    def _reward_selection(self) -> Callable[[NDArray[np.int64]], ScaledMembers] | None:
+    def _reward_selection(self, tokenizer: OffsetTokenizer) -> Callable[[NDArray[np.int64]], ScaledMembers] | None:
         """Return what filters or weights conversations by their rewards, if the recipe does."""
         if self.align.method not in ("filter", "weight"):
             return None
-        rewards = open_rewards(self.data, self.align, self._skipped, cache_dir=self.cache_dir)
+        rewards = open_rewards(self.data, self.align, tokenizer, self._skipped, cache_dir=self.cache_dir)
         return rewards.filter if self.align.method == "filter" else rewards.weight
 
 

@@ -24,7 +24,6 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from moefold.bounded_read import (
-    MAX_TEXT_BYTES,
     LongLineError,
     bounded_lines,
     check_regular_file,
@@ -32,6 +31,7 @@ from moefold.bounded_read import (
     parse_json,
 )
 from moefold.config.suggestions import closest_match
+from moefold.data.json_stream import JsonStream, text_blocks
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 
@@ -39,8 +39,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PROBE_BYTES = 1 << 12
-_ARRAY_START = re.compile(rb"\s*\[\s*(?:\{|null|$)")
-_SPACE = re.compile(r"[ \t\r\n]*")
+_ARRAY_START = re.compile(rb"\s*\[(?:\s*(?:\{|null|\]|$)|[ \t\r]*\n)")
 
 
 class ColumnError(ConfigError):
@@ -182,50 +181,22 @@ def _parse_or_skip(
         return None
 
 
+def is_json_array(path: Path) -> bool:
+    """Return whether a file holds one JSON array, and not one value a line."""
+    with open_lines(path) as file, translated_read_errors(path):
+        return _is_array(file)
+
+
 def _is_array(file: BinaryIO) -> bool:
-    """Return whether a file holds one JSON array of objects, and not one value a line."""
+    """Return whether an open file holds one JSON array of objects, and not one value a line."""
     start: bytes = cast(Any, file).peek(_PROBE_BYTES)[:_PROBE_BYTES]
     return _ARRAY_START.match(start.removeprefix(_BYTE_ORDER_MARK)) is not None
 
 
 def _array_elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a JSON array with the lines on which they begin; the file is read as a whole."""
-    content = file.read(MAX_TEXT_BYTES + 1)
-    if len(content) > MAX_TEXT_BYTES:
-        raise ConfigError(
-            f"{path} is a JSON array of more than {MAX_TEXT_BYTES:,} bytes; write one object a line: "
-            f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
-        )
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); fix it") from None
-    decoder = json.JSONDecoder()
-    line = 1
-    position = text.index("[") + 1
-    counted = 0
-    while True:
-        position = _skip_space(text, position)
-        line += text.count("\n", counted, position)
-        counted = position
-        try:
-            _, end = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deep"
-            raise ConfigError(f"{path}:{line} is not JSON ({reason}); fix or remove the element") from None
-        # The first line may have a byte order mark, which an element has not.
-        yield line, text[position:end].encode("utf-8", "surrogatepass")
-        position = _skip_space(text, end)
-        if text[position : position + 1] == "]" and not text[position + 1 :].strip():
-            return
-        if text[position : position + 1] != ",":
-            raise ConfigError(f"{path}:{line}: the JSON array has no comma or end after an element; fix it")
-        position += 1
-
-
-def _skip_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return position if found is None else found.end()
+    """Yield the elements of a JSON array with the lines on which they begin."""
+    for line, text in JsonStream(text_blocks(file, path), path).elements():
+        yield line, text.encode()
 
 
 def _repeated_key(text: bytes) -> str:

@@ -42,7 +42,7 @@ def preference_reader(align: AlignConfig) -> ConversationReader:
     prompt of the former; the label bit of 2k is that of a desirable completion.
     """
     if align.method == "kto":
-        return ConversationReader(("preference", "kto"), _read_labelled)
+        return ConversationReader(("preference", "kto"), _read_labelled, _read_labelled_alone)
     return ConversationReader(("preference", "pairs"), _read_pairs)
 
 
@@ -261,6 +261,11 @@ def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRen
             "prompt; give rows of several prompts"
         )
     yield from _with_mismatch(waiting, other)
+
+
+def _read_labelled_alone(record: JsonlRecord) -> list[ConversationToRender]:
+    """Return the completions of one row, without one of another row."""
+    return [_to_render(prompt, completion, record, size_bytes=0) for prompt, completion, _ in parse_labelled(record)]
 
 
 def _with_mismatch(

@@ -1,26 +1,28 @@
 """Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Protocol
 
 from moefold.config.schema import DataConfig
-from moefold.data.chat import ChatRequest, load_chat_template
+from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
+from moefold.data.skipped_rows import SkippedRows
 from moefold.data.tasks import Problems, check_task_tokenizer
-from moefold.data.tokenizer import Tokenizer
+from moefold.data.tokenizer import Tokenizer, reject_nul
 from moefold.errors import ConfigError
 
 PROMPT_COLUMN = "prompt"
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments of a reward function that no column may be named after."""
 _VALIDATION = 1
-_BATCH_RECORDS = 512
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,9 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     location: str = ""
     """FILE:LINE or the number of a problem, for messages."""
+
+
+CheckPrompt = Callable[[Prompt], None]
 
 
 class PromptSource(Protocol):
@@ -106,13 +111,17 @@ class PromptData:
     """Held-out prompts; None if data.validation_fraction is 0."""
 
 
-def open_prompts(data: DataConfig, tokenizer: Tokenizer, *, seed: int) -> PromptData:
+def open_prompts(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, check: CheckPrompt | None = None, reports: bool = False
+) -> PromptData:
     """Open the prompts of a recipe.
 
     Args:
         data: the recipe's section, of kind "task" or "prompts".
         tokenizer: the tokenizer.
         seed: run.seed.
+        check: raises ConfigError for a prompt of a file that the reward cannot score.
+        reports: log the number of skipped rows.
 
     Raises:
         ConfigError: a file is missing, a line is no prompt (the message has file and line), or the tokenizer has no
@@ -125,7 +134,7 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Prompt
         return PromptData(
             TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
         )
-    prompts = read_prompts(data, tokenizer)
+    prompts = read_prompts(data, tokenizer, check=check, reports=reports)
     order_key = hash_ints(seed) if data.shuffle else None
     if not has_validation:
         return PromptData(FilePrompts(prompts, order_key), None)
@@ -144,65 +153,124 @@ def open_prompts(data: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Prompt
     )
 
 
-def read_prompts(data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | None = None) -> list[Prompt]:
+def read_prompts(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    want: RewardPrompt | None = None,
+    *,
+    check: CheckPrompt | None = None,
+    reports: bool = False,
+) -> list[Prompt]:
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
         data: the recipe's section.
         tokenizer: the tokenizer.
         want: reward to ask for in the text of each prompt; None: for none.
+        check: see `open_prompts`.
+        reports: log the number of rows that data.skip_bad_rows leaves out.
 
     Raises:
         ConfigError: see `open_prompts`.
     """
-    records = (record for path in conversation_files(data) for record in jsonl_records(path))
+    skipped = SkippedRows(skips=data.skip_bad_rows)
+    reader = _PromptReader(data, tokenizer, want)
     prompts: list[Prompt] = []
-    template = None
-    while batch := list(islice(records, _BATCH_RECORDS)):
-        for record in batch:
-            source = record.fields.get(PROMPT_COLUMN)
-            if isinstance(source, list):
-                template = template or load_chat_template(data, tokenizer)
-                template.reward_prompt = want
-                source = list(parse_messages(source, f"{record.location}: the prompt").messages)
-                template.check_roles(ChatRequest(source, None, record.location))
-                text = template.render_prompt(source, record.location, add_generation_prompt=True)
+    for path in conversation_files(data):
+        for record in jsonl_records(path, skipped.refuse):
+            try:
+                prompt = reader.read(record)
+                if prompts:
+                    _check_alike(prompt, prompts[0])
+                if check is not None:
+                    check(prompt)
+            except ConfigError as error:
+                skipped.refuse(error)
             else:
-                text = column_text(record.fields, PROMPT_COLUMN, record.location)
-                text = text if want is None else want.fill(text)
-            prompts.append(_make_prompt(record, source, text, tokenizer))
+                prompts.append(prompt)
     if not prompts:
         raise ConfigError(
             f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
+            + (f" ({note})" if (note := skipped.note()) else "")
         )
-    first = prompts[0]
-    for prompt in prompts:
-        if isinstance(prompt.source, str) != isinstance(first.source, str):
-            raise ConfigError(
-                f"{prompt.location} and {first.location}: one prompt is a text and one a list of messages; give all "
-                "prompts one form"
-            )
-        if prompt.columns.keys() != first.columns.keys():
-            raise ConfigError(
-                f"{prompt.location} has the columns {sorted(prompt.columns)}, and {first.location} has "
-                f"{sorted(first.columns)}; give every prompt the same columns"
-            )
+    if reports and (note := skipped.note()):
+        logger.warning("%s", note)
     return prompts
+
+
+class _PromptReader:
+    """Reader of the prompt of a row."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | None) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._want = want
+        self._template: ChatTemplate | None = None
+
+    def read(self, record: JsonlRecord) -> Prompt:
+        """Return the prompt of a row.
+
+        Raises:
+            ConfigError: the row has none, or it cannot be rendered.
+        """
+        source = prompt_of_row(record)
+        if isinstance(source, str):
+            text = source if self._want is None else self._want.fill(source)
+            return _make_prompt(record, source, text, self._tokenizer)
+        if self._template is None:
+            self._template = load_chat_template(self._data, self._tokenizer)
+            self._template.reward_prompt = self._want
+        self._template.check_roles(ChatRequest(source, None, record.location))
+        text = self._template.render_prompt(source, record.location, add_generation_prompt=True)
+        return _make_prompt(record, source, text, self._tokenizer)
+
+
+def _check_alike(prompt: Prompt, first: Prompt) -> None:
+    """Raise ConfigError if a prompt has another form than the first one, or other columns."""
+    if isinstance(prompt.source, str) != isinstance(first.source, str):
+        raise ConfigError(
+            f"{prompt.location} and {first.location}: one prompt is a text and one a list of messages; give all "
+            "prompts one form"
+        )
+    if prompt.columns.keys() != first.columns.keys():
+        raise ConfigError(
+            f"{prompt.location} has the columns {sorted(prompt.columns)}, and {first.location} has "
+            f"{sorted(first.columns)}; give every prompt the same columns"
+        )
+
+
+def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
+    """Return the text or the messages of a row's prompt.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    source = record.fields.get(PROMPT_COLUMN)
+    if isinstance(source, list):
+        return list(parse_messages(source, f"{record.location}: the prompt").messages)
+    return column_text(record.fields, PROMPT_COLUMN, record.location)
 
 
 def has_conversations(data: DataConfig) -> bool:
     """Return whether the first prompt of the files is a conversation; all prompts are then of this form.
 
     Raises:
-        ConfigError: a file is missing or holds no JSON.
+        ConfigError: a file is missing, or a row holds no prompt.
     """
-    records = (record for path in conversation_files(data) for record in jsonl_records(path))
-    return any(isinstance(record.fields.get(PROMPT_COLUMN), list) for record in islice(records, 1))
+    skipped = SkippedRows(skips=data.skip_bad_rows)
+    for path in conversation_files(data):
+        for record in jsonl_records(path, skipped.refuse):
+            try:
+                return not isinstance(prompt_of_row(record), str)
+            except ConfigError as error:
+                skipped.refuse(error)
+    return False
 
 
 def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokenizer) -> Prompt:
     location = record.location
     reject_surrogates(text, f"{location}: the prompt")
+    reject_nul(tokenizer, source, f"{location}: the prompt")
     ids = tuple(tokenizer.encode(text).tolist())
     if not ids:
         raise ConfigError(f"{location}: the prompt is empty; a model continues at least one token")

@@ -16,11 +16,22 @@ from numpy.typing import NDArray
 from moefold.config.align import AlignConfig
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_ids, npy_header
-from moefold.data.chat import Message
+from moefold.data.chat import Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
+from moefold.data.conversation_tokens import RowReport
 from moefold.data.file_formats import JsonlRecord, jsonl_records, unknown_column_message
-from moefold.data.sft import ConversationReader, ConversationToRender, ScaledMembers, conversation_files
+from moefold.data.sft import FORMAT_VERSION as TOKENS_VERSION
+from moefold.data.sft import (
+    ConversationReader,
+    ConversationToRender,
+    ScaledMembers,
+    Tokenization,
+    conversation_files,
+    read_conversations,
+    usable_records,
+)
 from moefold.data.token_file import read_npy_header
+from moefold.data.tokenizer import OffsetTokenizer
 from moefold.errors import ConfigError
 from moefold.validate.align import fill_template, parse_threshold
 
@@ -107,19 +118,33 @@ class Rewards:
 
 
 def open_rewards(
-    data: DataConfig, align: AlignConfig, skipped: Set[Path] = frozenset(), *, cache_dir: Path | None
+    data: DataConfig,
+    align: AlignConfig,
+    tokenizer: OffsetTokenizer,
+    skipped: Set[Path] = frozenset(),
+    *,
+    cache_dir: Path | None,
 ) -> Rewards:
     """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
+
+    With data.skip_bad_rows, `open_conversations` keeps the same rows with `rewarded_reader`.
 
     Raises:
         ConfigError: a row has no finite reward; the message has its line.
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = hashlib.sha256(json.dumps(["rewards", FORMAT_VERSION, sizes, align.reward]).encode()).hexdigest()[:32]
+    identity = ["rewards", FORMAT_VERSION, sizes, align.reward]
+    records: Iterator[JsonlRecord] = chain.from_iterable(jsonl_records(path) for path in files)
+    if data.skip_bad_rows:
+        template = load_chat_template(data, tokenizer)
+        # The rows that are skipped are reported where they are tokenised for training.
+        job = Tokenization(tokenizer, template, RowReport(template.location, skips=True))
+        records = usable_records(files, rewarded_reader(align), job)
+        identity += [TOKENS_VERSION, tokenizer.identity, template.identity]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
     def write(file: BinaryIO) -> None:
-        records = chain.from_iterable(jsonl_records(path) for path in files)
         rows = [_reward_row(record, align.reward) for record in records]
         words = np.array(rows, dtype=[("reward", "<f8"), ("prompt", "<u8")]).view("<u4")
         file.write(npy_header(words.dtype, len(words)))
@@ -128,6 +153,17 @@ def open_rewards(
     reader = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
     words = np.ascontiguousarray(reader[0 : len(reader)], dtype="<u4").reshape(-1, _WORDS)
     return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], align)
+
+
+def rewarded_reader(align: AlignConfig) -> ConversationReader:
+    """Return the reader of conversations that refuses rows without a reward."""
+    return ConversationReader(("sft rewarded", align.reward), partial(_rewarded, align=align))
+
+
+def _rewarded(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator[ConversationToRender]:
+    for record in records:
+        reward_of(record, align.reward)
+        yield from read_conversations(iter([record]))
 
 
 def conditioned_reader(align: AlignConfig) -> ConversationReader:

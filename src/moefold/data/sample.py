@@ -26,8 +26,8 @@ BUILTIN_COLUMNS = frozenset(
     }
 )
 """Columns that a batch has by itself."""
-RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds", "target", "losses", "return_outputs"}
-"""Names that a program's columns may not have: built-in ones, and keyword arguments of stages and torch's schedules."""
+RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds"}
+"""Names that a program's columns may not have: built-in ones, and arguments of stages."""
 PADDING_DOCUMENT = 128
 """Most tokens of a document of padding."""
 

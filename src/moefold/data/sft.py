@@ -27,12 +27,13 @@ from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
 from moefold.data.sample import Sample
 from moefold.data.shard_reader import ShardReader
+from moefold.data.skipped_rows import SkippedRows
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
@@ -73,6 +74,12 @@ class ConversationReader:
     identity: tuple[str, ...]
     """It changes with anything that changes the conversations; part of the name of the cache entry."""
     read: Callable[[Iterator[JsonlRecord]], Iterator[ConversationToRender]]
+    read_alone: Callable[[JsonlRecord], Sequence[ConversationToRender]] | None = None
+    """Returns the conversations of one row without those that it has for other rows; None: `read` does."""
+
+    def of_row(self, record: JsonlRecord) -> Sequence[ConversationToRender]:
+        """Return the conversations of one row alone."""
+        return list(self.read(iter([record]))) if self.read_alone is None else self.read_alone(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,18 +236,24 @@ def open_conversations(
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     template = load_chat_template(data, tokenizer)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    reader = reader or ConversationReader(("sft",), _read_conversations)
+    reader = reader or ConversationReader(("sft",), read_conversations)
     skips = ["skip_bad_rows"] if data.skip_bad_rows else []
     identity = [*reader.identity, FORMAT_VERSION, sizes, tokenizer.identity, template.identity, *skips]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     report = RowReport(template.location, skips=data.skip_bad_rows)
+    job = Tokenization(tokenizer, template, report)
 
     def write(file: BinaryIO) -> None:
-        records = (record for path in files for record in jsonl_records(path, report.refuse if skips else None))
-        conversations = reader.read(_good_records(records, reader, report) if skips else records)
+        records: Iterator[JsonlRecord] = (
+            record for path in files for record in jsonl_records(path, report.skipped.refuse)
+        )
+        if skips and reader.read_alone is not None:
+            records = usable_records(files, reader, job)
+        elif skips:
+            records = (record for record, _ in _readable(records, reader, report.skipped))
         total_bytes = sum(path.stat().st_size for path in files)
         with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
-            num_tokens = _write_conversations(file, conversations, _Tokenization(tokenizer, template, report), progress)
+            num_tokens = _write_conversations(file, reader.read(records), job, progress)
         if not num_tokens:
             raise ConfigError(f"data.path={files[0]} is empty: there is no conversation; name files with some")
 
@@ -329,37 +342,61 @@ def conversation_files(data: DataConfig) -> tuple[Path, ...]:
     return files
 
 
-def _read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
+def read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
     """Yield each record as one conversation."""
     for record in records:
         found = parse_conversation(record)
         yield ConversationToRender(found.messages, found.tools, record.location, record.size_bytes, found.untrained)
 
 
-def _good_records(
-    records: Iterator[JsonlRecord], reader: ConversationReader, report: RowReport
-) -> Iterator[JsonlRecord]:
-    """Yield the records that a reader can read alone."""
+def _readable(
+    records: Iterator[JsonlRecord], reader: ConversationReader, skipped: SkippedRows
+) -> Iterator[tuple[JsonlRecord, Sequence[ConversationToRender]]]:
+    """Yield the records that a reader can read alone, with their conversations."""
     for record in records:
         try:
-            list(reader.read(iter([record])))
+            conversations = reader.of_row(record)
         except ConfigError as error:
-            report.refuse(error)
+            skipped.refuse(error)
         else:
-            yield record
+            yield record, conversations
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokenization:
+class Tokenization:
     """Tokenizer, chat template and report of a tokenisation."""
 
     tokenizer: OffsetTokenizer
     template: ChatTemplate
     report: RowReport
 
+    def tokenize(self, conversations: Sequence[ConversationToRender]) -> Iterator[TokenizedConversation | None]:
+        """Tokenise conversations, grouped by their rows; see `tokenize_conversations`."""
+        requests = [one.request() for one in conversations]
+        return tokenize_conversations(requests, self.tokenizer, self.template, self.report)
+
+
+def usable_records(files: Sequence[Path], reader: ConversationReader, job: Tokenization) -> Iterator[JsonlRecord]:
+    """Yield the records of files that can be read, rendered and tokenised without the other rows.
+
+    A file is tokenised for that: where rows are compared with one another, it is known before which ones there are.
+
+    Raises:
+        ConfigError: one cannot, unless the report skips such rows.
+    """
+    skipped = job.report.skipped
+    records = (record for path in files for record in jsonl_records(path, skipped.refuse))
+    readable = _readable(records, reader, skipped)
+    while batch := list(islice(readable, _BATCH_ROWS)):
+        tokenized = job.tokenize([one for _, conversations in batch for one in conversations])
+        for record, conversations in batch:
+            is_used = [next(tokenized) is not None for _ in conversations]
+            if all(is_used):
+                yield record
+
 
 def _write_conversations(
-    file: BinaryIO, conversations: Iterator[ConversationToRender], job: _Tokenization, progress: ReadProgress
+    file: BinaryIO, conversations: Iterator[ConversationToRender], job: Tokenization, progress: ReadProgress
 ) -> int:
     """Write the flagged ids of all conversations as an .npy file; return their number."""
     dtype = np.dtype("<u4")
@@ -369,10 +406,7 @@ def _write_conversations(
     rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda one: one.location))
     while batch := list(islice(rows, _BATCH_ROWS)):
         flat = [one for row in batch for one in row]
-        requests = [one.request() for one in flat]
-        for one, found in zip(
-            flat, tokenize_conversations(requests, job.tokenizer, job.template, job.report), strict=True
-        ):
+        for one, found in zip(flat, job.tokenize(flat), strict=True):
             if found is not None:
                 flagged = _flag(found, has_label=one.has_label)
                 file.write(flagged.astype(dtype).tobytes())

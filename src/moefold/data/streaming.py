@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
-from moefold.data.tokenizer import Tokenizer
+from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.errors import ConfigError
 
 MAX_BLOCK_SAMPLES = 1024
@@ -161,7 +161,7 @@ class StreamingSampler(Sampler):
             if size >= _BATCH_CHARACTERS:
                 break
         separator = [] if self._tokenizer.separator_id is None else [self._tokenizer.separator_id]
-        for ids, state in zip(self._tokenizer.encode_batch(texts), states, strict=True):
+        for ids, state in zip(encode_documents(self._tokenizer, texts), states, strict=True):
             whole = np.concatenate([ids, separator]).astype(np.int64)
             if len(whole) > self._num_used:
                 self._queue.append(_TokenizedDocument(whole, self._epoch, state, self._num_used))

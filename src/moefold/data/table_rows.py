@@ -4,9 +4,7 @@ Text stays text: no cell is taken for a number, a date or a missing value. Files
 every error names the file and the row.
 """
 
-import codecs
 import csv
-import json
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -21,7 +19,6 @@ from moefold.data.file_formats import (
     column_values,
     decoded_lines,
     import_pyarrow,
-    json_type_name,
     jsonl_records,
     open_lines,
     open_parquet,
@@ -30,6 +27,7 @@ from moefold.data.file_formats import (
     translated_read_errors,
     unknown_column_message,
 )
+from moefold.data.json_stream import JsonStream, text_blocks
 from moefold.errors import ConfigError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -40,8 +38,8 @@ _SLICE_ROWS = 1024
 _END = "\0end of file"
 """Line after the last one of a CSV file: it is a row of its own, unless a quote is still open."""
 _INNER_LINE_END = re.compile(r"(?<=\r)(?!\n)")
-_SPACE = re.compile(r"[ \t\r\n]*")
-_BLOCK_BYTES = 1 << 20
+_LONG_LINE_CHARACTERS = 1 << 18
+"""Characters of a first line that need not be whole in the first block of a file."""
 
 
 def table_suffix(path: Path) -> str:
@@ -185,13 +183,8 @@ def _cell(cells: list[str], place: int, names: list[str], location: str) -> str:
 def _json_texts(file: Path, column: str) -> Iterator[str]:
     """Yield the texts of JSON lines, or of one document: a list of objects, an object, or lists of values by column."""
     first = next(_text_blocks(file), "").lstrip()
-    if first.startswith("["):
-        stream = _JsonStream(file)
-        for number, element in enumerate(stream.elements(), 1):
-            if not isinstance(element, dict):
-                raise ConfigError(f"row {number} of {file} is {json_type_name(element)}, not an object; fix it")
-            yield _json_text(element, column, f"row {number} of {file}")
-    elif table_suffix(file) == ".json" and not _is_json(first.partition("\n")[0]):
+    is_document = table_suffix(file) == ".json" and not first.startswith("[")
+    if is_document and not _is_json(first.partition("\n")[0]):
         yield from _object_texts(file, column)
     else:
         for record in jsonl_records(file):
@@ -209,14 +202,14 @@ def _is_json(text: str) -> bool:
     try:
         parse_json(text)
     except ValueError:
-        return len(text) >= _BLOCK_BYTES // 4
+        return len(text) >= _LONG_LINE_CHARACTERS
     return True
 
 
 def _object_texts(file: Path, column: str) -> Iterator[str]:
     """Yield the texts of an object over several lines: one row, or lists of values by column."""
-    stream = _JsonStream(file)
-    fields = stream.element(str(file))
+    stream = JsonStream(_text_blocks(file), file)
+    fields = stream.value()
     if stream.peek() or not isinstance(fields, dict):
         raise ConfigError(f"{file} is neither JSON lines nor a list of objects; write one object a line")
     _check_column(file, column, list(fields))
@@ -227,95 +220,5 @@ def _object_texts(file: Path, column: str) -> Iterator[str]:
 
 def _text_blocks(file: Path) -> Iterator[str]:
     """Yield the text of a file in blocks."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with open_lines(file) as opened, translated_read_errors(file):
-        while block := opened.read(_BLOCK_BYTES):
-            try:
-                yield decoder.decode(block)
-            except UnicodeDecodeError as error:
-                raise _not_utf8_error(file, error) from None
-        try:
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            raise _not_utf8_error(file, error) from None
-
-
-def _not_utf8_error(file: Path, error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(f"{file} is not UTF-8 ({error.reason}); convert it, or leave it out")
-
-
-class _JsonStream:
-    """Values of a JSON file, of which one at a time is in memory."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._blocks = _text_blocks(file)
-        self._text = ""
-        self._position = 0
-        self._decoder = json.JSONDecoder()
-
-    def elements(self) -> Iterator[Any]:
-        """Yield the elements of the list that the file is.
-
-        Raises:
-            ConfigError: it is not JSON; the message has the number of the element.
-        """
-        number = 0
-        self._skip("[")
-        while self.peek() != "]":
-            if number:
-                self._skip(",", f"after row {number}")
-            number += 1
-            yield self.element(f"row {number} of {self._file}")
-        self._skip("]")
-        if self.peek():
-            raise ConfigError(f"{self._file} has text after its list; write one list, or one object a line")
-
-    def element(self, location: str) -> Any:
-        """Return the next value.
-
-        Raises:
-            ConfigError: it is not JSON.
-        """
-        self.peek()
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._position)
-                # A number at the end of a block may go on in the next one.
-                if end < len(self._text) or not self._fill():
-                    self._position = end
-                    return value
-            except json.JSONDecodeError as error:
-                is_too_long = len(self._text) - self._position > MAX_LINE_BYTES
-                where = f"{error.msg} at character {error.pos - self._position}"
-                if is_too_long or not self._fill():
-                    raise ConfigError(f"{location} is not JSON ({where}); fix it") from None
-            except RecursionError:
-                raise ConfigError(f"{location} is not JSON (it is nested too deep); fix it") from None
-
-    def peek(self) -> str:
-        """Return the next character that is no space, "" at the end of the file."""
-        while True:
-            match = _SPACE.match(self._text, self._position)
-            self._position = match.end() if match else self._position
-            if self._position < len(self._text):
-                return self._text[self._position]
-            if not self._fill():
-                return ""
-
-    def _skip(self, character: str, where: str = "") -> None:
-        if self.peek() != character:
-            raise ConfigError(f"{self._file} has no {character!r} {where}: the file is broken; copy it again")
-        self._position += 1
-
-    def _fill(self) -> bool:
-        """Read as much again as is left; return whether there was anything."""
-        left = self._text[self._position :]
-        parts = [left]
-        size = 0
-        while size < max(1, len(left)) and (block := next(self._blocks, "")):
-            parts.append(block)
-            size += len(block)
-        self._text = "".join(parts)
-        self._position = 0
-        return size > 0
+        yield from text_blocks(opened, file)

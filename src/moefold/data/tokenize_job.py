@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -27,8 +27,10 @@ from moefold.bounded_read import (
 )
 from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
 from moefold.data.file_formats import (
+    JsonlRecord,
     column_text,
     column_values,
+    is_json_array,
     is_jsonl,
     jsonl_records,
     open_parquet,
@@ -36,9 +38,17 @@ from moefold.data.file_formats import (
     unknown_column_message,
 )
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
+from moefold.data.skipped_rows import SkippedRows
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, OffsetTokenizer, report_notes
+from moefold.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    OffsetTokenizer,
+    encode_documents,
+    reject_nul,
+    report_notes,
+)
 from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
@@ -124,14 +134,36 @@ def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> 
     return tuple(shards)
 
 
-def read_chunks(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
+@dataclass(frozen=True, slots=True)
+class TextColumn:
+    """The column of the texts of rows."""
+
+    name: str
+    tokenizer: OffsetTokenizer
+
+    def check(self, text: str, location: str) -> str:
+        """Return a text that the tokenizer can take; raise ConfigError for another one."""
+        reject_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
+        return text
+
+    def text(self, record: JsonlRecord) -> str:
+        """Return the text of a record; raise ConfigError if it has none."""
+        return self.check(column_text(record.fields, self.name, record.location), record.location)
+
+
+def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
     """Yield the documents of a slice, long texts in chunks; empty ones are left out.
+
+    Args:
+        input_slice: the part of a file.
+        column: the column of the text.
+        skipped: gets the errors of lines and rows that hold no text.
 
     Raises:
         ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
     """
     try:
-        yield from _documents(input_slice, column)
+        yield from _documents(input_slice, column, skipped)
     except OSError as error:
         raise ConfigError(
             f"{input_slice.path} cannot be read ({error.strerror or error}); copy it again or leave it out"
@@ -140,14 +172,14 @@ def read_chunks(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
         raise ConfigError(f"{input_slice.path}: {error}; split or remove it") from None
 
 
-def _documents(input_slice: InputSlice, column: str) -> Iterator[TextChunk]:
+def _documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
     if input_slice.input_format == "text":
         status = input_slice.path.stat()
         file = TextFile(input_slice.path, status.st_size, status.st_mtime_ns, is_named=True)
         yield from Corpus("text", (file,)).chunks()
         return
     documents = _parquet_documents if input_slice.input_format == "parquet" else _jsonl_documents
-    for text, size_bytes in documents(input_slice, column):
+    for text, size_bytes in documents(input_slice, column, skipped):
         if text:
             yield TextChunk(text, ends_document=True, size_bytes=size_bytes)
 
@@ -173,7 +205,7 @@ def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iter
         metadata = open_parquet(path).metadata
         for group in range(metadata.num_row_groups):
             yield InputSlice(path, input_format, group, group + 1, metadata.row_group(group).total_byte_size)
-    elif input_format == "text" or path.suffix == ".gz":
+    elif input_format == "text" or _has_one_slice(path):
         yield InputSlice(path, input_format, 0, size_bytes, size_bytes)
     else:
         # A line belongs to the slice that contains its first byte.
@@ -182,26 +214,45 @@ def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iter
             yield InputSlice(path, input_format, start, stop, stop - start)
 
 
-def _jsonl_documents(input_slice: InputSlice, column: str) -> Iterator[tuple[str, int]]:
-    if input_slice.path.suffix == ".gz":
-        for record in jsonl_records(input_slice.path):
-            # Progress counts compressed bytes, which cannot be attributed to lines.
-            yield column_text(record.fields, column, record.location), 0
+def _has_one_slice(path: Path) -> bool:
+    """Return whether a file of JSON cannot be read from the middle: it is compressed, or one JSON array."""
+    return path.suffix == ".gz" or is_json_array(path)
+
+
+def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
+    path = input_slice.path
+    if _has_one_slice(path):
+        # Progress counts compressed bytes, which cannot be attributed to lines.
+        is_compressed = path.suffix == ".gz"
+        for record in jsonl_records(path, skipped.refuse):
+            try:
+                yield column.text(record), 0 if is_compressed else record.size_bytes
+            except ConfigError as error:
+                skipped.refuse(error)
         return
-    with open_regular(input_slice.path) as file:
+    with open_regular(path) as file:
         if input_slice.start:
             file.seek(input_slice.start - 1)
             _skip_line(file)
         while (at := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
             if len(line) > MAX_LINE_BYTES:
-                raise LongLineError(1 + _count_lines(input_slice.path, at), MAX_LINE_BYTES)
+                raise LongLineError(1 + _count_lines(path, at), MAX_LINE_BYTES)
             try:
-                text = _line_text(line, input_slice.path, 2 if at else 1, column)
-            except ConfigError:
+                text = _line_text(line, path, 2 if at else 1, column)
+            except ConfigError as error:
                 # The line number, which requires reading the file, is needed for the message only.
-                _line_text(line, input_slice.path, 1 + _count_lines(input_slice.path, at), column)
-                raise
+                skipped.refuse(error if skipped.count else _numbered_error(line, path, at, column))
+                continue
             yield text, len(line)
+
+
+def _numbered_error(line: bytes, path: Path, at: int, column: TextColumn) -> ConfigError:
+    """Return the error of a line that begins at byte `at`, with the number of the line."""
+    try:
+        _line_text(line, path, 1 + _count_lines(path, at), column)
+    except ConfigError as error:
+        return error
+    raise AssertionError("the line has an error")
 
 
 def _skip_line(file: BinaryIO) -> None:
@@ -209,9 +260,9 @@ def _skip_line(file: BinaryIO) -> None:
         pass
 
 
-def _line_text(line: bytes, path: Path, number: int, column: str) -> str:
+def _line_text(line: bytes, path: Path, number: int, column: TextColumn) -> str:
     record = parse_line(line, path, number)
-    return column_text(record.fields, column, record.location) if record else ""
+    return column.text(record) if record else ""
 
 
 def _count_lines(path: Path, stop: int) -> int:
@@ -224,19 +275,29 @@ def _count_lines(path: Path, stop: int) -> int:
     return count
 
 
-def _parquet_documents(input_slice: InputSlice, column: str) -> Iterator[tuple[str, int]]:
+def _parquet_documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
     file = open_parquet(input_slice.path)
-    if column not in file.schema_arrow.names:
+    name = column.name
+    if name not in file.schema_arrow.names:
         raise ConfigError(
-            f"--column {column}: {input_slice.path} has {unknown_column_message(column, file.schema_arrow.names)}"
+            f"--column {name}: {input_slice.path} has {unknown_column_message(name, file.schema_arrow.names)}"
         )
     groups = range(input_slice.start, input_slice.stop)
     num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
-    for row, text in column_values(input_slice.path, column, groups):
-        if not isinstance(text, str):
-            what = "nothing" if text is None else type(text).__name__
-            raise ConfigError(f"{input_slice.path}: column {column!r} holds {what}, not text, in row {row}")
-        yield text, input_slice.size_bytes // num_rows
+    for row, value in column_values(input_slice.path, name, groups):
+        try:
+            text = _row_text(value, f"{input_slice.path}, row {row}", column)
+        except ConfigError as error:
+            skipped.refuse(error)
+        else:
+            yield text, input_slice.size_bytes // num_rows
+
+
+def _row_text(value: Any, location: str, column: TextColumn) -> str:
+    if not isinstance(value, str):
+        what = "nothing" if value is None else type(value).__name__
+        raise ConfigError(f"{location}: column {column.name!r} holds {what}, not text")
+    return column.check(value, location)
 
 
 TMP_PATTERN = ".tokens-*.partial"
@@ -249,6 +310,10 @@ class ShardSize:
 
     num_tokens: int
     num_documents: int
+    num_skipped: int = 0
+    """Lines and rows that held no text."""
+    first_skipped: str = ""
+    """Error of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +323,8 @@ class ShardWriter:
     out: Path
     tokenizer_name: str
     column: str
+    skip_bad_rows: bool = False
+    """Skip lines and rows that hold no text, and count them."""
 
     def load_tokenizer(self) -> OffsetTokenizer:
         """Load the tokenizer: bytes or a tokenizer.json.
@@ -275,7 +342,8 @@ class ShardWriter:
         index = document_ends_path(path)
         if not index.is_file() or not is_complete_array(path):
             return None
-        return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8)
+        skipped = _read_skipped(path)
+        return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8, *skipped)
 
     def write(self, shard: Shard, report: Callable[[int], None]) -> ShardSize:
         """Tokenise a shard to temporary files, and rename them, the index first.
@@ -293,10 +361,16 @@ class ShardWriter:
         index_draft = self.out / f".{path.stem}.{uuid.uuid4().hex}.index.partial"
         try:
             with draft.open("xb") as file, index_draft.open("xb") as index:
-                size = _write_shard(file, index, shard, self.column, tokenizer, report)
+                skipped = SkippedRows(skips=self.skip_bad_rows)
+                chunks = _chunk_batches(shard, TextColumn(self.column, tokenizer), skipped)
+                size = _write_shard(file, index, chunks, tokenizer, report)
                 for opened in (file, index):
                     opened.flush()
                     os.fsync(opened.fileno())
+            size = replace(size, num_skipped=skipped.count, first_skipped=skipped.first)
+            _skipped_path(path).unlink(missing_ok=True)
+            if skipped.count:
+                _skipped_path(path).write_text(json.dumps([skipped.count, skipped.first]), encoding="utf-8")
             index_draft.replace(document_ends_path(path))
             draft.replace(path)
         except ConnectionError:
@@ -320,11 +394,28 @@ def shard_path(out: Path, number: int) -> Path:
     return out / f"tokens-{number:06d}.npy"
 
 
+def _skipped_path(path: Path) -> Path:
+    """Return the file with the skipped rows of a token file; it exists if there are some."""
+    return path.with_suffix(".skipped.json")
+
+
+def _read_skipped(path: Path) -> tuple[int, str]:
+    """Return the number of skipped rows of a token file, and the first error."""
+    try:
+        found = read_json(_skipped_path(path), MAX_LINE_BYTES)
+    except FileNotFoundError:
+        return 0, ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_skipped_path(path)} cannot be read ({error}); remove it with {path.name}") from None
+    if not (isinstance(found, list) and [type(one) for one in found] == [int, str]):
+        raise ConfigError(f"{_skipped_path(path)} is broken; remove it with {path.name}")
+    return found[0], found[1]
+
+
 def _write_shard(
     file: BinaryIO,
     index: BinaryIO,
-    shard: Shard,
-    column: str,
+    chunks: Iterator[list[TextChunk]],
     tokenizer: OffsetTokenizer,
     report: Callable[[int], None],
 ) -> ShardSize:
@@ -332,10 +423,10 @@ def _write_shard(
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)
     file.write(npy_header(dtype, 0))
     num_tokens = num_documents = 0
-    for pieces in _chunk_batches(shard, column):
+    for pieces in chunks:
         ends: list[int] = []
         parts: list[NDArray[np.int64]] = []
-        for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+        for piece, ids in zip(pieces, encode_documents(tokenizer, [piece.text for piece in pieces]), strict=True):
             parts += [ids, separator] if piece.ends_document else [ids]
             num_tokens += len(ids) + (len(separator) if piece.ends_document else 0)
             if piece.ends_document:
@@ -349,12 +440,12 @@ def _write_shard(
     return ShardSize(num_tokens, num_documents)
 
 
-def _chunk_batches(shard: Shard, column: str) -> Iterator[list[TextChunk]]:
+def _chunk_batches(shard: Shard, column: TextColumn, skipped: SkippedRows) -> Iterator[list[TextChunk]]:
     """Yield chunks of several megabytes in total at a time."""
     pieces: list[TextChunk] = []
     size = 0
     for portion in shard.slices:
-        for piece in read_chunks(portion, column):
+        for piece in read_chunks(portion, column, skipped):
             pieces.append(piece)
             size += len(piece.text)
             if size >= _BATCH_BYTES:
@@ -373,6 +464,7 @@ _MISMATCH_MESSAGES = {
     "vocab_size": "another --tokenizer",
     "separator_id": "another --tokenizer",
     "column": "another --column",
+    "skip_bad_rows": "another --skip-bad-rows",
     "shard_bytes": "another --shard-mb",
     "files": "other input files, or files that changed",
     "num_shards": "another number of shards",
@@ -389,6 +481,10 @@ class TokenizationResult:
     num_shards: int
     num_new_tokens: int
     """Tokens written by this call; the others were written by earlier, interrupted calls."""
+    num_skipped: int
+    """Lines and rows that held no text, with the ones of earlier calls."""
+    first_skipped: str
+    """Error of the first of them."""
 
 
 def tokenize_files(
@@ -412,6 +508,8 @@ def tokenize_files(
     tokenizer = writer.load_tokenizer()
     report_notes(tokenizer)
     files = input_files(inputs, input_format, writer.out)
+    if writer.skip_bad_rows and not any(kind != "text" for _, kind in files):
+        raise ConfigError("--skip-bad-rows has no effect: all files are read as text, which has no rows; leave it out")
     shards = plan_shards(files, shard_bytes)
     info: dict[str, Any] = {
         "format": FORMAT_VERSION,
@@ -419,6 +517,8 @@ def tokenize_files(
         "vocab_size": tokenizer.vocab_size,
         "separator_id": tokenizer.separator_id,
         "column": writer.column,
+        # Folders of earlier versions lack the key.
+        "skip_bad_rows": writer.skip_bad_rows or None,
         "shard_bytes": shard_bytes,
         "files": [[str(path), kind, path.stat().st_size, path.stat().st_mtime_ns] for path, kind in files],
         "num_shards": len(shards),
@@ -431,23 +531,28 @@ def tokenize_files(
         _remove_tmp_files(writer.out)
         done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}
         new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
-        sizes = [*done.values(), *new]
+        sizes = [size for _, size in sorted([*done.items(), *new])]
         result = TokenizationResult(
             num_documents=sum(size.num_documents for size in sizes),
             num_tokens=sum(size.num_tokens for size in sizes),
             num_shards=len(shards),
-            num_new_tokens=sum(size.num_tokens for size in new),
+            num_new_tokens=sum(size.num_tokens for _, size in new),
+            num_skipped=sum(size.num_skipped for size in sizes),
+            first_skipped=next((size.first_skipped for size in sizes if size.num_skipped), ""),
         )
+        if result.num_skipped and not result.num_documents:
+            raise ConfigError(f"no row of INPUT holds a text: {result.first_skipped}; name the column by --column")
         totals = {"num_documents": result.num_documents, "num_tokens": result.num_tokens}
         _write_info(writer.out, info | totals | {"is_complete": True})
     return result
 
 
-def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int) -> list[ShardSize]:
+def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int) -> list[tuple[int, ShardSize]]:
     total_bytes = sum(shard.size_bytes for shard in shards)
     try:
         with ReadProgress("Tokenising", total_bytes) as progress:
-            return [size for _, size in run_tasks(writer.write, shards, num_processes, progress.advance)]
+            found = run_tasks(writer.write, shards, num_processes, progress.advance)
+            return [(shards[i].number, size) for i, size in found]
     finally:
         # Processes that are terminated when one fails leave temporary files.
         _remove_tmp_files(writer.out)
@@ -456,6 +561,9 @@ def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int)
 def _remove_tmp_files(out: Path) -> None:
     for draft in out.glob(TMP_PATTERN):
         draft.unlink()
+    for skipped in out.glob("tokens-*.skipped.json"):
+        if not skipped.with_name(skipped.name.replace(".skipped.json", ".npy")).exists():
+            skipped.unlink()
 
 
 def _check_regular_input(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,17 +94,7 @@ class ByteTokenizer:
         return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Return the UTF-8 bytes of several documents.
-
-        Raises:
-            ConfigError: a document has a NUL character, whose byte ends documents.
-        """
-        for text in texts:
-            if (position := text.find("\0")) >= 0:
-                raise ConfigError(
-                    "a text holds a NUL character, which ends documents with the tokenizer 'bytes', "
-                    f"after {text[max(0, position - 30) : position]!r}; remove it, or name a tokenizer.json"
-                )
+        """Return the UTF-8 bytes of several texts."""
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -273,3 +263,46 @@ def report_notes(tokenizer: Tokenizer) -> None:
     """Log what was guessed about a tokenizer; called once by a command."""
     for note in tokenizer.notes:
         logger.warning("note: %s", note)
+
+
+def reject_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
+    """Check that texts of data have no NUL character with the tokenizer "bytes", whose byte 0 ends documents.
+
+    That of a chat template is no text of data: it may end a turn.
+
+    Args:
+        tokenizer: the tokenizer.
+        value: a text, or JSON values with texts.
+        subject: name of the text, for the message.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if isinstance(tokenizer, ByteTokenizer) and (before := _before_nul(value)) is not None:
+        raise ConfigError(
+            f"{subject} holds a NUL character, which ends documents with the tokenizer 'bytes', after {before!r}; "
+            "remove it, or name a tokenizer.json"
+        )
+
+
+def _before_nul(value: Any) -> str | None:
+    """Return the last characters before the first NUL character of a text in JSON values; None if there is none."""
+    if isinstance(value, str):
+        position = value.find("\0")
+        return None if position < 0 else value[max(0, position - 30) : position]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((before for one in value if (before := _before_nul(one)) is not None), None)
+    return None
+
+
+def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.int64]]:
+    """Return the ids of texts of documents, without separators.
+
+    Raises:
+        ConfigError: one cannot be tokenised, or has a character that would end the document (`reject_nul`).
+    """
+    for text in texts:
+        reject_nul(tokenizer, text, "a text")
+    return tokenizer.encode_batch(texts)

@@ -7,6 +7,7 @@ generation_config.json. No code of the folder is run. The tokenizer itself is lo
 (`TokenizerProcess`), where the declarations are applied to it. Torch-free.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,8 +35,11 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIR = "additional_chat_templates"
 SLOW_FILES = ("vocab.json", "merges.txt")
 """Files of a byte-pair encoder without a tokenizer.json."""
+UNREAD_FILES = ("*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+"""Patterns of vocabularies that are not read, but for vocab.json with merges.txt; transformers converts them."""
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+_VERSIONED_FILE = re.compile(r"tokenizer\..*\.json")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """Name of the template for conversations with tools, where there are several."""
@@ -112,6 +116,29 @@ def tokenizer_file(path: Path) -> Path:
     return slow if has_slow_files and not (path / TOKENIZER_FILE).exists() else path / TOKENIZER_FILE
 
 
+def missing_file_reason(folder: Path) -> str:
+    """Return why a folder without a tokenizer.json cannot be read, with the way out."""
+    found = [file.name for pattern in UNREAD_FILES for file in sorted(folder.glob(pattern))]
+    if not found:
+        return f"{str(folder)!r} has no tokenizer ({TOKENIZER_FILE}), so the model could read no text; add its files"
+    return (
+        f"{str(folder)!r} has {found[0]}, but no {TOKENIZER_FILE}, which moefold reads text with; save one with "
+        "transformers, which converts it (pip install transformers sentencepiece tiktoken protobuf): "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    )
+
+
+def _check_file_choice(file: Path, settings: Mapping[str, Any]) -> None:
+    """Check that no setting chooses another file than tokenizer.json by the version of transformers."""
+    listed = settings.get("fast_tokenizer_files")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if versioned := [name for name in names if _VERSIONED_FILE.search(name)]:
+        raise ConfigError(
+            f"{file.parent / SETTINGS_FILE}: fast_tokenizer_files names {versioned[0]}, which transformers reads in "
+            f"place of {TOKENIZER_FILE} from a version on; copy the file to use to {TOKENIZER_FILE}, and remove the key"
+        )
+
+
 def declaring_files(path: Path) -> dict[str, Path]:
     """Return the files that `read_tokenizer_folder` reads, by their names in a folder of their own.
 
@@ -137,10 +164,13 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     """
     file = tokenizer_file(path)
     folder = file.parent
+    if path.is_dir() and not file.exists():
+        raise ConfigError(f'data.tokenizer={missing_file_reason(path)}, or use data.tokenizer="bytes"')
     settings = _read_object(folder / SETTINGS_FILE)
     config = _read_object(folder / CONFIG_FILE)
     ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
     is_slow = file.name == SLOW_FILES[0]
+    _check_file_choice(file, settings)
     process = _start_process(file, limits or TokenizerLimits())
     table = ClassTable.load()
     name = table.choose(settings, config, is_byte_level=process.is_byte_level and not is_slow)

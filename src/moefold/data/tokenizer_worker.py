@@ -24,6 +24,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 import tokenizers
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CLEAN_UPS = (
+    *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
+"""Replacements of clean_up_tokenization_spaces, in transformers' order."""
+_EVEN_FOR_BPE = "for_bpe_even_though_it_will_corrupt_output"
 SetMemoryLimit = Callable[[int], None]
 Answer = tuple[dict[str, Any], bytes]
 _STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -35,6 +42,8 @@ class Worker:
     _tokenizer: tokenizers.Tokenizer
     _post_processor: Any
     """That of the tokenizer, which encodes without one."""
+    _cleans_up: bool
+    """Whether spaces before punctuation are removed from the text of ids."""
 
     def load(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Load a tokenizer.json, or vocab.json and merges.txt; return the class of its model."""
@@ -52,6 +61,7 @@ class Worker:
         found: dict[str, Any] = json.loads(payload)
         names = _apply_declarations(self._tokenizer, found)
         self._post_processor = self._tokenizer.post_processor
+        self._cleans_up = _cleans_up(found["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
         # Without special tokens, a post-processor would only trim the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -81,7 +91,10 @@ class Worker:
         """Return the text of ids, including special tokens."""
         del request
         ids = array.array("I", payload).tolist()
-        return {}, self._tokenizer.decode(ids, skip_special_tokens=False).encode()
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        for spaced, joined in _CLEAN_UPS if self._cleans_up else ():
+            text = text.replace(spaced, joined)
+        return {}, text.encode()
 
     def pieces(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return the bytes of each id in a text, and the ids of special tokens."""
@@ -122,6 +135,7 @@ class Worker:
         del request, payload
         tree = json.loads(self._tokenizer.to_str())
         parts = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
+        parts += ["clean up"] * self._cleans_up
         content = json.dumps(_without_defaults(parts), sort_keys=True).encode()
         return {"sha256": hashlib.sha256(content).hexdigest()}, b""
 
@@ -221,6 +235,12 @@ def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any])
     elif rebuilt and rebuilt["replaces_post_processor"]:
         backend.post_processor = _start_and_end(backend, {}, {})
     return tokens.names
+
+
+def _cleans_up(settings: Mapping[str, Any], *, is_bpe: bool) -> bool:
+    """Return whether transformers removes spaces before punctuation; of byte-pair encoders, a second key says so."""
+    key = "clean_up_tokenization_spaces"
+    return bool(settings.get(key)) and (not is_bpe or bool(settings.get(f"{key}_{_EVEN_FOR_BPE}")))
 
 
 def _replace_parts(backend: tokenizers.Tokenizer, rebuilt: Mapping[str, Any], names: Mapping[str, str]) -> None:

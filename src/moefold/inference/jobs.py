@@ -28,6 +28,7 @@ from moefold.inference.settings import (
     EVAL_OOM_HINT,
     EXPERTS_OPTION,
     GENERATE_OOM_HINT,
+    KERNELS_OPTION,
     InferenceRequest,
     batch_bytes,
     launched_config,
@@ -48,6 +49,7 @@ from moefold.inference.text import (
 )
 from moefold.launch.fitting import check_inference, choose_checked_device
 from moefold.validate.rollout_experts import check_fetching_ranks
+from moefold.validate.train import check_kernel_device
 
 ENGINE_OPTIONS = (
     (r"cache_gib=", "--cache-gib "),
@@ -107,6 +109,8 @@ class GenerateOptions:
     """GiB of the KV cache of a rank; 0: for all prompts, up to 64 on a data-parallel rank."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
+    """Kernels of the layers, see run.kernels."""
     ignore_key: Sequence[str] = ()
     """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
@@ -260,6 +264,7 @@ def prepare_generation(
         seq_len=2,
         batch_size=1,
         experts=options.experts,
+        kernels=options.kernels,
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
@@ -338,6 +343,8 @@ def choose_inference_device(
     check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
     with reworded_errors(*DEVICE_OPTION):
         device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    with reworded_errors(*KERNELS_OPTION):
+        check_kernel_device(cfg, device_type)
     with reworded_errors(*EXPERTS_OPTION):
         ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
         check_fetching_ranks(cfg, device_type, ranks_per_machine)

@@ -240,6 +240,7 @@ def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) 
     do_sample = known.pop("do_sample", None)
     top_p = float(known.pop("top_p", 1.0))
     top_k = int(known.pop("top_k", 0))
+    min_p = float(known.pop("min_p", 0.0))
     seed = int(known.pop("seed", 0))
     if known:
         raise ConfigError(f"generation argument {next(iter(known))}= is unknown to moefold; leave it out of gen_kwargs")
@@ -248,7 +249,7 @@ def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) 
     is_greedy = do_sample is False or temperature == 0
     sampling = SamplingParams(seed=seed, temperature=0.0)
     if not is_greedy:
-        sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     sampling.check()
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
     return _GenerationArguments(stops, int(lengths[0]) if lengths else default_max_tokens, sampling)

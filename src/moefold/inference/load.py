@@ -1,5 +1,6 @@
 """Loading of a model for evaluation, generation and lm-eval."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,11 @@ from moefold.convert.adapted_weights import load_merged_weights
 from moefold.convert.weights import load_hf_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
-from moefold.inference.settings import EXPERTS_OPTION
+from moefold.inference.settings import EXPERTS_OPTION, KERNELS_OPTION
 from moefold.inference.source import ModelSource
 from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.paged_decoder import modules_notice
+from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
 
 
@@ -26,6 +29,14 @@ class LoadedModel:
     """None if text is neither read nor written."""
     cfg: Config
     groups: ParallelGroups
+
+
+def report_decoding(loaded: LoadedModel) -> None:
+    """Report the layers that decode by their modules on stderr, on the first rank; not where the user chose that."""
+    run = loaded.cfg.run
+    notice = modules_notice(loaded.model)
+    if notice and loaded.groups.rank == 0 and run.kernels != "plain" and run.dtype != "float64":
+        print_escaped(f"moefold: {notice}", file=sys.stderr)
 
 
 def load_model(
@@ -44,7 +55,7 @@ def load_model(
         RunError: ranks that read each other's experts share no memory; raised on every rank.
     """
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
-    with reworded_errors(*EXPERTS_OPTION):
+    with reworded_errors(*EXPERTS_OPTION, *KERNELS_OPTION):
         model = InferenceModel(cfg, groups)
     with model.writing_weights():
         if source.kind == "huggingface":

@@ -21,11 +21,16 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
-from moefold.rl.reward import check_reward
+from moefold.rl.reward import check_columns, check_reward, reward_names
+from moefold.validate.rl import reward_problems
 
 ROLLOUT_WORDS = (
     (r"reward\.use=", "--reward "),
+    (r"reward\.use", "--reward"),
+    (r"reward\.weights=", "--reward-weight "),
+    (r"reward\.weights", "--reward-weight"),
     (r"data\.path=", "--prompts "),
+    (r"data\.skip_bad_rows", "--skip-bad-rows"),
     (r"data\.task_size", "--task-size"),
     (r"data\.task=", "--task "),
     (r", or set reward\.on_error='drop'", ""),
@@ -47,7 +52,10 @@ class RolloutRequest:
     """Prompts; 0: all of the files, or 256 problems."""
     is_held_out: bool = False
     """Problems that no training uses."""
-    reward: str = ""
+    reward: tuple[str, ...] = ()
+    """Names of reward functions; of a task none: its verifier."""
+    reward_weight: tuple[float, ...] = ()
+    """Weight of each; empty: 1."""
     samples: int = 8
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()
@@ -58,8 +66,11 @@ class RolloutRequest:
     device: str = "auto"
     slots: int = 256
     experts: Literal["exchange", "fetch"] = "exchange"
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     cache_gib: float = 0.0
     force: bool = False
+    skip_bad_rows: bool = False
+    """Skip rows of the files that are no prompt, and log their number."""
     want: str = ""
     """Reward to ask for instead of align.want, or "none"."""
     ignore_key: Sequence[str] = ()
@@ -109,6 +120,7 @@ def prepare_rollouts(
         seq_len=2,
         batch_size=1,
         experts=request.experts,
+        kernels=request.kernels,
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     task_cfg = _task_config(request, source)
@@ -117,6 +129,8 @@ def prepare_rollouts(
     if num_prompts > len(prompts):
         raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
     with reworded_errors(*ROLLOUT_WORDS):
+        for problem in reward_problems(task_cfg.reward):
+            raise ConfigError(problem)
         check_reward(task_cfg, [prompts.prompt(0)])
     longest = max(len(prompts.prompt(i).ids) for i in range(num_prompts)) + request.max_tokens
     cfg = launched_config(source, replace(inference, seq_len=longest), "generate", rank_env)
@@ -151,7 +165,8 @@ def open_rollout_prompts(
         problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want)
+        check = check_columns(reward_names(task_cfg))
+        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want, check=check, reports=reports)
     return FilePrompts(found, None)
 
 
@@ -160,12 +175,13 @@ def _task_config(request: RolloutRequest, source: ModelSource) -> Config:
     data = DataConfig(
         kind="task" if request.task else "prompts",
         path=request.prompts,
+        skip_bad_rows=request.skip_bad_rows,
         task=request.task or "sort",
         task_size=request.task_size,
         tokenizer=request.tokenizer or source.data.tokenizer,
         chat_template=request.chat_template or source.data.chat_template,
     )
-    return Config(data=data, reward=RewardConfig(use=request.reward))
+    return Config(data=data, reward=RewardConfig(use=request.reward, weights=request.reward_weight))
 
 
 def _check_options(request: RolloutRequest) -> None:
@@ -173,6 +189,8 @@ def _check_options(request: RolloutRequest) -> None:
         raise ConfigError("name prompts: either --prompts FILE.jsonl, or --task sort, add or countdown")
     if request.prompts and not request.reward:
         raise ConfigError("--reward is missing: exact, number, sort, countdown, or FILE.py:FUNCTION")
+    if request.task and request.skip_bad_rows:
+        raise ConfigError("--skip-bad-rows has no effect with --task, whose problems are generated; leave it out")
     if request.prompts and request.is_held_out:
         raise ConfigError("--held-out has no effect with --prompts; name a file of other prompts")
     for option, value in (

@@ -1,7 +1,7 @@
 """Worker of `moefold rollout`: samples and scores completions on each rank, and writes them on the first."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TextIO
 
@@ -10,7 +10,7 @@ import numpy as np
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.load import load_model
+from moefold.inference.load import load_model, report_decoding
 from moefold.inference.rollout_job import ROLLOUT_WORDS, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
 from moefold.inference.settings import GENERATE_OOM_HINT, explain_oom
@@ -19,6 +19,7 @@ from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.rl.reward import Reward
 from moefold.rl.rollout import Group
+from moefold.rl.statistics import mean_rewards
 
 ROUNDS_OF_SLOTS = 8
 """Rollouts that are sampled before they are scored and written, as a multiple of the slots of all ranks."""
@@ -36,6 +37,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg, job.source, request)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
+        report_decoding(loaded)
         summary = RolloutSummary(request.samples)
         is_first = rank_env.rank == 0
         with (
@@ -77,6 +79,7 @@ class RolloutSummary:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._scores: list[np.ndarray] = []
+        self._parts: list[Mapping[str, np.ndarray]] = []
         self._num_tokens = 0
         self._num_truncated = 0
         self._rollout_s = 0.0
@@ -86,6 +89,7 @@ class RolloutSummary:
         self._rollout_s += rollout_s
         for group in groups:
             self._scores.append(group.scores)
+            self._parts.append(group.parts)
             self._num_tokens += sum(len(one.tokens) for one in group.rollouts)
             self._num_truncated += sum(one.is_truncated for one in group.rollouts)
 
@@ -100,6 +104,7 @@ class RolloutSummary:
             "rollouts": scores_PG.size,
             "reward": float(known.mean()) if known.size else None,
             "reward_std": float(known.std()) if known.size else None,
+            "rewards": mean_rewards(self._parts),
             "pass_at": {str(k): pass_at_k(right_P, self._samples, k) for k in sizes},
             "truncated": self._num_truncated / scores_PG.size,
             "tokens": self._num_tokens,

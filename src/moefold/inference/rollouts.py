@@ -183,7 +183,7 @@ class RolloutCollector:
         ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
         scores = self._reward.score(prompts, texts, ids, self._groups.recorder.note_progress)
         return [
-            Group(prompt, group, score, adjust(score, group))
+            Group(prompt, group, score.total, adjust(score.total, group), score.parts)
             for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)
         ]
 
@@ -208,22 +208,29 @@ def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> 
     The completion of a conversation is a list of one message.
     """
     records = []
-    for rollout, score, reward in zip(group.rollouts, group.scores, group.rewards, strict=True):
+    for i, (rollout, score, reward) in enumerate(zip(group.rollouts, group.scores, group.rewards, strict=True)):
         text = completion_text(rollout)
         is_chat = not isinstance(group.prompt.source, str)
         record = {
             "prompt": group.prompt.source,
             "completion": [{"role": "assistant", "content": text}] if is_chat else text,
-            "reward": None if np.isnan(score) else float(score),
-            "adjusted_reward": None if np.isnan(reward) else float(reward),
+            "reward": _number(score),
+            "adjusted_reward": _number(reward),
             "prompt_number": rollout.prompt_number,
             "sample_number": rollout.sample_number,
             "finish_reason": rollout.finish_reason,
             "tokens": len(rollout.tokens),
             "log_prob": float(rollout.log_probs.sum()),
         }
+        if group.parts:
+            record["rewards"] = {name: _number(scores[i]) for name, scores in group.parts.items()}
         records.append({**group.prompt.columns, **record})
     return records
+
+
+def _number(score: float) -> float | None:
+    """Return a score as a JSON value; null for NaN."""
+    return None if np.isnan(score) else float(score)
 
 
 def token_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:

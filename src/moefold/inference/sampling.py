@@ -17,6 +17,8 @@ class SamplingParams:
     """Number of likeliest tokens to sample from; 0: all."""
     top_p: float = 1.0
     """Nucleus sampling: sample from the fewest likeliest tokens whose probabilities sum to this (arXiv:1904.09751)."""
+    min_p: float = 0.0
+    """Sample from tokens at least this times as likely as the likeliest, before the other two (arXiv:2407.01082)."""
     seed: int = 0
 
     def check(self) -> None:
@@ -34,9 +36,13 @@ class SamplingParams:
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p:g} must lie in (0, 1]: above 0 and at most 1 (1: all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"--min-p {self.min_p:g} must lie between 0 (all tokens) and 1 (the likeliest alone)")
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k} must be at least 0 (0: all tokens)")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed} must be at least 0 and below 2**63")
-        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
-            raise ConfigError("--temperature 0 takes the likeliest token, so --top-p and --top-k have no effect")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
+            raise ConfigError(
+                "--temperature 0 takes the likeliest token, so --top-p, --top-k and --min-p have no effect"
+            )

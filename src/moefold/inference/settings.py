@@ -37,6 +37,8 @@ _MODEL_SIZE_ONLY_HINT = re.compile(
 """Suggestions of `validate/parallel.py` that change the model."""
 EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 'exchange'", "or leave it out"))
 """Rewords errors about rollout.experts for the command line."""
+KERNELS_OPTION = ((r"run\.(kernels|dtype|device)='(\w+)'", r"--\1 \2"), (r"run\.(kernels|dtype|device)\b", r"--\1"))
+"""Rewords errors about run.kernels for the command line."""
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
 
@@ -57,6 +59,8 @@ class InferenceRequest:
     """Samples per micro-batch of a data-parallel rank."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """See rollout.experts."""
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
+    """See run.kernels."""
 
 
 def inference_config(source: ModelSource, request: InferenceRequest, purpose: Purpose) -> Config:
@@ -88,7 +92,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     )
     step = lcm(parallel.cp * parallel.tp, 2 * parallel.cp)
     cfg = Config(
-        run=RunConfig(dtype=_resolve_dtype(source, request), device=_check_device(request)),
+        run=RunConfig(dtype=_resolve_dtype(source, request), device=_check_device(request), kernels=request.kernels),
         model=source.model,
         parallel=parallel,
         moe=moe,
@@ -102,7 +106,8 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     )
     _check_keys_have_effect(cfg, drops, purpose)
     try:
-        check_config(cfg, is_training=False)
+        with reworded_errors(*KERNELS_OPTION):
+            check_config(cfg, is_training=False)
     except ConfigError as error:
         raise ConfigError(_remove_model_size_hints(str(error))) from error
     if purpose == "generate":

@@ -16,7 +16,7 @@ from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
 from moefold.data.token_tokenizer import compare_tokenizers
-from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, report_notes
+from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
 from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
@@ -78,6 +78,7 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
         ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
     """
     reject_surrogates(text, source_label)
+    reject_nul(tokenizer, text, source_label)
     if source.uses_hf_text_start and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:

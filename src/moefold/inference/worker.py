@@ -18,7 +18,7 @@ from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine, TokenCallback
 from moefold.inference.engine.requests import Completion
 from moefold.inference.jobs import EvalJob, GenerateJob
-from moefold.inference.load import load_model
+from moefold.inference.load import load_model, report_decoding
 from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
 from moefold.inference.settings import EVAL_OOM_HINT, GENERATE_OOM_HINT, explain_oom
 from moefold.inference.text import StopStringFilter, TextStream, TokenDataset, has_stop_string, open_ids, open_tokenizer
@@ -148,6 +148,7 @@ def _generate(
     Each data-parallel rank continues its share of the prompts; all ranks return all completions.
     """
     loaded = load_model(job.source, job.cfg, device, tokenizer)
+    report_decoding(loaded)
     if output is not None:
         output.begin()
     dp = loaded.groups.attn.dp

@@ -162,7 +162,7 @@ class RankErrorHandler:
 
 
 def _find_run_error(error: BaseException | None) -> RunError | None:
-    """Return the RunError in the `__cause__` chain, if any: torch's pipeline wraps the exceptions of its stages."""
+    """Return the RunError in the `__cause__` chain, if any."""
     while error is not None and not isinstance(error, RunError):
         error = error.__cause__
     return error

@@ -226,11 +226,12 @@ RL = _definitions(
     (
         "reward",
         "",
-        "mean of what the reward function returned, over the rollouts that are trained on: with `rl.mixed_only` only "
-        "of groups that were kept, which is biased; null if none has one",
+        "mean of what the reward function returned, or of the weighted sum of several, over the rollouts that are "
+        "trained on: with `rl.mixed_only` only of groups that were kept, which is biased; null if none has one",
         "reward (TRL)",
     ),
     ("reward_std", "", "their standard deviation over all rollouts", "reward_std (TRL) is a mean over groups"),
+    ("rewards", "", "with several reward functions: the mean of each, see below; null with one"),
     ("solved", "", "share of the trained groups whose rewards are all 1"),
     (
         "mixed_groups",
@@ -274,6 +275,16 @@ RL = _definitions(
     ("mismatch_max", "nats", "the largest", "sampling/sampling_logp_difference/max (TRL)"),
     ("mismatch_equal", "", "share of trained tokens where both are equal to the bit"),
     ("corrected", "", "with `rl.correction`: share of tokens whose importance weight is limited or masked"),
+)
+
+REWARDS = _definitions(
+    (
+        "*",
+        "",
+        "a reward function, by its name: mean of what it returned, without `reward.weights`, over the rollouts for "
+        "which it was not None; null if it was None for all",
+        "rewards/*/mean (TRL)",
+    ),
 )
 
 SITES = _definitions(
@@ -415,6 +426,7 @@ GROUPS = (
         "A loss", "`loss_metrics`: of preferences ([alignment.md](alignment.md)).", "loss_metrics.", LOSS_METRICS
     ),
     DefinitionGroup("Reinforcement learning", "`rl` ([rl.md](rl.md)).", "rl.", RL),
+    DefinitionGroup("Reward functions", "`rl.rewards` ([rl.md](rl.md#rewards)).", "rl.rewards.", REWARDS),
     DefinitionGroup(
         "Rounds of sites",
         "`sites` ([sites.md](sites.md)): D is the difference of this site, g the mean of "
@@ -452,7 +464,7 @@ def _paths(record: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in record.items():
         path = f"{prefix}{key}"
         yield path
-        if key in ("loss_terms", "nonfinite", "pass_at"):
+        if key in ("loss_terms", "nonfinite", "pass_at", "rewards"):
             continue
         for part in value if isinstance(value, list) else (value,):
             if isinstance(part, Mapping):

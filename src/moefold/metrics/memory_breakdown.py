@@ -43,7 +43,7 @@ STATES = ("weights", "gathered weights", "gradients", "optimizer", "buffers", "b
 DELAYED_WGRAD = "postponed gradients"
 """Part name of tensors saved for a delayed weight-gradient pass."""
 PIPELINE = "pipeline"
-"""Part name of tensors sent between pipeline stages."""
+"""Part name of tensors that are sent to, or were received from, another pipeline rank."""
 RELOADED = "brought back"
 """Part name of activations that `train.offload` has reloaded."""
 ACTIVATIONS = (
@@ -62,8 +62,8 @@ ACTIVATIONS = (
     PIPELINE,
     RELOADED,
 )
-NOT_ACTIVATIONS = (*STATES, "workspace", "pipeline buffers", "other")
-PARTS = (*STATES, *ACTIVATIONS, "workspace", "pipeline buffers", "other")
+NOT_ACTIVATIONS = (*STATES, "workspace", "other")
+PARTS = (*STATES, *ACTIVATIONS, "workspace", "other")
 """All part names, in the order of tables."""
 
 

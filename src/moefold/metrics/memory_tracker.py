@@ -87,13 +87,6 @@ class MemoryTracker(TorchDispatchMode):
                 block.part = name
                 block.is_tagged = True
 
-    def tag_untagged(self, name: str) -> None:
-        """Assign all live allocations without a part to a part."""
-        for block in self._live_allocations():
-            if block.part == UNTAGGED and not block.is_tagged:
-                block.part = name
-                block.is_tagged = True
-
     def retag(self, old: str, new: str) -> None:
         """Move the live, tagged allocations of one part to another."""
         for block in self._live_allocations():

@@ -269,7 +269,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     if isinstance(value, tuple):
         return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
     if isinstance(value, dict):
-        return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+        return {key: _to_plain(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
     if isinstance(value, MemoryByPart):
         return asdict(value)
     if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimeMetrics | OffloadMetrics):

@@ -176,7 +176,9 @@ def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:
     scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
     scalars |= {f"train/loss_terms/{name}": value for name, value in (metrics.loss_terms or {}).items()}
     scalars |= {f"train/loss_metrics/{name}": value for name, value in (metrics.loss_metrics or {}).items()}
-    scalars |= {f"rl/{name}": value for name, value in (metrics.rl or {}).items()}
+    scalars |= {f"rl/{name}": value for name, value in (metrics.rl or {}).items() if name != "rewards"}
+    of_functions = (metrics.rl or {}).get("rewards") or {}
+    scalars |= {f"rl/rewards/{name}": value for name, value in of_functions.items()}
     for curve, key in _LAYER_SCALARS:
         values = {layer.layer: getattr(layer, key) for layer in metrics.moe_layers}
         scalars |= _over_layers(curve, [value for value in values.values() if value is not None])

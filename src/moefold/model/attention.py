@@ -104,7 +104,9 @@ class AttentionMaskSpec:
         if self.in_window(queries[-1] - keys[0]):
             return "all"
         if CudaFlash.supports(q):
-            return FlashMask(False, self.window - 1 - (queries[-1] - keys[-1]))
+            window_left = self.window - 1 - (queries[-1] - keys[-1])
+            assert window_left >= 0, "the last query attends to no key, and the kernel reads -1 as no limit"
+            return FlashMask(False, window_left)
         positions = (torch.arange(x.start, x.stop, device=q.device) for x in (queries, keys))
         return AttentionMaskSpec(self.window).mask(*positions)
 

@@ -1,18 +1,25 @@
 """Layers that a kernel computes whole in the passes of a decoder; see `ops.decode`."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from moefold.comm.torch_compat import has_forward_hooks
 from moefold.model.attention import Attention
+from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import local_param
+from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
-from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.token_group import TokenPositions
+from moefold.model.moe.layer import LayerOutput, MoELayer
+from moefold.model.moe.router import RouterOverride
+from moefold.model.moe.token_group import TokenColumns, TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import CurrentPass, PagedAttention
+from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel
 from moefold.model.transformer import Block
 from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
@@ -29,55 +36,82 @@ BLOCK_MODULES = {"attention_norm", "attention", "ffn_norm", "ffn"}
 
 
 def supports_fused(block: nn.Module) -> bool:
-    """Return whether `FusedBlock` computes a layer: grouped-query attention and SwiGLU, by the kernels it joins."""
-    if type(block) is not Block or {name for name, _ in block.named_children()} != BLOCK_MODULES:
-        return False
-    attention = block.attention
-    if not block.has_rope or block.residual_multiplier != 1:
-        return False
-    if type(attention) is not Attention or any(has_forward_hooks(m) for m in block.modules() if m is not block):
-        return False
+    """Return whether `FusedBlock` computes a layer."""
+    return not fused_unsupported_reason(block)
+
+
+def fused_unsupported_reason(block: nn.Module) -> str:
+    """Return why `FusedBlock` does not compute a layer, for the log; "" if it does.
+
+    It computes grouped-query attention and SwiGLU, in layers of exactly the classes, parameters and kernels that it
+    knows.
+    """
+    return next((reason for reason, holds in _unsupported(block) if holds), "")
+
+
+def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield each reason against a layer and whether it holds; a later one may presume that the earlier do not."""
+    attention = getattr(block, "attention", None)
+    yield "linear attention", isinstance(attention, LinearAttention)
+    yield "sparse attention", isinstance(attention, SparseAttention | SparseLatentAttention)
+    yield "latent attention", isinstance(attention, LatentAttention)
+    is_known = type(block) is Block and type(attention) is Attention
+    yield "a layer of another class", not is_known
+    assert isinstance(block, Block)
+    assert isinstance(attention, Attention)
+    kernel = attention.kernels.decode
+    yield "no kernels in C, as of run.kernels='plain', float64, no compiler or no AVX", kernel is None
+    assert kernel is not None
+    yield "norms of outputs", bool({name for name, _ in block.named_children()} - BLOCK_MODULES)
+    yield "no norms of inputs", {name for name, _ in block.named_children()} != BLOCK_MODULES
+    yield "LayerNorm", any(type(norm) is not RMSNorm for norm in (block.attention_norm, block.ffn_norm))
+    yield "no RoPE", not block.has_rope
+    yield "interleaved RoPE", block.is_rope_interleaved
+    yield "model.residual_multiplier", block.residual_multiplier != 1
+    yield "model.attention_multiplier", attention.scale is not None
+    yield "attention in chunks", bool(attention.chunk_size)
+    yield "QK norm after RoPE", attention.norm_after_rope
+    head_norms = attention.query_norm, attention.key_norm
+    yield "QK norm of all heads", any(norm is not None and type(norm) is not RMSNorm for norm in head_norms)
+    yield f"heads wider than {kernel.max_head_dim}", attention.head_size > kernel.max_head_dim
+    yield "tensor parallelism", not isinstance(attention.sequence_parallel, NoSequenceParallel)
+    yield "heads of several ranks", attention.kv_rows != slice(None)
+    parameters = {name for name, _ in attention.named_parameters()}
+    yield "a gate of attention", "wg" in parameters
+    yield "parameters of attention that it does not know", bool(parameters - ATTENTION_PARAMETERS)
+    yield from _unsupported_ffn(block.ffn, kernel)
     kernels = attention.kernels
     parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.linear_backend, kernels.gemm
-    norms = attention.query_norm, attention.key_norm
-    block_norms = block.attention_norm, block.ffn_norm
-    return (
-        kernels.decode is not None
-        and all(kernels.decode.joins(part) for part in parts)
-        and kernels.qk_norm_rope is None
-        and attention.head_size <= kernels.decode.max_head_dim
-        and {name for name, _ in attention.named_parameters()} <= ATTENTION_PARAMETERS
-        and all(norm is None or type(norm) is RMSNorm for norm in norms)
-        and all(type(norm) is RMSNorm for norm in block_norms)
-        and attention.kv_rows == slice(None)
-        and attention.scale is None
-        and not attention.chunk_size
-        and not attention.norm_after_rope
-        and isinstance(attention.sequence_parallel, NoSequenceParallel)
-        and (type(block.ffn) is SwiGLU or _supports_moe(block.ffn, kernels.decode))
-    )
+    yield "other kernels", not all(map(kernel.replaces, parts)) or kernels.qk_norm_rope is not None
+    yield "forward hooks", any(has_forward_hooks(m) for m in block.modules() if m is not block)
 
 
-def _supports_moe(ffn: nn.Module, kernel: DecodeKernel) -> bool:
-    if type(ffn) is not MoELayer or type(ffn.experts) is not Experts or type(ffn.dispatcher) is not LocalDispatcher:
-        return False
+def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str, bool]]:
+    if type(ffn) is SwiGLU:
+        return
+    yield "a feed-forward layer of another class", type(ffn) is not MoELayer
+    assert isinstance(ffn, MoELayer)
+    yield "a shortcut around attention", ffn.is_shortcut
+    yield "experts of other ranks", type(ffn.dispatcher) is not LocalDispatcher
+    assert isinstance(ffn.dispatcher, LocalDispatcher)
+    yield "adapters", type(ffn.experts) is not Experts
+    yield "zero-computation experts", ffn.has_zero_experts
+    yield "moe.weight_in_expert", ffn.experts.applies_probs
     names = {name for name, _ in ffn.named_parameters() if not name.startswith("shared.")}
-    return (
-        names <= MOE_PARAMETERS
-        and all(map(kernel.joins, (ffn.experts.ops, ffn.experts.activation, ffn.dispatcher.permute_ops)))
-        and not ffn.dispatcher.quantizes
-        and not ffn.experts.applies_probs
-        and not ffn.has_zero_experts
-        and not ffn.is_shortcut
-        and ffn.router.logits_dtype(torch.float32) == torch.float32
-    )
+    yield "biases of experts", any(name.startswith("experts.b_") for name in names)
+    yield "latent experts", ffn.latent_down is not None
+    yield "parameters of experts that it does not know", bool(names - MOE_PARAMETERS)
+    yield "another activation of experts than SwiGLU", not kernel.replaces(ffn.experts.activation)
+    yield "a router in float64", ffn.router.logits_dtype(torch.float32) != torch.float32
+    parts = ffn.experts.ops, ffn.dispatcher.permute_ops
+    yield "other kernels of experts", not all(map(kernel.replaces, parts)) or ffn.dispatcher.quantizes
 
 
 class FusedBlock:
     """Forward pass of a layer over the rows of a decoder's pass, by a kernel for the whole layer.
 
-    The router chooses the experts between the two calls of the kernel, and shared experts and dense feed-forward
-    layers are modules, so that their variants are those of training.
+    Shared experts and dense feed-forward layers are modules, and so are routers that the kernel does not know, which
+    choose the experts between its two calls: their variants are those of training.
 
     Args:
         block: a layer that `supports_fused`; its weights must not change as long as this object is used.
@@ -89,22 +123,50 @@ class FusedBlock:
     def __init__(self, block: Block, decode_pass: DecodePass, current_pass: CurrentPass, cache: PagedAttention) -> None:
         self._ffn = block.ffn
         self._block = block
+        self._choice = block.attention.kernels.decode_choice
         self._decode_pass = decode_pass
         self._current_pass = current_pass
         self._cache = cache
         self._layer: DecodeLayer | None = None
+        self._chooses = False
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, rope: Rope) -> Tensor:
-        """Compute `Block.forward` for rows [R, 1, H] of the current pass."""
+    def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> LayerOutput:
+        """Compute `Block.forward` for rows [R, 1, H] of the current pass, by its modules where these are faster."""
         if not len(x):
             return x
+        if self._choice is None:
+            return self._run(x, rope)
+
+        def run_modules() -> LayerOutput:
+            return self._block.run_modules(x, rope, columns)
+
+        kind = type(self._ffn).__name__
+        if self._choice.picks_whole(kind, len(x), self._trial(lambda: self._run(x, rope)), self._trial(run_modules)):
+            return self._run(x, rope)
+        return run_modules()
+
+    def _trial(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return a run whose choices of experts are not recorded; the rows that it caches are written again."""
+
+        def trial() -> None:
+            with _unrecorded(self._ffn):
+                run()
+
+        return trial
+
+    def _run(self, x: Tensor, rope: Rope) -> Tensor:
         x_RH = x.squeeze(1)
         if self._layer is None:
             self._layer = self._build(x_RH)
         layer = self._layer
-        y_RH, normed_RH, logits_RE = layer.attend(x_RH, self._current_pass.decode_rows(rope))
         ffn = self._ffn
+        if self._chooses and isinstance(ffn, MoELayer) and _has_no_choices(ffn.router.override):
+            y_RH, ids_RK = layer.compute(x_RH, self._current_pass.decode_rows(rope))
+            if ffn.router.override is not None:
+                ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
+            return y_RH.unsqueeze(1)
+        y_RH, normed_RH, logits_RE = layer.attend(x_RH, self._current_pass.decode_rows(rope))
         if logits_RE is None:
             return y_RH.unsqueeze(1) + ffn(normed_RH.unsqueeze(1))
         assert isinstance(ffn, MoELayer)
@@ -117,8 +179,26 @@ class FusedBlock:
     def _build(self, like: Tensor) -> DecodeLayer:
         """Return the layer with its pages, which this call allocates."""
         weights = layer_weights(self._block, like)
+        self._chooses = weights.routing is not None
         num_groups = len(weights.key.weight) // weights.head_dim
         return self._decode_pass.layer(weights, *self._cache.kernel_pages(num_groups, weights.head_dim, like))
+
+
+def _has_no_choices(override: RouterOverride | None) -> bool:
+    """Return whether the choices of a router stand in evaluation."""
+    return override is None or override.only_records
+
+
+@contextmanager
+def _unrecorded(ffn: nn.Module) -> Iterator[None]:
+    if not isinstance(ffn, MoELayer):
+        yield
+        return
+    override, ffn.router.override = ffn.router.override, None
+    try:
+        yield
+    finally:
+        ffn.router.override = override
 
 
 def layer_weights(block: Block, like: Tensor) -> LayerWeights:
@@ -138,12 +218,16 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     router = None
     experts = None
     top_k = 0
+    routing = None
     if isinstance(ffn := block.ffn, MoELayer):
         router = linear(ffn.router.weight, ffn.router.bias, torch.float32)
         matrix_dtype = ffn.experts.ops.weight_dtype(like)
         gate, up, down = (local_param(weight, matrix_dtype) for weight in ffn.experts.computed_weights)
         experts = gate, up, down
         top_k = ffn.router.top_k
+        kernels = ffn.router.kernels
+        is_known = kernels.decode is not None and kernels.decode.replaces(kernels.router_softmax)
+        routing = ffn.router.softmax_routing() if is_known and ffn.shared is None else None
     return LayerWeights(
         query=linear(attention.wq, attention.bq),
         key=linear(attention.wk, attention.bk),
@@ -161,4 +245,5 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
         router=router,
         experts=experts,
         top_k=top_k,
+        routing=routing,
     )

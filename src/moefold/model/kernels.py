@@ -9,6 +9,7 @@ from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.decode import DecodeKernel
+from moefold.ops.decode_choice import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
@@ -25,6 +26,14 @@ class RoutingKernel(Protocol):
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
         """Return `moefold.ops.triton.router.RouterOutput`; `bias_E` is added to the scores for the top-k only."""
+        ...
+
+
+class SoftmaxKernel(Protocol):
+    """Softmax of routers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the differentiable softmax over the last dim."""
         ...
 
 
@@ -66,6 +75,8 @@ class Kernels:
     """GEMMs of the other linear layers."""
     router: RoutingKernel | None = None
     """Routing of the routers."""
+    router_softmax: SoftmaxKernel | None = None
+    """Softmax of the routers."""
     swiglu: SwiGLUKernel | None = None
     """SwiGLU of dense layers and shared experts."""
     rope: RopeKernel | None = None
@@ -83,7 +94,9 @@ class Kernels:
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
     decode: DecodeKernel | None = None
-    """Whole layers of decoding, with the bits of the other kernels; None: the modules, one after another."""
+    """Whole layers of decoding; None: the modules, one after another."""
+    decode_choice: DecodeChoice | None = None
+    """Numbers of rows that `decode` computes; None: all, with the bits of the other kernels."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.comm.host_copy import copy_to_device
 from moefold.model.attention import scale_queries
 from moefold.ops.block_attention import attention_block, fold_in_sinks
 from moefold.ops.decode import DecodeRows
@@ -37,8 +38,12 @@ class PassRows:
     """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
     counts: Sequence[int]
     """Rows of each segment, [segments]."""
+    last_positions: Sequence[int]
+    """Position of the last row of each segment, [segments]; the host knows it without a wait for the device."""
     state_slots_N: Tensor | None = None
     """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None: no layer has states."""
+    num_state_slots: int = 0
+    """Largest slot of a state, plus 1."""
 
     @cached_property
     def single_rows(self) -> list[int]:
@@ -62,15 +67,20 @@ class PassRows:
         starts = [0]
         for count in self.counts:
             starts.append(starts[-1] + count)
-        return torch.tensor([starts[i] for i in self.single_rows], device=self.slots_R.device)
+        return copy_to_device(torch.tensor([starts[i] for i in self.single_rows]), self.slots_R.device)
+
+    @cached_property
+    def segments_of_singles(self) -> Tensor:
+        """Segments of one row, int64."""
+        return copy_to_device(torch.tensor(self.single_rows), self.slots_R.device)
 
     @cached_property
     def row_tables(self) -> Tensor:
         """Pages of each row, int32 [R, pages]."""
         if len(self.single_rows) == len(self.counts):
             return self.tables_NP
-        counts = torch.tensor(self.counts, device=self.tables_NP.device)
-        return self.tables_NP.repeat_interleave(counts, 0)
+        counts = copy_to_device(torch.tensor(self.counts), self.tables_NP.device)
+        return self.tables_NP.repeat_interleave(counts, 0, output_size=len(self.slots_R))
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -346,8 +356,10 @@ def attend_pages(
     out = q.new_empty(*q.shape[:2], value_pages.shape[-1])
     positions_R = rows.positions_R
 
-    def attend(row_index: Tensor | slice, queries_NSAD: Tensor, tables_NP: Tensor, positions_NS: Tensor) -> None:
-        num_pages = int(positions_NS.max()) // key_pages.shape[1] + 1
+    def attend(row_index: Tensor | slice, tables_NP: Tensor, last: int, shape: tuple[int, int]) -> None:
+        queries_NSAD = q[row_index].unflatten(0, shape)
+        positions_NS = positions_R[row_index].view(shape)
+        num_pages = last // key_pages.shape[1] + 1
         keys, values = (x[tables_NP[:, :num_pages]].flatten(1, 2) for x in (key_pages, value_pages))
         attended = _masked_attention(queries_NSAD, keys, values, positions_NS, limits, sinks)
         out[row_index] = attended.flatten(0, 1)
@@ -355,13 +367,15 @@ def attend_pages(
     singles = rows.single_rows
     if singles:
         index = rows.rows_of_singles
-        tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[singles]
-        width = tables.shape[1] * key_pages.shape[1:].numel()
-        for part in torch.arange(len(singles), device=q.device).split(max(1, MAX_GATHERED_ELEMENTS // width)):
+        tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[rows.segments_of_singles]
+        size = max(1, MAX_GATHERED_ELEMENTS // (tables.shape[1] * key_pages.shape[1:].numel()))
+        for start in range(0, len(singles), size):
+            part = slice(start, start + size)
+            last = max(rows.last_positions[i] for i in singles[part])
             chosen = index[part]
-            attend(chosen, q[chosen].unsqueeze(1), tables[part], positions_R[chosen].unsqueeze(1))
+            attend(chosen, tables[part], last, (len(chosen), 1))
     for i, span in rows.chunks:
-        attend(span, q[span].unsqueeze(0), rows.tables_NP[i : i + 1], positions_R[span].unsqueeze(0))
+        attend(span, rows.tables_NP[i : i + 1], rows.last_positions[i], (1, rows.counts[i]))
     return out
 
 

@@ -112,13 +112,14 @@ def select_slots(
     """
     positions_R = rows.positions_R
     page_positions = index_keys.shape[1]
-    width = min(top_k, int(positions_R.max()) + 1) if len(positions_R) else 1
+    longest = 1 + max(rows.last_positions, default=0)
+    width = min(top_k, longest)
     found = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
 
-    def select(chosen: Tensor | slice, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
+    def select(chosen: Tensor | slice, farthest: int, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
         """Select for rows of one table each, or for all rows of one sample; returns positions, int32 [rows, K]."""
         positions = positions_R[chosen]
-        num_pages = int(positions.max()) // page_positions + 1
+        num_pages = farthest // page_positions + 1
         tables_NP = tables_NP[:, :num_pages]
         keys_NLD = index_keys[tables_NP.long()].flatten(1, 2)
         scores = _scores(index.query[chosen, 0], index.weight[chosen, 0], keys_NLD)
@@ -133,23 +134,27 @@ def select_slots(
 
     singles = rows.single_rows
     if singles:
-        keeps_last = int(positions_R.max()) >= GUESSED_FACTOR * width
+        keeps_last = longest > GUESSED_FACTOR * width
         selected = []
-        tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[singles]
-        per_row = tables.shape[1] * page_positions * index_keys.shape[2]
-        for part in torch.arange(len(singles)).split(max(1, MAX_GATHERED_ELEMENTS // per_row)):
-            part_tables = tables[part.to(positions_R.device)]
-            chosen_rows = rows.rows_of_singles[part.to(positions_R.device)]
+        tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[rows.segments_of_singles]
+        size = max(1, MAX_GATHERED_ELEMENTS // (tables.shape[1] * page_positions * index_keys.shape[2]))
+        for start in range(0, len(singles), size):
+            part = slice(start, start + size)
+            farthest = max(rows.last_positions[i] for i in singles[part])
+            part_tables = tables[part]
+            chosen_rows = rows.rows_of_singles[part]
             previous = _previous_slots(part_tables, positions_R[chosen_rows], page_positions)
-            selected.append(select(chosen_rows, part_tables, last.guess(previous) if keeps_last else None))
+            selected.append(select(chosen_rows, farthest, part_tables, last.guess(previous) if keeps_last else None))
         if keeps_last:
             last.store(rows.slots_R[rows.rows_of_singles], torch.cat(selected))
         else:
             last.clear()
     for i, span in rows.chunks:
-        size = max(1, MAX_GATHERED_ELEMENTS // (index.query.shape[2] * (int(positions_R[span].max()) + 1)))
+        size = max(1, MAX_GATHERED_ELEMENTS // (index.query.shape[2] * (rows.last_positions[i] + 1)))
         for start in range(span.start, span.stop, size):
-            select(slice(start, min(start + size, span.stop)), rows.tables_NP[i : i + 1])
+            stop = min(start + size, span.stop)
+            farthest = rows.last_positions[i] - (span.stop - stop)
+            select(slice(start, stop), farthest, rows.tables_NP[i : i + 1])
     return found
 
 

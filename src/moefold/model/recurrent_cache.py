@@ -35,10 +35,16 @@ class RecurrentStates:
         """Bytes of the states; 0 before the first pass."""
         return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy states between slots, int64 [n] each; a slot may be both, and then its old state is copied."""
+    def copy(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        """Copy states between slots, int64 [n] each; a slot may be both, and then its old state is copied.
+
+        Args:
+            source: slots to copy from.
+            target: slots to copy to.
+            num_slots: the largest of them, plus 1.
+        """
         if self._slots is not None:
-            self._grow(int(target.max()) + 1, self._slots)
+            self._grow(num_slots, self._slots)
             for tensor in self._slots:
                 tensor[target] = tensor[source]
 
@@ -53,9 +59,9 @@ class RecurrentStates:
             previous = like.new_zeros(0, shapes.num_previous, shapes.width)
             state_dtype = torch.promote_types(like.dtype, torch.float32)
             self._slots = _Slots(previous, like.new_zeros(0, *shapes.state, dtype=state_dtype))
-        self._grow(int(slots_N.max()) + 1, self._slots)
+        self._grow(rows.num_state_slots, self._slots)
         if rows.single_rows:
-            yield self._samples(rows.rows_of_singles, slots_N[rows.single_rows], 1)
+            yield self._samples(rows.rows_of_singles, slots_N[rows.segments_of_singles], 1)
         for i, span in rows.chunks:
             rows_R = torch.arange(span.start, span.stop, device=like.device)
             yield self._samples(rows_R, slots_N[i : i + 1], len(rows_R))

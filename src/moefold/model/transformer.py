@@ -61,13 +61,14 @@ class Block(nn.Module):
         self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
         self.ffn_output_norm = build_norm(model) if has_output_norms else None
         self.has_rope = model.rope_layers[number]
+        self.is_rope_interleaved = model.rope_interleaved
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
         if shares_selections(model) and not model.all_block_kinds[number].endswith("L"):
             self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
-        self.fused: Callable[[Tensor, Rope], Tensor] | None = None
+        self.fused: Callable[[Tensor, Rope, TokenColumns], LayerOutput] | None = None
         self.is_frozen = cfg.trains_indexers_only
         """Whether only the indexer has gradients: the rest of the layer is computed without a graph."""
 
@@ -84,7 +85,18 @@ class Block(nn.Module):
         An MoE layer may need `columns` of the micro-batch, and sparse attention the `selection` that layers share.
         """
         if self.fused is not None:
-            return self.fused(x, rope)
+            return self.fused(x, rope, columns)
+        return self.run_modules(x, rope, columns, documents, selection)
+
+    def run_modules(
+        self,
+        x: Tensor,
+        rope: Rope,
+        columns: TokenColumns = NO_COLUMNS,
+        documents: PackedDocuments | None = None,
+        selection: Selection | None = None,
+    ) -> LayerOutput:
+        """Compute `forward` by the modules of the layer."""
         source = x
         selection = self._selection_with_loss(selection)
         x = self._attend(self._detached(x), rope, documents, selection)

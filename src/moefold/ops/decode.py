@@ -1,8 +1,9 @@
 """Interface of kernels that compute a whole transformer layer over rows of a paged KV cache, without gradients.
 
-A layer is two calls: attention up to the logits of the router, and the routed experts. The caller chooses the experts
-between them, so that every router is supported. `ops/cpu/decode.py` implements it; its reference are the modules of the
-layer (`model.transformer.Block`), whose bits it has.
+A layer is one call. It is two where the router is one that the kernel does not know, or where there is a shared expert:
+attention up to the logits of the router, and the routed experts; the caller chooses the experts between them.
+`ops/cpu/decode.py` implements it; its reference are the modules of the layer (`model.transformer.Block`), whose bits it
+has where they use the same kernels.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,16 @@ class LinearWeights:
 
     weight: Tensor
     bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SoftmaxRouting:
+    """Choice of the largest logits, weighted by their softmax."""
+
+    is_post: bool
+    """Softmax of the chosen logits; False: of all."""
+    scale: float
+    """Factor of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +57,8 @@ class LayerWeights:
     experts: tuple[Tensor, Tensor, Tensor] | None
     """Gate [E, H, F], up [E, H, F] and down [E, F, H] projections, in the dtype that `ExpertOps.weight_dtype` names."""
     top_k: int
+    routing: SoftmaxRouting | None
+    """How the kernel chooses experts; None: the caller does."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,18 @@ class DecodeLayer(Protocol):
         """
         ...
 
+    def compute(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
+        """Compute the layer, with `routing` and without a shared expert.
+
+        Args:
+            x_RH: rows of the residual stream, [R, H], R at least 1.
+            rows: of the pass.
+
+        Returns:
+            The residual stream [R, H], and the experts of each row, int64 [R, K].
+        """
+        ...
+
 
 class DecodePass(Protocol):
     """The shared part of the layers of a decoder: memory, and the rows of the pass that runs."""
@@ -110,8 +135,8 @@ class DecodeKernel(Protocol):
         """Widest head that it supports."""
         ...
 
-    def joins(self, kernel: object) -> bool:
-        """Return whether it computes a part of a layer as this kernel does, by bits."""
+    def replaces(self, kernel: object) -> bool:
+        """Return whether this kernel may compute the part of a layer that `kernel` computes; None: torch."""
         ...
 
     def new_pass(self) -> DecodePass:

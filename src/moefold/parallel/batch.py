@@ -66,21 +66,5 @@ class Batch:
         """Split the batch into micro-batches; return the arguments of the model for each: tokens and keywords."""
         parts = {name: column.chunk(count) for name, column in self.columns.items()}
         for i, tokens in enumerate(self.tokens.chunk(count)):
-            yield tokens, select_bounds({name: part[i] for name, part in parts.items()} | self._bounds(), i)
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of a pipeline schedule, which splits columns into micro-batches.
-
-        It passes the bounds of all micro-batches to each; see `select_bounds`.
-        """
-        return self.columns | self._bounds()
-
-    def _bounds(self) -> dict[str, Any]:
-        return {DOCUMENT_BOUNDS: self.document_bounds} if self.document_bounds else {}
-
-
-def select_bounds(keywords: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-    """Replace the document bounds of all micro-batches by those of one."""
-    if DOCUMENT_BOUNDS not in keywords:
-        return keywords
-    return keywords | {DOCUMENT_BOUNDS: keywords[DOCUMENT_BOUNDS][micro_batch]}
+            bounds = {DOCUMENT_BOUNDS: self.document_bounds[i]} if self.document_bounds else {}
+            yield tokens, {name: part[i] for name, part in parts.items()} | bounds

@@ -24,6 +24,7 @@ from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
 from moefold.parallel.layer_parts import forward_method
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.pipeline import PipelineRunner
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.schedules import SCHEDULES
 
@@ -122,6 +123,8 @@ def _tracked_methods(model: ParallelModel) -> Iterator[tuple[object, str, str]]:
     for dispatcher in dispatchers.values():
         for method in DISPATCH_METHODS:
             yield dispatcher, method, DISPATCH_PART
+    if isinstance(model.runner, PipelineRunner):
+        yield model.runner.messages, "allocate", PIPELINE
     if model.offload is not None:
         yield model.offload.copy_engine, "allocate_device", RELOADED
 
@@ -155,9 +158,6 @@ def _track_forward(stage: Transformer, tracker: MemoryTracker, forward: Function
     """Wrap the forward pass of a stage to track its phase, and to tag surviving tensors when backward starts."""
 
     def begin(*args: Any, **kwargs: Any) -> CallContext:
-        if tracker.phase == "before":
-            # torch's stages allocate all receive buffers before the first of them runs.
-            tracker.tag_untagged("pipeline buffers")
         # During an overlapped backward, its live temporaries must not be tagged as gradients.
         if not is_in_backward():
             _tag_survivors(stage, tracker)

@@ -1,5 +1,6 @@
 """Forward passes over a paged KV cache, through the stages of an inference model or of a model in training."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from moefold.comm.host_copy import copy_to_device
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
-from moefold.model.fused_block import FusedBlock, supports_fused
+from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supports_fused
 from moefold.model.head import Head
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
@@ -25,7 +27,7 @@ from moefold.model.paged_selection import PagedSelection
 from moefold.model.recurrent_cache import RecurrentStates
 from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import SequenceParallel
-from moefold.model.transformer import Block, Transformer
+from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
 from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.parallel.expert_parallel import build_dispatcher
@@ -37,6 +39,23 @@ from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.topology.rollout_mapping import fetches_experts
+
+MODULES_COST = "about 1 ms of CPU time more for each in every pass"
+"""Of a layer of the small benchmark shape on a Zen 4, beside the same layer in C."""
+
+
+def modules_notice(model: InferenceModel | ParallelModel) -> str:
+    """Describe the layers of this rank that decode by their modules on a CPU; "" if a kernel computes all of them."""
+    stages = model.stages if isinstance(model, ParallelModel) else [model.stage]
+    if model.groups.device.type != "cpu":
+        return ""
+    # Those of multi-token prediction do not run.
+    blocks = [block for stage in stages for block in stage.layers.values() if type(block) is not MTPBlock]
+    reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
+    if not reasons:
+        return ""
+    listed = ", ".join(f"{count} for {reason}" for reason, count in reasons.items())
+    return f"{reasons.total()} of {len(blocks)} layers decode by modules instead of in C ({listed}): {MODULES_COST}"
 
 
 @contextmanager
@@ -198,7 +217,7 @@ class PagedDecoder:
 
     def _fuse_layers(self) -> None:
         """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
-        if self._size.page_positions != PAGE_SIZE or self._chain.cfg.model.rope_interleaved:
+        if self._size.page_positions != PAGE_SIZE:
             return
         decode_passes: dict[DecodeKernel, DecodePass] = {}
         for stage in self._chain.stages:
@@ -255,7 +274,7 @@ class PagedDecoder:
         """Copy pages of all layers, (from, to); no page is copied to twice."""
         if not copies:
             return
-        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
         for cache in self._caches:
             cache.copy_pages(source, target)
         for routing in self._routing:
@@ -265,9 +284,9 @@ class PagedDecoder:
         """Copy the states of linear attention between slots in all layers, (from, to)."""
         if not copies or not self._state_caches:
             return
-        source, target = torch.tensor(copies, device=self._chain.groups.device).unbind(1)
+        source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
         for states in self._state_caches:
-            states.copy(source, target)
+            states.copy(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.

@@ -17,6 +17,8 @@ from moefold.parallel.batch import Batch
 from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
 from moefold.parallel.graphed_micro_batch import GraphedAccumulation
+from moefold.parallel.overlapped_schedule import OverlappedAccumulation
+from moefold.parallel.pipeline import PipelineRunner
 from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
 from moefold.topology.pipeline_layout import StagePlan
 
@@ -103,14 +105,9 @@ class ParallelModel:
 def make_runner(stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> StepRunner:
     """Make the runner of a mapping: a pipeline, or gradient accumulation, with or without overlapped micro-batches."""
     if groups.layout.pp > 1:
-        # Lazy imports, here and below: torch's pipelining imports its compiler, a second of CPU time in each rank.
-        from moefold.parallel.pipeline import PipelineRunner
-
         return PipelineRunner(stages, stage_plan, groups, cfg)
     (stage,) = stages
     if cfg.parallel.overlap_experts:
-        from moefold.parallel.overlapped_schedule import OverlappedAccumulation
-
         return OverlappedAccumulation(stage, cfg.num_micro_batches, cfg.parallel.zero, groups)
     if cfg.run.cuda_graphs == "full":
         return GraphedAccumulation(stage, cfg.num_micro_batches, groups.recorder, CudaGraphRecorders())

@@ -1,65 +1,126 @@
-"""Schedules of torch.distributed.pipelining for training and evaluation, from the rows of the recipe's schedule."""
+"""Pipeline schedule: runs the slots of a rank, and its messages, in the order of their plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from moefold.comm.pipelining_compat import PipelineStageBase, RowSchedule
-from moefold.config.schema import Config
-from moefold.topology.pipeline_action import Action, one_per_slot
-from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedules import runtime_slots, schedule_of
+from moefold.comm.comm_timer import CommTimer
+from moefold.comm.flight_recorder import FlightRecorder
+from moefold.comm.resumable import BackwardOverlap
+from moefold.parallel.pipeline_messages import PipelineMessages
+from moefold.parallel.pipeline_stage import PipelineStage
+from moefold.topology.message_plan import RankPlan, Receive, Release, Send, received
+from moefold.topology.pipeline_action import Action, Slot
 
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-StageLossFn = Callable[[Tensor, Tensor], Tensor]
-FORWARD_ACTIONS = (
-    torch_schedules.FORWARD,
-    torch_schedules.SEND_F,
-    torch_schedules.RECV_F,
-    torch_schedules.UNSHARD,
-    torch_schedules.RESHARD,
-)
-SINGLE_STAGE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""Classes of torch that run the same rows with one stage per rank, and free each message once it is received: rows keep
-what they send until the end of the step (`ScheduleSpec.frees_sent_messages`)."""
+MicroBatch = tuple[Tensor, dict[str, Any]]
+"""Arguments of the model: tokens, which the first stage alone reads, and keywords, which every stage gets."""
+PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+"""Names of the kinds of actions in the phases of a step."""
 
 
-def training_schedule(cfg: Config, stages: list[PipelineStageBase], loss_fn: StageLossFn) -> Schedule:
-    """Return the recipe's schedule over the stages of this rank."""
-    count = cfg.num_micro_batches
-    if single_stage := SINGLE_STAGE.get(cfg.parallel.schedule):
-        return single_stage(stages[0], count, loss_fn=loss_fn, scale_grads=False)
-    schedule = RowSchedule(stages, count, loss_fn=loss_fn, scale_grads=False)
-    schedule.set_rows(runtime_slots(cfg))
-    return schedule
+class PipelineSchedule:
+    """Runs the stages of this rank on all micro-batches.
 
-
-def evaluation_schedule(
-    cfg: Config, stage_plan: StagePlan, stages: list[PipelineStageBase], loss_fn: StageLossFn
-) -> Schedule:
-    """Return a schedule whose `eval` runs the stages of this rank."""
-    if not schedule_of(cfg).splits_backward:
-        return training_schedule(cfg, stages, loss_fn)
-    return _EvalSchedule(stages, cfg.num_micro_batches, loss_fn, stage_plan.ranks)
-
-
-class _EvalSchedule(RowSchedule):
-    """Forward-only schedule, stage by stage: torch cannot evaluate with split backward passes."""
+    Args:
+        stages: the stages of this rank, in model order.
+        num_stages: stages of the pipeline.
+        plan: the operations of this rank.
+        messages: the messages of this rank.
+        comm_timer: counts the passes of the stages as working.
+        pairs: resumes the forward pass of a slot during its backward pass; None: they run one after the other.
+    """
 
     def __init__(
-        self, stages: list[PipelineStageBase], num_micro_batches: int, loss_fn: StageLossFn, ranks: Sequence[int]
+        self,
+        stages: Sequence[PipelineStage],
+        num_stages: int,
+        plan: RankPlan,
+        messages: PipelineMessages,
+        *,
+        comm_timer: CommTimer,
+        pairs: "OverlappedPairs | None" = None,
     ) -> None:
-        super().__init__(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
-        numbers = range(len(ranks))
-        rows: list[list[Action]] = [[] for _ in range(stages[0].group_size)]
-        for stage, kind in [(i, "F") for i in numbers] + [(i, "B") for i in reversed(numbers)]:
-            rows[ranks[stage]] += [Action(stage, kind, i) for i in range(num_micro_batches)]
-        # torch validates complete passes before it adds communication; the backward half is removed afterwards.
-        self.set_rows(list(map(one_per_slot, rows)))
-        self.pipeline_order_with_comms = {
-            rank: [action for action in row if action.computation_type in FORWARD_ACTIONS]
-            for rank, row in self.pipeline_order_with_comms.items()
-        }
+        self._stages = {stage.number: stage for stage in stages}
+        self._num_stages = num_stages
+        self._plan = plan
+        self._messages = messages
+        self._comm_timer = comm_timer
+        self._pairs = pairs
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run all operations; without gradients the plan must have forward passes only."""
+        self._messages.clear()
+        for stage in self._stages.values():
+            stage.begin_step(len(micro_batches))
+        for operation in self._plan:
+            if isinstance(operation, Receive):
+                self._messages.receive(operation.message, operation.peer)
+            elif isinstance(operation, Send):
+                self._messages.send(operation.message, operation.peer)
+            elif isinstance(operation, Release):
+                self._messages.release(operation.message)
+            elif self._pairs is not None and len(operation) == 2:
+                self._run_pair(operation, micro_batches, self._pairs)
+            else:
+                for action in operation:
+                    self._run_action(action, micro_batches)
+        assert self._messages.is_empty, "a plan consumes and releases every message"
+
+    def _run_action(self, action: Action, micro_batches: Sequence[MicroBatch]) -> None:
+        stage = self._stages[action.stage]
+        number = action.micro_batch
+        if self._pairs is not None:
+            self._pairs.record(action)
+        if action.kind == "W":
+            with self._comm_timer.working():
+                stage.backward_weights(number)
+            return
+        x = self._take_input(action)
+        if action.kind == "F":
+            tokens, keywords = micro_batches[number]
+            with self._comm_timer.working():
+                self._put_output(action, stage.forward(number, tokens if x is None else x, keywords))
+            return
+        with self._comm_timer.working():
+            self._put_output(action, stage.backward(number, x, delays_weights=action.kind == "I"))
+
+    def _run_pair(self, slot: Slot, micro_batches: Sequence[MicroBatch], pairs: "OverlappedPairs") -> None:
+        """Run a forward pass during a backward pass; both start with the inputs of both."""
+        forward, backward = slot
+        stage = self._stages[forward.stage]
+        x = self._take_input(forward)
+        gradient = self._take_input(backward)
+        tokens, keywords = micro_batches[forward.micro_batch]
+        x = tokens if x is None else x
+        pairs.record(forward, backward)
+        with self._comm_timer.working():
+            task = stage.begin_forward(x, keywords)
+            with pairs.backward_overlap.backward(task):
+                passed = self._stages[backward.stage].backward(backward.micro_batch, gradient, delays_weights=False)
+            self._put_output(backward, passed)
+            self._put_output(forward, stage.finish_forward(forward.micro_batch, x, task.run_to_end()))
+
+    def _take_input(self, action: Action) -> Tensor | None:
+        message = received(action, self._num_stages)
+        return None if message is None else self._messages.take(message)
+
+    def _put_output(self, action: Action, output: Tensor | None) -> None:
+        if output is not None:
+            self._messages.put(action.produces, output)
+
+
+class OverlappedPairs:
+    """The overlap of the two passes of a slot, and the phases of resumable stages, which have no hooks for them."""
+
+    def __init__(self, backward_overlap: BackwardOverlap, recorder: FlightRecorder) -> None:
+        self.backward_overlap = backward_overlap
+        self._recorder = recorder
+
+    def record(self, *actions: Action) -> None:
+        """Record the actions of a slot as a phase of the step."""
+        passes = [
+            f"{PASSES[action.kind]} of micro-batch {action.micro_batch} in stage {action.stage}" for action in actions
+        ]
+        self._recorder.set_phase(" overlapped with ".join(passes) if torch.is_grad_enabled() else "evaluation")

@@ -9,7 +9,6 @@ from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import BackwardOverlap
 from moefold.config.schema import Config
-from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
@@ -34,6 +33,9 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     """
     if AUTO not in cfg.train.recompute:
         return cfg, ""
+    # The memory formula; the other values of train.recompute need none.
+    from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)
     if not budget_bytes:
         smallest = -all_reduce_max(torch.tensor(-device_bytes, device=groups.device), groups.world)

@@ -27,6 +27,7 @@ class RoutingCache:
     """
 
     in_evaluation = True
+    only_records = True
 
     def __init__(self, current_pass: CurrentPass, num_slots: int, dtype: "np.dtype[np.generic]", tp: Group) -> None:
         self._pass = current_pass

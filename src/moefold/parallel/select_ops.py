@@ -18,6 +18,7 @@ from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
+from moefold.ops.decode_choice import DecodeChoice
 from moefold.ops.flash_attention_3 import use_flash_attention_3
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
@@ -160,15 +161,17 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.permute import CPermuteOps
     from moefold.ops.cpu.rope import CRope
+    from moefold.ops.cpu.router import CSoftmax
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     has_linear = cfg.model.has_linear_attention
-    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "decode")
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode")
     try:
         build_libraries(*names, *((*LIBRARIES, "convolution") if has_linear else ()))
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
+        softmax = CSoftmax()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
@@ -177,25 +180,29 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         permute_ops = CPermuteOps()
         expert_ops = SequentialExpertOps(gemm)
         linear_backend = UnquantizedLinear(gemm)
-        decode = CDecode([gemm, activation, norm, rope, paged_attention, permute_ops, expert_ops, linear_backend])
+        # "c" asks for one order of sums, whatever is fastest on this processor.
+        uses_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype)) or cfg.run.kernels == "c"
+        gemms = (gemm, expert_ops, linear_backend) if uses_gemm else (TORCH_GEMM, TORCH_EXPERT_OPS, None)
+        decode = CDecode([activation, norm, softmax, rope, paged_attention, permute_ops, *gemms])
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
                 f"run.kernels='c' cannot run: {error}; install gcc, or set run.kernels to 'auto' or 'plain'"
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
-    # "c" asks for one order of sums, whatever is fastest on this processor.
-    uses_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype)) or cfg.run.kernels == "c"
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
     has_swiglu = cfg.model.moe_activation == "swiglu"
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
     parts["linear attention"] = has_linear
+    parts["whole layers of decoding"] = uses_attention and uses_gemm
+    parts["whole layers of decoding where they are faster"] = uses_attention and not uses_gemm
     message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
         expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
         permute_ops=permute_ops,
         linear_backend=linear_backend if uses_gemm else None,
+        router_softmax=softmax,
         rope=rope,
         message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
         expert_activation=activation if has_swiglu else None,
@@ -203,7 +210,9 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         linear_attention=linear_attention,
         convolution=convolution,
         paged_attention=paged_attention if uses_attention else None,
-        decode=decode if uses_attention and uses_gemm else None,
+        decode=decode if uses_attention else None,
+        # With the GEMMs of training, sampling has its bits. Without them it has not anyway, and time decides.
+        decode_choice=None if uses_gemm or cfg.run.deterministic else DecodeChoice(),
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
     )

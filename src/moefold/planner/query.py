@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.config.limits import MAX_BY_KEY, check_at_most
+from moefold.config.bounds import max_integer
+from moefold.config.limits import check_at_most
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
@@ -103,10 +104,10 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     num_gpus = _in_bounds("--num-gpus", query.num_gpus, p.world_size, MAX_GPUS)
     if not is_recipe:
         train = replace(train, seq_len=DEFAULT_SEQ_LEN)
-    seq_len = _in_bounds("--seq-len", query.seq_len, train.seq_len, MAX_BY_KEY["train.seq_len"])
+    seq_len = _in_bounds("--seq-len", query.seq_len, train.seq_len, max_integer("train", "seq_len"))
     if not is_recipe:
         train = replace(train, global_batch_size=max(1, DEFAULT_BATCH_TOKENS // seq_len))
-    max_batch = MAX_BY_KEY["train.global_batch_size"]
+    max_batch = max_integer("train", "global_batch_size")
     batch = _in_bounds("--global-batch-size", query.global_batch_size, train.global_batch_size, max_batch)
     given = {"--seq-len": query.seq_len, "--global-batch-size": query.global_batch_size}
     chosen = {"--seq-len": seq_len, "--global-batch-size": batch}

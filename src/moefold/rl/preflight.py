@@ -4,7 +4,7 @@ from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer, report_notes
 from moefold.errors import ConfigError
-from moefold.rl.reward import check_reward
+from moefold.rl.reward import check_columns, check_reward, reward_names
 
 MAX_CHECKED_PROBLEMS = 1000
 """Problems of a task that are checked; prompts of files are all checked."""
@@ -21,7 +21,7 @@ def check_rollout_data(cfg: Config) -> int:
     """
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
     report_notes(tokenizer)
-    prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed)
+    prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg)), reports=True)
     num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
     if len(prompts.train) < num_prompts:
         raise ConfigError(

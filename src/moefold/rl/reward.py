@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,18 +26,46 @@ class FailedReward:
     """A prompt whose reward function failed."""
 
     prompt: Prompt
+    function: str
+    """Name in reward.use, or the verifier of the task."""
     reason: str
     details: str
     """Traceback of the function; empty if there is none."""
 
     def describe(self) -> str:
         """Return one line for the log."""
-        return f"the reward function {self.reason}, for the prompt {self.prompt.text!r} ({self.prompt.location})"
+        return (
+            f"the reward function {self.function} {self.reason}, for the prompt {self.prompt.text!r} "
+            f"({self.prompt.location})"
+        )
 
 
-def reward_name(cfg: Config) -> str:
-    """Return reward.use, or the verifier of the task."""
-    return cfg.reward.use or (TASK_VERIFIERS[cfg.data.task] if cfg.data.kind == "task" else "")
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Rewards of the completions of one prompt."""
+
+    total: NDArray[np.float64]
+    """Weighted sum over the functions that returned a number, [completions]; NaN where none did."""
+    parts: Mapping[str, NDArray[np.float64]]
+    """Of several functions: what each of them returned, [completions], by its name in metrics; NaN for None."""
+
+
+def reward_names(cfg: Config) -> tuple[str, ...]:
+    """Return the functions of reward.use, or the verifier of the task."""
+    return cfg.reward.functions or ((TASK_VERIFIERS[cfg.data.task],) if cfg.data.kind == "task" else ())
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the names of reward functions in metrics: without their file, unless two files have an equal one."""
+    short = [name.rpartition(":")[2] for name in names]
+    return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
+
+
+def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
+    """Return the sum of scores times weights without NaN, [completions]; NaN where all scores are NaN."""
+    scores_FG = np.stack(parts)
+    total_G = np.nansum(scores_FG * np.array(weights)[:, None], axis=0)
+    return np.where(np.isnan(scores_FG).all(axis=0), math.nan, total_G)
 
 
 def split_reference(use: str) -> tuple[Path, str] | None:
@@ -50,19 +78,21 @@ class Reward:
     """Context manager that computes the rewards of completions."""
 
     def __init__(self, cfg: Config) -> None:
-        """Open the function of a recipe that `check_reward` passed."""
-        name = reward_name(cfg)
-        self._function = VERIFIERS.get(name)
+        """Open the functions of a recipe that `check_reward` passed."""
+        self._names = reward_names(cfg)
+        self._weights = cfg.reward.weights or (1.0,) * len(self._names)
         self._on_error = cfg.reward.on_error
-        self._pool: RewardPool | None = None
+        self._pools: dict[str, RewardPool] = {}
         self._failures: list[FailedReward] = []
         self._cfg = cfg
         # A single rank keeps no other waiting.
         self._limit_s = SCORING_FRACTION * cfg.faults.timeout_s if cfg.num_job_ranks > 1 else None
-        if self._function is None:
+        for name in self._names:
+            if name in VERIFIERS:
+                continue
             reference = split_reference(name)
             assert reference is not None
-            self._pool = RewardPool(*reference, workers=cfg.reward.workers, timeout_s=cfg.reward.timeout_s)
+            self._pools[name] = RewardPool(*reference, workers=cfg.reward.workers, timeout_s=cfg.reward.timeout_s)
 
     def score(
         self,
@@ -70,8 +100,8 @@ class Reward:
         completions: Sequence[Sequence[str]],
         ids: Sequence[Sequence[Sequence[int]]],
         on_scored: Callable[[], None] | None = None,
-    ) -> list[NDArray[np.float64]]:
-        """Return the scores of the completions of each prompt, [completions] each; NaN where there is none.
+    ) -> list[Scores]:
+        """Return the scores of the completions of each prompt.
 
         Args:
             prompts: the prompts.
@@ -87,18 +117,14 @@ class Reward:
             reward_arguments(prompt, texts, tokens)
             for prompt, texts, tokens in zip(prompts, completions, ids, strict=True)
         ]
-        results: Iterable[Sequence[Any] | RewardError]
-        if self._pool is None:
-            assert self._function is not None
-            results = [list(self._function(**arguments)) for arguments in calls]
-        else:
-            results = self._pool.call_all(calls, self._limit_s)
-        scores: list[NDArray[np.float64]] = []
+        # The pools work at the same time: the results are read as they come.
+        results = [self._call_all(name, calls) for name in self._names]
+        scores: list[Scores] = []
         num_timeouts = 0
         try:
-            for prompt, result, texts in zip(prompts, results, completions, strict=True):
-                num_timeouts += isinstance(result, RewardTimeoutError)
-                scores.append(self._checked(prompt, result, len(texts)))
+            for prompt, texts, *of_prompt in zip(prompts, completions, *results, strict=True):
+                num_timeouts += any(isinstance(result, RewardTimeoutError) for result in of_prompt)
+                scores.append(self._checked(prompt, of_prompt, len(texts)))
                 if on_scored is not None:
                     on_scored()
         except TimeoutError:
@@ -113,8 +139,8 @@ class Reward:
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools.values():
+            pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,23 +160,31 @@ class Reward:
             f"reward.workers={reward.workers} or faults.timeout_s"
         )
 
-    def _checked(self, prompt: Prompt, result: Sequence[Any] | RewardError, count: int) -> NDArray[np.float64]:
-        """Return the scores; all NaN if the function failed and failures are dropped."""
-        details = ""
-        if isinstance(result, RewardError):
-            reason = str(result)
-            details = result.details
-        else:
-            reason = _fault(result, count)
-        if not reason:
-            assert not isinstance(result, RewardError)
-            return np.array([math.nan if score is None else float(score) for score in result])
-        failed = FailedReward(prompt, reason, details)
-        if self._on_error == "stop":
-            trace = f"\n{details.rstrip()}" if details else ""
-            raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
-        self._failures.append(failed)
-        return np.full(count, math.nan)
+    def _call_all(self, name: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Any] | RewardError]:
+        """Start the calls of one function; return an iterator of the results."""
+        if name in self._pools:
+            return self._pools[name].call_all(calls, self._limit_s)
+        return iter([list(VERIFIERS[name](**arguments)) for arguments in calls])
+
+    def _checked(self, prompt: Prompt, results: Sequence[Sequence[Any] | RewardError], count: int) -> Scores:
+        """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
+        parts: list[NDArray[np.float64]] = []
+        for name, result in zip(self._names, results, strict=True):
+            reason = str(result) if isinstance(result, RewardError) else _fault(result, count)
+            if not reason:
+                assert not isinstance(result, RewardError)
+                parts.append(np.array([math.nan if score is None else float(score) for score in result]))
+                continue
+            details = result.details if isinstance(result, RewardError) else ""
+            failed = FailedReward(prompt, name, reason, details)
+            if self._on_error == "stop":
+                trace = f"\n{details.rstrip()}" if details else ""
+                raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
+            self._failures.append(failed)
+            parts = [np.full(count, math.nan)] * len(self._names)
+            break
+        of_names = dict(zip(short_names(self._names), parts, strict=True)) if len(parts) > 1 else {}
+        return Scores(weighted_sum(parts, self._weights), of_names)
 
 
 def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -187,7 +221,7 @@ def _is_finite(score: Any) -> bool:
 
 
 def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
-    """Check the reward function of a recipe; a Python function is called once with two completions.
+    """Check the reward functions of a recipe; a Python function is called once with two completions.
 
     Args:
         cfg: the recipe.
@@ -196,13 +230,29 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
     Raises:
         ConfigError: there is no such function, a column that it reads is missing or useless, or the call fails.
     """
-    name = reward_name(cfg)
-    if not name:
+    names = reward_names(cfg)
+    if not names:
         raise ConfigError(
             f"reward.use='' must name the reward of data.kind={cfg.data.kind!r}: one of "
             f"{', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
         )
-    prompt = prompts[0]
+    for name in names:
+        _check_function(name, prompts, cfg.reward.timeout_s)
+
+
+def check_columns(names: Sequence[str]) -> Callable[[Prompt], None]:
+    """Return a function that raises ConfigError for a prompt without the columns that verifiers read."""
+    verifiers = [name for name in names if name in VERIFIERS]
+
+    def check(prompt: Prompt) -> None:
+        for name in verifiers:
+            _check_columns(name, prompt)
+
+    return check
+
+
+def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> None:
+    """Check one function of reward.use."""
     if name in VERIFIERS:
         for one in prompts:
             _check_columns(name, one)
@@ -214,8 +264,8 @@ def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
         )
     if not reference[0].is_file():
         raise ConfigError(f"reward.use={name!r}: {str(reference[0])!r} does not exist; name a Python file")
-    with RewardPool(*reference, workers=1, timeout_s=cfg.reward.timeout_s) as pool:
-        (result,) = pool.call_all([reward_arguments(prompt, ["", ""], [[], []])])
+    with RewardPool(*reference, workers=1, timeout_s=timeout_s) as pool:
+        (result,) = pool.call_all([reward_arguments(prompts[0], ["", ""], [[], []])])
     reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)
     if reason:
         raise ConfigError(

@@ -4,7 +4,7 @@ Pure functions of numpy arrays; torch-free.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +64,11 @@ class Group:
     rollouts: tuple[Rollout, ...]
     """[G]."""
     scores: NDArray[np.float64]
-    """What the reward function returned, [G]; NaN: nothing."""
+    """What the reward function returned, or the weighted sum of several, [G]; NaN: nothing."""
     rewards: NDArray[np.float64]
     """Scores after the rules on truncated and long rollouts, [G]."""
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """With several reward functions: what each returned, [G], by its name; NaN: nothing."""
 
     @property
     def is_mixed(self) -> bool:

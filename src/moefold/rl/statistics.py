@@ -1,10 +1,11 @@
 """Statistics of a round of rollouts, for metrics.jsonl. Pure and torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moefold.rl.rollout import Group
 
@@ -43,8 +44,9 @@ class RoundStatistics:
     def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Return the metrics of the groups that a step trains on.
 
-        Rewards are what the reward function returned. `solved` is the fraction of groups with the reward 1 only, and
-        `mixed_groups` the fraction of groups with two different rewards, of all that were sampled.
+        Rewards are what the reward function returned, or the weighted sum of several. `solved` is the fraction of
+        groups with the reward 1 only, and `mixed_groups` the fraction of groups with two different rewards, of all
+        that were sampled.
         """
         scores = np.concatenate([group.scores for group in groups])
         known = scores[~np.isnan(scores)]
@@ -53,6 +55,7 @@ class RoundStatistics:
         return {
             "reward": float(known.mean()) if known.size else None,
             "reward_std": float(known.std()) if known.size else None,
+            "rewards": mean_rewards([group.parts for group in groups]),
             "solved": float(np.mean([bool((group.scores == 1).all()) for group in groups])),
             "mixed_groups": self.num_mixed / self.num_groups,
             "truncated": float(np.mean([one.is_truncated for one in rollouts])),
@@ -65,3 +68,20 @@ class RoundStatistics:
             "weights_wait_s": self.wait_s,
             "rollout_tokens_per_s": self.num_tokens / self.rollout_s if self.rollout_s else 0.0,
         }
+
+
+def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float | None] | None:
+    """Return the mean of what each of several reward functions returned; None for a function without a number.
+
+    Args:
+        scores: `Group.parts` of some groups.
+
+    Returns:
+        Means by name; None with one function.
+    """
+    # Rounds of a resumed run may be older than a function of the recipe.
+    names = {name: None for parts in scores for name in parts}
+    of_names = {name: np.concatenate([parts[name] for parts in scores if name in parts]) for name in names}
+    return {
+        name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in of_names.items()
+    } or None

@@ -26,6 +26,10 @@ FINISH_REASONS = ("eos", "length", "stop")
 """Codes of the column of finish reasons."""
 ROW_COLUMNS = ("round", "prompt_number", "sample_number", "tokens", "finish_reason")
 """Columns of the array "rows"; the arrays "tokens" and "log_probs" have the tokens of all rows, one after another."""
+FUNCTIONS = "reward_functions"
+"""Key of a header: names of the reward functions, if there are several."""
+PARTS = "parts."
+"""Prefix of the array of what several reward functions returned, [rollouts, functions], by the number of the round."""
 TABLE_KEY = "rollouts"
 """Key of the headers in the state of reinforcement learning of a checkpoint."""
 TABLE_PREFIX = "rollouts."
@@ -56,16 +60,20 @@ class Round:
     """Metrics of the rollouts of each step, where there are `steps`."""
     routing: SampledRouting | None = None
     """For routing replay; not in checkpoints, as rounds with it are trained on at once."""
+    functions: tuple[str, ...] = ()
+    """Names of the reward functions, if there are several."""
 
     def header(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint, equal on every rank."""
         counts = {f"sampled_{name}": getattr(self.statistics, name) for name in COUNTS}
+        functions = {FUNCTIONS: list(self.functions)} if self.functions else {}
         return {
             "version": self.version,
             "prompts": list(self.prompts),
             "rollouts": self.num_rollouts,
             "groups": self.num_groups,
             "tokens": self.num_tokens,
+            **functions,
             **counts,
         }
 
@@ -91,6 +99,7 @@ def make_round(
         failures=tuple(failures),
         groups=tuple(groups),
         routing=routing,
+        functions=tuple(groups[0].parts),
     )
 
 
@@ -154,8 +163,12 @@ class RolloutTable:
         scores: list[NDArray[np.float64]] = []
         rewards: list[NDArray[np.float64]] = []
         rollouts: list[Rollout] = []
+        parts: Arrays = {}
         for number, one in enumerate(self._rounds):
             assert one.groups is not None
+            if one.functions:
+                of_groups = [np.stack(list(group.parts.values()), axis=1) for group in one.groups]
+                parts[f"{PARTS}{number}"] = np.concatenate(of_groups)
             for group in one.groups:
                 scores.append(group.scores)
                 rewards.append(group.rewards)
@@ -172,6 +185,7 @@ class RolloutTable:
             "log_probs": np.concatenate([one.log_probs for one in rollouts]),
             "scores": np.concatenate(scores),
             "rewards": np.concatenate(rewards),
+            **parts,
         }
 
 
@@ -187,6 +201,11 @@ def empty_arrays(headers: Sequence[Mapping[str, Any]]) -> Arrays:
         "log_probs": np.zeros(num_tokens),
         "scores": np.zeros(num_rows),
         "rewards": np.zeros(num_rows),
+        **{
+            f"{PARTS}{number}": np.zeros((header["rollouts"], len(header[FUNCTIONS])))
+            for number, header in enumerate(headers)
+            if FUNCTIONS in header
+        },
     }
 
 
@@ -203,9 +222,11 @@ def restore_table(
     """
     table = RolloutTable()
     row = token = 0
-    for header in headers:
+    for number, header in enumerate(headers):
         groups = []
+        first = row
         last = row + header["rollouts"]
+        functions = header.get(FUNCTIONS, ())
         while row < last:
             rollouts = []
             for i in range(row, row + group_size):
@@ -224,7 +245,10 @@ def restore_table(
                     )
                 )
             of_group = slice(row, row + group_size)
-            groups.append(Group(prompt, tuple(rollouts), arrays["scores"][of_group], arrays["rewards"][of_group]))
+            of_round = slice(row - first, of_group.stop - first)
+            parts = {name: arrays[f"{PARTS}{number}"][of_round, k] for k, name in enumerate(functions)}
+            scores = arrays["scores"][of_group]
+            groups.append(Group(prompt, tuple(rollouts), scores, arrays["rewards"][of_group], parts))
             row = of_group.stop
         statistics = RoundStatistics(**{name: header[f"sampled_{name}"] for name in COUNTS})
         table.add(make_round(groups, version=header["version"], prompts=header["prompts"], statistics=statistics))
@@ -240,10 +264,13 @@ def table_headers(state: object) -> list[dict[str, Any]]:
     headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
     names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
     for header in headers if isinstance(headers, list) else [headers]:
-        if not isinstance(header, dict) or header.keys() != names:
+        if not isinstance(header, dict) or header.keys() - {FUNCTIONS} != names:
             raise TypeError(f"{TABLE_KEY} is {header!r}")
-        numbers = [value for name, value in header.items() if name != "prompts"]
+        numbers = [value for name, value in header.items() if name not in ("prompts", FUNCTIONS)]
         prompts = header["prompts"]
+        functions = header.get(FUNCTIONS, [""])
+        if not isinstance(functions, list) or not functions or not all(isinstance(one, str) for one in functions):
+            raise TypeError(f"{TABLE_KEY} is {header!r}")
         if not isinstance(prompts, list) or not prompts or header["groups"] == 0:
             raise TypeError(f"{TABLE_KEY} is {header!r}")
         if any(type(number) is not int or number < 0 for number in (*numbers, *prompts)):

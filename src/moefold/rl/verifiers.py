@@ -86,6 +86,8 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 def column_fault(verifier: str, column: str, value: Any) -> str:
     """Return the rule that a value of a column breaks, with which every reward would be 0; empty if it breaks none."""
+    if value is None:
+        return "must not be null"
     if verifier == "number" and last_number(str(value)) is None:
         return "must have a number"
     if column == "target" and type(value) is not int:

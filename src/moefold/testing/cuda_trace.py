@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import comb
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,6 +34,8 @@ from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher
 
+PACKAGE = f"{Path(__file__).parents[1]}/"
+"""Folder of moefold's sources; a checkout of the same name may hold others, such as those of an environment."""
 CUDA = torch.device("cuda", 0)
 """The device that meta tensors report."""
 META = torch.device("meta")
@@ -582,7 +585,7 @@ def _source() -> str:
     frame: Any = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/moefold/" in path and not path.endswith(("testing/cuda_trace.py", "comm/torch_compat.py")):
-            return f"{path.rsplit('/moefold/', 1)[1]}:{frame.f_lineno}"
+        if path.startswith(PACKAGE) and not path.endswith(("testing/cuda_trace.py", "comm/torch_compat.py")):
+            return f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"

@@ -108,17 +108,25 @@ def _absent_gpu(capability: int) -> Iterator[None]:
         yield
 
 
-def compile_launches(launches: Iterable[Launch], capability: int) -> dict[str, KernelResources]:
-    """Compile each launch for a compute capability (90, 100) and return its resources by `launch_name`."""
+def compiled_launches(launches: Iterable[Launch], capability: int) -> Iterator[tuple[Launch, Any]]:
+    """Compile each launch for a compute capability (90, 100), or find it in Triton's cache; yield both."""
     from triton.runtime.jit import JITFunction
 
-    resources: dict[str, KernelResources] = {}
     with _absent_gpu(capability):
         for launch in launches:
-            compiled = JITFunction.run(launch.kernel, *launch.args, grid=launch.grid, warmup=True, **launch.options)
-            name = launch_name(launch, compiled)
-            if name not in resources:
-                resources[name] = _resources(compiled)
+            yield (
+                launch,
+                JITFunction.run(launch.kernel, *launch.args, grid=launch.grid, warmup=True, **launch.options),
+            )
+
+
+def compile_launches(launches: Iterable[Launch], capability: int) -> dict[str, KernelResources]:
+    """Compile each launch for a compute capability (90, 100) and return its resources by `launch_name`."""
+    resources: dict[str, KernelResources] = {}
+    for launch, compiled in compiled_launches(launches, capability):
+        name = launch_name(launch, compiled)
+        if name not in resources:
+            resources[name] = _resources(compiled)
     return resources
 
 

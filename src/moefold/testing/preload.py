@@ -7,7 +7,6 @@ import signal
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.pipelining
 import torch.distributed.tensor
 
 # Training modules: saves half a second in each rank of each task.

@@ -53,11 +53,7 @@ class ScheduleSpec:
     runs_equal_rounds: bool = False
     """Whether the micro-batches run in equal rounds of about pp."""
     repeats_steady_phase: bool = False
-    """Whether more micro-batches only repeat the steady phase, and change no memory peak but that of messages."""
-
-    frees_sent_messages: bool = False
-    """Whether messages are freed once they are received, by a class of torch for one stage per rank
-    (`parallel/pipeline_schedule.py`); else when the step ends."""
+    """Whether more micro-batches only repeat the steady phase, and change no memory peak."""
 
     def allows_virtual_stages(self, count: int) -> bool:
         """Return whether a rank may have this number of stages."""
@@ -79,13 +75,12 @@ ONE_F_ONE_B = ScheduleSpec(
     min_micro_batches_per_rank=1,
     with_fewer_micro_batches="gpipe",
     repeats_steady_phase=True,
-    frees_sent_messages=True,
 )
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
-        ScheduleSpec(name="gpipe", row=gpipe_row, with_other_virtual_stages="interleaved", frees_sent_messages=True),
+        ScheduleSpec(name="gpipe", row=gpipe_row, with_other_virtual_stages="interleaved"),
         ONE_F_ONE_B,
         ScheduleSpec(
             name="interleaved",

@@ -9,9 +9,6 @@ from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
-from moefold.convert.init_from import load_initial_weights
-from moefold.convert.preflight import resolve_weights_folder, weights_path
-from moefold.convert.weights import load_shards
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError
 from moefold.parallel.parallel_model import ParallelModel
@@ -57,6 +54,8 @@ class AdapterWeights:
         """Load the base weights; collective. Returns a description."""
         if self.base is None:
             return ""
+        from moefold.convert.init_from import load_initial_weights
+
         return load_initial_weights(self.cfg, model, is_first_rank=is_first_rank, folder=self.base)
 
 
@@ -69,6 +68,9 @@ def load_initial_adapters(cfg: Config, model: ParallelModel) -> str:
     given = cfg.lora.init_from
     if not given:
         return ""
+    from moefold.convert.preflight import resolve_weights_folder, weights_path
+    from moefold.convert.weights import load_shards
+
     world = current_world()
     path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
     check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
@@ -88,6 +90,8 @@ def _find_base(cfg: Config, resumed: Path | None) -> tuple[Path | None, str, str
             return base, stored["base_digest"], ""
         if not cfg.checkpoint.init_from:
             return None, "", ""
+        from moefold.convert.preflight import resolve_weights_folder, weights_path
+
         base = resolve_weights_folder(weights_path(cfg.checkpoint.init_from)).resolve()
         return base, folder_digest(base), ""
     except ConfigError as error:

@@ -242,7 +242,8 @@ def _rollout_command(cfg: Config) -> str:
     else:
         paths = (data.path,) if isinstance(data.path, str) else data.path
         prompts = " ".join(f"--prompts {shlex.quote(path)}" for path in paths)
-        prompts += f" --reward {shlex.quote(cfg.reward.use)}"
+        prompts += "".join(f" --reward {shlex.quote(name)}" for name in cfg.reward.functions)
+        prompts += "".join(f" --reward-weight {weight:g}" for weight in cfg.reward.weights)
     limit = f" --max-tokens {cfg.rollout.max_tokens}" if cfg.is_rl else ""
     return f"moefold rollout {shlex.quote(cfg.run.dir)} {prompts}{limit} --out scored.jsonl"
 

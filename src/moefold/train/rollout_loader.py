@@ -26,11 +26,12 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
+from moefold.parallel.paged_decoder import modules_notice
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
-from moefold.rl.reward import FailedReward, Reward
+from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
 from moefold.rl.rollout import Group, Rollout, SampledRouting, rollout_positions
 from moefold.rl.step_rows import StepRows, pack_step, split_steps
 from moefold.rl.table import (
@@ -72,6 +73,7 @@ class FailedRewardEvent:
         return {
             "kind": "reward",
             "action": "drop",
+            "function": self.failed.function,
             "what": self.failed.reason,
             "prompt": self.failed.prompt.text,
             "origin": self.failed.prompt.location,
@@ -117,8 +119,10 @@ class RolloutLoader(DataLoader):
         # Ranks on other machines may have other kernels.
         is_exact = not any(current_world().all_gather_object(bool(inexact)))
         replays, replay_message = replays_routing(cfg, is_exact=is_exact)
-        self._mismatch_limit = mismatch_limit(cfg, is_exact=is_exact)
-        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message)))
+        self._is_exact = is_exact
+        self._begins_round = False
+        decoding = "" if cfg.rollout.engine == "vllm" else modules_notice(sampling.model)
+        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message, decoding)))
         self._replay: RolloutReplay | None = None
         if replays:
             stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
@@ -166,7 +170,7 @@ class RolloutLoader(DataLoader):
             self._initial_fingerprints = relocated(meta, cfg, self.fingerprints).data_files
             self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, cfg)]))
         self.reference = None
-        prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed)
+        prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg)))
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts
@@ -294,7 +298,8 @@ class RolloutLoader(DataLoader):
         Raises:
             RunError: a reward function failed.
         """
-        if not self._pending:
+        self._begins_round = not self._pending
+        if self._begins_round:
             self._pending = self._next_round(first, skipped_ranges)
         step = self._pending.pop(0)
         self._step += 1
@@ -308,8 +313,10 @@ class RolloutLoader(DataLoader):
 
     @property
     def mismatch_limit(self) -> float | None:
-        """Return the limit of a batch that its own weights sampled, the first one of a round; None for any other."""
-        return None if self._metrics["staleness"] else self._mismatch_limit
+        """Return the limit of the first batch of a round; None for those that follow its training."""
+        if not self._begins_round:
+            return None
+        return mismatch_limit(self._cfg, is_exact=self._is_exact, is_stale=self._metrics["staleness"] > 0)
 
     def evaluate_reward(self) -> float | None:
         """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.

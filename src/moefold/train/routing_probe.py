@@ -19,6 +19,7 @@ class _ChoiceRecorder:
     """Records the choices of a router for the first samples of a batch, and changes none."""
 
     in_evaluation = True
+    only_records = True
 
     def __init__(self) -> None:
         self.num_samples = 0

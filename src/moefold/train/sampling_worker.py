@@ -17,7 +17,7 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.remote_reshard import WeightReceiver
-from moefold.rl.reward import Reward
+from moefold.rl.reward import Reward, check_columns, reward_names
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
 from moefold.rl.table import Round
@@ -54,7 +54,10 @@ class SamplingWorker:
         tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         assert tokenizer.separator_id is not None, "checked before the run"
         self._pad_id = tokenizer.separator_id
-        self._prompts = PromptSampler(open_prompts(cfg.data, tokenizer, seed=cfg.run.seed).train, cfg.train.seq_len)
+        self._prompts = PromptSampler(
+            open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg))).train,
+            cfg.train.seq_len,
+        )
         model = InferenceModel(rollout_config(cfg), groups)
         self._receiver = WeightReceiver(model, cfg, link)
         self._reward = Reward(cfg)

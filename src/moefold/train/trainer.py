@@ -18,15 +18,11 @@ from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
 from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
-from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 from moefold.train.callbacks.run_log import RunLog
-from moefold.train.callbacks.site_evaluation import SiteEvaluation
-from moefold.train.callbacks.sites import SiteRounds
 from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
-from moefold.train.rollout_loader import RolloutLoader, policy_loss
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
 from moefold.train.train_step import StepResult, TrainingStep
@@ -66,7 +62,11 @@ class Trainer:
         # We never use torch's global RNG; seed it so that third-party code is deterministic.
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
-        model = parallelize(cfg, groups, policy_loss(cfg) if cfg.is_rl else loss)
+        if cfg.is_rl:
+            from moefold.train.rollout_loader import RolloutLoader, policy_loss
+
+            loss = policy_loss(cfg)
+        model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = (
@@ -74,18 +74,7 @@ class Trainer:
         )
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups, history)
-        self._callbacks: tuple[Callback, ...] = (
-            *((SiteRounds(cfg),) if cfg.sites.is_active else ()),
-            ReferencePass(),
-            RewardEvaluation() if cfg.is_rl else PeriodicEvaluation(),
-            *((SiteEvaluation(cfg),) if cfg.sites.is_active else ()),
-            RoutingTraceSaving(),
-            MetricsLogging(cfg, groups),
-            *((RolloutLogging(),) if cfg.is_rl else ()),
-            StragglerDetection(),
-            ReplicaComparison(self._checkpointing),
-            self._checkpointing,
-        )
+        self._callbacks = _callbacks(cfg, groups, self._checkpointing)
         self._further_callbacks = tuple(callbacks)
 
     def run(self, stop: StopSignals) -> int:
@@ -244,3 +233,36 @@ class Trainer:
                 "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
         return tuple(messages)
+
+
+def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
+    """Return the callbacks of a recipe in order.
+
+    Sampling and the exchange between sites are imported by runs that use them: they are a tenth of the trainer's
+    modules.
+    """
+    rounds: tuple[Callback, ...] = ()
+    evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
+    rollouts: tuple[Callback, ...] = ()
+    if cfg.is_rl:
+        from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
+
+        evaluations = (RewardEvaluation(),)
+        rollouts = (RolloutLogging(),)
+    if cfg.sites.is_active:
+        from moefold.train.callbacks.site_evaluation import SiteEvaluation
+        from moefold.train.callbacks.sites import SiteRounds
+
+        rounds = (SiteRounds(cfg),)
+        evaluations = (*evaluations, SiteEvaluation(cfg))
+    return (
+        *rounds,
+        ReferencePass(),
+        *evaluations,
+        RoutingTraceSaving(),
+        MetricsLogging(cfg, groups),
+        *rollouts,
+        StragglerDetection(),
+        ReplicaComparison(checkpointing),
+        checkpointing,
+    )

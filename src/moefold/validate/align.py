@@ -26,11 +26,6 @@ def validate_align_data(cfg: Config) -> Iterator[str]:
             f"align.method={method!r} reads its rows as one data set; leave data.weights out, and name the files in "
             "data.path"
         )
-    if cfg.data.skip_bad_rows and (method in REWARD_METHODS or method == "kto"):
-        yield (
-            f"data.skip_bad_rows=true: align.method={method!r} compares rows with one another, so that none can be "
-            "left out unseen; remove the bad rows from the files"
-        )
     if method in PREFERENCE_METHODS and cfg.model.mtp_layers:
         yield (
             f"align.method={method!r} has no loss for the MTP layers, as they would learn the rejected completions "

@@ -341,7 +341,7 @@ def _with_fewer_micro_batches(cfg: Config) -> Config:
 def _rank_bytes(cfg: Config, memory: RankMemory) -> BytesByPart:
     parts = _state_bytes(memory.states, 0)
     # How much is offloaded at the peak depends on the disk.
-    active = 0 if cfg.train.offload else memory.activations.total + memory.pipeline
+    active = 0 if cfg.train.offload else memory.activations.total
     parts["activations"] = round(CERTAIN_FRACTION * active)
     return parts
 

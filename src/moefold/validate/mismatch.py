@@ -5,17 +5,22 @@ from moefold.topology.rollout_mapping import has_rollout_mapping
 
 EXACT_LIMIT = 1e-6
 """Limit in nats where sampling has the bits of training, in any dtype."""
+STALE_LIMIT = 1.0
+"""Limit in nats on rollouts of older weights: training has never moved them as far, and broken weights have."""
 ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
 """Limit in nats by run.dtype where sampling differs by rounding: some tokens go to other experts then."""
 
 
-def mismatch_limit(cfg: Config, *, is_exact: bool) -> float:
-    """Return the largest mean mismatch of sampler and training, in nats, of a step on rollouts of its own weights.
+def mismatch_limit(cfg: Config, *, is_exact: bool, is_stale: bool = False) -> float:
+    """Return the largest mean mismatch of sampler and training, in nats, of the first step on a round of rollouts.
 
     Args:
         cfg: a recipe of reinforcement learning.
         is_exact: whether sampling has the bits of training, see `inexact_settings`.
+        is_stale: whether the weights have been trained since they sampled the round (`rl.staleness`).
     """
+    if is_stale:
+        return max(cfg.rl.mismatch_limit, STALE_LIMIT)
     if cfg.rl.mismatch_limit:
         return cfg.rl.mismatch_limit
     if is_exact:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.topology.layout import divisors
@@ -21,7 +22,7 @@ def validate_rl_data(cfg: Config) -> Iterator[str]:
         )
     if not cfg.is_rl and kind == "prompts":
         yield ("data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'")
-    if cfg.is_rl and kind == "prompts" and not cfg.reward.use:
+    if cfg.is_rl and kind == "prompts" and not cfg.reward.functions:
         yield (
             "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or "
             "FILE.py:FUNCTION"
@@ -169,8 +170,27 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             yield f"{setting} does not go with reinforcement learning: {reason}; {remedy}, or rl.group_size=0"
 
 
-def validate_reward_timeout(cfg: Config) -> Iterator[str]:
-    """Check that a reward function that hangs is named before the ranks that wait for it give up."""
+def reward_problems(reward: RewardConfig) -> Iterator[str]:
+    """Check that each reward function is named once, and that reward.weights has one number for each."""
+    names = ("",) if isinstance(reward.use, str) else reward.use
+    if repeated := sorted({name for name in names if name and names.count(name) > 1}):
+        yield f"reward.use={list(names)} names {repeated[0]!r} twice; name it once, and set its share by reward.weights"
+    if not isinstance(reward.use, str) and "" in names:
+        yield f"reward.use={list(names)} has an empty name; leave it out"
+    weights = list(reward.weights)
+    count = len(reward.functions) or 1
+    if weights and len(weights) != count:
+        yield (
+            f"reward.weights={weights} must have one number for each of the {count} reward functions of reward.use; "
+            "list as many, or leave weights out for 1 each"
+        )
+    elif weights and not any(weights):
+        yield f"reward.weights={weights} makes every reward 0; set one of them to another number"
+
+
+def validate_reward(cfg: Config) -> Iterator[str]:
+    """Check the reward functions, and that one that hangs is named before the ranks that wait for it give up."""
+    yield from reward_problems(cfg.reward)
     if uses_python_reward(cfg) and cfg.reward.timeout_s >= cfg.faults.timeout_s:
         yield (
             f"reward.timeout_s={cfg.reward.timeout_s:g} must be less than faults.timeout_s={cfg.faults.timeout_s:g}, "
@@ -180,7 +200,7 @@ def validate_reward_timeout(cfg: Config) -> Iterator[str]:
 
 def uses_python_reward(cfg: Config) -> bool:
     """Return whether a Python function of the user computes the rewards."""
-    return ":" in cfg.reward.use
+    return any(":" in name for name in cfg.reward.functions)
 
 
 RL_RULES = (
@@ -189,5 +209,5 @@ RL_RULES = (
     validate_rl_objective,
     validate_staleness,
     validate_rl_model,
-    validate_reward_timeout,
+    validate_reward,
 )

@@ -269,7 +269,7 @@ UNUSED_KEY_RULES = (
         "rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache reward.use "
         "rollout.tp rollout.pp rollout.ep rollout.etp rollout.ranks rollout.experts rl.staleness "
         "rollout.engine rollout.url rollout.folder rollout.timeout_s "
-        "reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
+        "reward.weights reward.timeout_s reward.workers reward.on_error metrics.rollouts_every",
         lambda cfg: not cfg.is_rl,
         "rl.group_size=0 means no reinforcement learning",
         "set rl.group_size",
@@ -403,8 +403,8 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "data.skip_bad_rows",
-        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference"),
-        "only data.kind='sft' and 'preference' read it",
+        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference", "prompts"),
+        "only data.kind='sft', 'preference' and 'prompts' read it",
         "choose one of these",
     ),
     UnusedKeyRule(

@@ -100,7 +100,7 @@ rl.correction_low rl.correction_high rl.replay rl.mismatch_limit rl.kl rl.kl_kin
 rl.mixed_only rl.most_rounds rl.truncated rl.length_penalty_from
 rollout.engine rollout.url rollout.folder rollout.timeout_s rollout.ranks rollout.tp rollout.pp rollout.ep rollout.etp
 rollout.experts rollout.max_tokens rollout.temperature rollout.slots rollout.pass_tokens rollout.cache_gib rollout.cache
-reward.use reward.timeout_s reward.workers reward.on_error
+reward.use reward.weights reward.timeout_s reward.workers reward.on_error
 """,
     }
 )

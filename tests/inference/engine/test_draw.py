@@ -6,9 +6,11 @@ import torch
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
+    NO_TOKEN,
     Draw,
     UniformStream,
     apply_top_k_top_p,
+    check_drawn,
     choose_tokens,
     sample_inverse_cdf,
 )
@@ -32,16 +34,88 @@ PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
         (3, 0.75, [1, 3]),
     ],
 )
-def test_the_likeliest_tokens_stay_with_their_probabilities(top_k, top_p, kept):
-    found = apply_top_k_top_p(PROBS, top_k, top_p)
+def test_the_likeliest_tokens_stay_with_their_weights(top_k, top_p, kept):
+    weights = torch.tensor([[1, 4, 2, 3]])
+    found = apply_top_k_top_p(weights, top_k, top_p)
     assert found[0].nonzero().flatten().tolist() == kept
-    torch.testing.assert_close(found[0, kept], PROBS[0, kept])
+    assert found[0, kept].tolist() == weights[0, kept].tolist()
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [({}, {0, 1, 2, 3}), ({"min_p": 0.6}, {1, 3}), ({"min_p": 1.0}, {1}), ({"min_p": 0.6, "top_p": 0.55}, {1})],
+)
+def test_unlikely_tokens_are_left_out_before_the_nucleus(params, kept):
+    """Of the draws on a grid, those of each kept token are its share of what is kept; top-p counts what min-p keeps."""
+    draws = [Draw(SamplingParams(**params), place / 100) for place in range(100)]
+    found = choose_tokens(PROBS.log().repeat(100, 1), draws).tolist()
+    assert set(found) == kept
+    for token in kept:
+        assert found.count(token) == pytest.approx(100 * PROBS[0, token] / PROBS[0, sorted(kept)].sum(), abs=1)
 
 
 def test_a_place_on_the_line_falls_on_its_token():
-    probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]], dtype=torch.float64).repeat(5, 1)
-    places = torch.tensor([0.0, 0.49, 0.5, 0.75, 1.0 - 1e-16], dtype=torch.float64)
-    assert sample_inverse_cdf(probs, places).tolist() == [1, 1, 3, 4, 4]
+    weights = torch.tensor([[0, 2, 0, 1, 1, 0]]).repeat(5, 1)
+    places = torch.tensor([0.0, 0.49, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert sample_inverse_cdf(weights, places).tolist() == [1, 1, 3, 4, 4]
+    # The float64 product of the last place with this sum is the sum itself.
+    assert sample_inverse_cdf((2**60 - 1) * weights, places).tolist() == [1, 1, 3, 4, 4]
+
+
+def in_float64(logits_V: torch.Tensor, draw: Draw) -> int:
+    """The token by sums in float64, one after another, of the probabilities themselves."""
+    params = draw.params
+    probs_V = (logits_V.double() / params.temperature).softmax(0)
+    probs = probs_V.where(probs_V >= params.min_p * probs_V.max(), 0).tolist()
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])[: params.top_k or None]
+    total = sum(probs[i] for i in order)
+    kept = []
+    before = 0.0
+    for i in order:
+        if before < params.top_p * total:
+            kept.append(i)
+        before += probs[i]
+    place = draw.uniform * sum(probs[i] for i in kept)
+    for i in sorted(kept):
+        place -= probs[i]
+        if place < 0:
+            return i
+    raise AssertionError("a place beyond the line")
+
+
+@pytest.mark.parametrize("size", [5, 4000])
+def test_integer_weights_draw_what_sums_in_float64_draw(size):
+    torch.manual_seed(1)
+    logits = 4 * torch.randn(48, size)
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.3, top_k=3),
+        SamplingParams(temperature=2.0, top_p=0.9),
+        SamplingParams(min_p=0.02, top_k=50, top_p=0.95),
+    ]
+    draws = [Draw(kinds[i % 4], stream(1, i, 0)[0]) for i in range(48)]
+    expected = [in_float64(row, draw) for row, draw in zip(logits, draws, strict=True)]
+    assert choose_tokens(logits, draws).tolist() == expected
+    assert len({*expected}) > 3
+
+
+def test_a_draw_waits_for_no_device():
+    """Tensors of the device "meta" have no values: reading one on the host raises."""
+    kinds = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=3, top_p=0.9, min_p=0.1)]
+    draws = [Draw(kinds[i % 3], 0.5) for i in range(6)]
+    found = choose_tokens(torch.empty(6, 50, device="meta"), draws)
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.int64, (6,))
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        found.tolist()
+
+
+def test_sums_do_not_depend_on_their_order():
+    """The negative control is in float64, whose sums of the same numbers in another order differ."""
+    torch.manual_seed(0)
+    powers = torch.randn(100_000, dtype=torch.float64).exp()
+    weights = (powers / powers.max() * 2.0**44).round().long()
+    assert weights.sum() == weights.flip(0).cumsum(0)[-1]
+    assert powers.sum() != powers.flip(0).cumsum(0)[-1]
 
 
 def stream(seed: int, prompt_number: int, sample_number: int, max_tokens: int = 300) -> UniformStream:
@@ -96,8 +170,10 @@ def test_greedy_takes_the_first_of_equal_logits():
         ({"top_p": 0.0}, "--top-p 0 must lie in"),
         ({"top_p": 1.5}, "--top-p 1.5 must lie in"),
         ({"top_k": -1}, "--top-k -1 must be at least 0"),
+        ({"min_p": 1.5}, "--min-p 1.5 must lie between 0"),
         ({"seed": -1}, "--seed -1 must be at least 0"),
         ({"temperature": 0.0, "top_k": 3}, "no effect"),
+        ({"temperature": 0.0, "min_p": 0.1}, "no effect"),
     ],
 )
 def test_numbers_that_mean_nothing(wrong, message):
@@ -111,7 +187,10 @@ def test_logits_without_a_distribution_are_refused(wrong, temperature):
     logits_NV = torch.zeros(2, 4)
     logits_NV[1, 2] = wrong
     draws = [Draw(SamplingParams(temperature=temperature), 0.5)] * 2
+    found = choose_tokens(logits_NV, draws).tolist()
+    assert found[0] in range(4)
+    assert found[1] == NO_TOKEN
     with pytest.raises(RunError, match="NaN or infinite"):
-        choose_tokens(logits_NV, draws)
+        check_drawn(found)
     logits_NV[1, 2] = -float("inf")
-    assert choose_tokens(logits_NV, draws).shape == (2,)
+    check_drawn(choose_tokens(logits_NV, draws).tolist())

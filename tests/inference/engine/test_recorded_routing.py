@@ -22,6 +22,7 @@ class Recorder:
     """Override of a router that keeps the choices of the last pass."""
 
     in_evaluation = True
+    only_records = True
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         self.ids_TK = ids_TK

@@ -71,7 +71,13 @@ def scripted(
     data = DataConfig(kind="text", tokenizer="bytes")
     model = SimpleNamespace(vocab_size=tokenizer.vocab_size)
     source = SimpleNamespace(model=model, eos_ids=frozenset(), uses_hf_text_start=False, data=data, want=None)
-    settings = {"host": "127.0.0.1", "max_concurrent": 32, "max_body_kib": 64, "api_key": ""} | options
+    settings = {
+        "host": "127.0.0.1",
+        "max_concurrent": 32,
+        "max_body_kib": 64,
+        "api_key": "",
+        "reasoning": False,
+    } | options
     job: Any = SimpleNamespace(
         options=SimpleNamespace(tokenizer="", chat_template=template, **settings),
         source=source,

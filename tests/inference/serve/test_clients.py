@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette comes with the extra `serve`")
 
+from moefold.errors import ConfigError
 from moefold.inference.serve.app import CompletionServer
+from moefold.inference.serve.reasoning import check_reasons
 from tests.inference.serve.scripted import TOOL_TEMPLATE, ScriptedLoop, answered, scripted, send, streamed
 
 CHAT = "/v1/chat/completions"
@@ -103,8 +105,10 @@ REFUSED = [
     ({"store": True}, "store", "store=true is not supported; leave it out, or set false"),
     ({"modalities": ["audio"]}, "modalities", r'set \["text"\]'),
     ({"service_tier": "flex"}, "service_tier", "not supported"),
-    ({"min_p": 0.1}, "min_p", "min_p=0.1 is not supported"),
-    ({"min_p": False}, "min_p", "not supported"),
+    ({"min_p": 1.1}, "min_p", "min_p=1.1 must be at most 1"),
+    ({"min_p": False}, "min_p", "min_p=false must be a number"),
+    ({"best_of": 2}, "best_of", "best_of=2 must be 1"),
+    ({"suffix": "x"}, "suffix", 'suffix="x" is not supported; leave it out, or set ""'),
     ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read 'enable_thinking'"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "a field of the request itself"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "does not read 'reasoning_effort'"),
@@ -267,6 +271,40 @@ def test_text_that_is_no_call_stays_text(template):
         assert "".join(delta.get("content", "") for delta in deltas) == text
 
 
+@pytest.mark.parametrize(
+    ("answer", "variables", "reasoning", "content"),
+    [
+        ("why\n</think>\n\nso", {"enable_thinking": True}, "why\n", "\n\nso"),
+        (" <think>why</think>so", {}, "why", "so"),
+        ("so <think>", {}, "", "so <think>"),
+        ("<thin", {}, "", "<thin"),
+        ("why </thin", {"enable_thinking": True}, "why </thin", ""),
+        ("", {}, "", ""),
+    ],
+)
+def test_reasoning_is_told_apart_from_the_answer(template, answer, variables, reasoning, content):
+    ask = ASK | {"chat_template_kwargs": variables}
+    server, _ = scripted(answer, template=template, reasoning=True)
+    message = answered(server, CHAT, ask)["choices"][0]["message"]
+    assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
+    deltas = [event["choices"][0]["delta"] for event in streamed(server, CHAT, ask)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reasoning
+    assert "".join(delta.get("content", "") for delta in deltas) == content
+    # Without the option, and in an answer by a grammar, all is content.
+    server, _ = scripted(answer, template=template)
+    assert answered(server, CHAT, ask)["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": answer,
+        "refusal": None,
+    }
+
+
+def test_reasoning_needs_a_template_with_its_marks():
+    with pytest.raises(ConfigError, match="--reasoning has no effect: the chat template of x has no <think>"):
+        check_reasons("{{ messages }}", "x")
+    check_reasons(TOOL_TEMPLATE + "</think>", "x")
+
+
 def test_a_forced_tool_is_called_by_a_grammar(template):
     pytest.importorskip("llguidance", reason="llguidance comes with the extra `serve`")
     server, loop = scripted('{"a": 1}', template=template)
@@ -282,6 +320,38 @@ def test_a_forced_tool_is_called_by_a_grammar(template):
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
     status, text = send(server, CHAT, TOOLS | {"response_format": {"type": "json_object"}})
     assert (status, json.loads(text)["error"]["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"tools": [ADD], "tool_choice": "required"},
+        {"tools": [ADD]},
+    ],
+    ids=["object", "schema", "named tool", "any tool", "free tool"],
+)
+def test_an_answer_cut_inside_its_grammar_ends_by_its_length(template, wanted):
+    """Nothing is lost or made up: the text is what there was, a call that is not complete is none."""
+    pytest.importorskip("llguidance", reason="llguidance comes with the extra `serve`")
+    whole = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    if "tool_choice" in wanted:
+        whole = '[{"name": "add", "parameters": {"a": 1}}]' if wanted["tool_choice"] == "required" else '{"a": 1}'
+    if "tools" not in wanted:
+        whole = '{"a": "b"}'
+    # The arguments of a free call are complete before its end tag.
+    for length in range(1, len(whole.removesuffix("}</tool_call>")), 3):
+        server, _ = scripted(whole, template=template)
+        ask = ASK | wanted | {"max_tokens": length}
+        (choice,) = answered(server, CHAT, ask)["choices"]
+        assert choice["finish_reason"] == "length"
+        assert not choice["message"].get("tool_calls")
+        assert choice["message"]["content"] == whole[:length]
+        events = streamed(server, CHAT, ask)
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole[:length]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_schema_that_cannot_be_followed_is_refused(plain):

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 pytest.importorskip("starlette", reason="starlette comes with the extra `serve`")
 pytest.importorskip("uvicorn", reason="uvicorn comes with the extra `serve`")
 
-from tests.inference.example import CPU, recipe, write_checkpoint
+from tests.inference.example import CPU, opened, recipe, write_checkpoint
 from tests.inference.serve.scripted import TOOL_TEMPLATE
+from tests.inference.words import WORDS, save_with_words
 
 MESSAGES: Any = [{"role": "user", "content": "What comes after two?"}]
 SCHEMA = {
@@ -24,9 +26,9 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def address(pool, single_rank, tmp_path_factory) -> Iterator[str]:
-    """The address of a server with a small Mixtral over bytes."""
+@contextmanager
+def serving(model: Path, **options: Any) -> Iterator[str]:
+    """The address of a server in this process."""
     from moefold.host.http_protocol import make_server
     from moefold.host.listen import listen, url_of
     from moefold.inference.engine.engine import RolloutEngine
@@ -38,16 +40,9 @@ def address(pool, single_rank, tmp_path_factory) -> Iterator[str]:
     from moefold.inference.serve.job import ServeOptions, prepare_server
     from moefold.inference.text import open_tokenizer
 
-    folder = tmp_path_factory.mktemp("openai")
-    template = folder / "tools.jinja"
-    template.write_text(TOOL_TEMPLATE)
-    cfg = recipe("mixtral", folder / "run")
-    pool.run(1, write_checkpoint, replace(cfg, model=replace(cfg.model, vocab_size=258)))
-    options = ServeOptions(
-        tokenizer="bytes", port=0, max_length=800, device="cpu", chat_template=str(template), api_key="key"
-    )
-    job = prepare_server(str(folder / "run"), [], options, None, lambda skipped: None)
-    tokenizer = open_tokenizer(job.source, "bytes")
+    given = ServeOptions(port=0, device="cpu", api_key="key", **options)
+    job = prepare_server(str(model), [], given, None, lambda skipped: None)
+    tokenizer = open_tokenizer(job.source, given.tokenizer)
     loaded = load_model(job.source, job.cfg, CPU, tokenizer)
     grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
     listener = listen("127.0.0.1", 0)
@@ -58,16 +53,30 @@ def address(pool, single_rank, tmp_path_factory) -> Iterator[str]:
         threads = [threading.Thread(target=http.run, kwargs={"sockets": sockets}), threading.Thread(target=loop.run)]
         for thread in threads:
             thread.start()
+        try:
+            yield url
+        finally:
+            http.should_exit = True
+            loop.stop()
+            for thread in threads:
+                thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def address(pool, single_rank, tmp_path_factory) -> Iterator[str]:
+    """The address of a server with a small Mixtral over bytes."""
+    folder = tmp_path_factory.mktemp("openai")
+    template = folder / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    cfg = recipe("mixtral", folder / "run")
+    pool.run(1, write_checkpoint, replace(cfg, model=replace(cfg.model, vocab_size=258)))
+    with serving(folder / "run", tokenizer="bytes", max_length=800, chat_template=str(template)) as url:
         yield url
-        http.should_exit = True
-        loop.stop()
-        for thread in threads:
-            thread.join(60)
 
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Any:
-    openai = pytest.importorskip("openai", reason="the client of the OpenAI API is optional")
+    openai = pytest.importorskip("openai", reason="the client of the OpenAI API is optional: pip install openai")
     return openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0, timeout=60)
 
 
@@ -116,6 +125,31 @@ def test_a_bias_and_a_penalty_change_what_is_drawn(client):
     assert len(set(varied.logprobs.tokens)) >= len(set(plain.logprobs.tokens))
 
 
+def test_the_best_of_several_samples_are_answered(client):
+    ask: Any = {"model": "run", "prompt": ["a b", "c"], "max_tokens": 6, "logprobs": 0, "seed": 3}
+    everything = client.completions.create(**ask, n=5)
+    found = client.completions.create(**ask, n=2, best_of=5)
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    for first in (0, 1):
+        of_prompt = sorted(everything.choices[5 * first : 5 * first + 5], key=mean, reverse=True)
+        assert [choice.text for choice in found.choices[2 * first : 2 * first + 2]] == [
+            choice.text for choice in of_prompt[:2]
+        ]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert found.usage == everything.usage
+
+
+def test_tokens_far_below_the_likeliest_are_not_drawn(client):
+    ask: Any = {"model": "run", "prompt": "a b", "max_tokens": 8, "logprobs": 0, "seed": 3}
+    likeliest = client.completions.create(**ask, temperature=0).choices[0]
+    found = client.completions.create(**ask, extra_body={"min_p": 1.0}).choices[0]
+    assert found.text == likeliest.text
+    assert client.completions.create(**ask).choices[0].text != likeliest.text
+
+
 def test_an_echoed_prompt_has_the_log_probabilities_of_a_completion(client):
     def answer(prompt: str, **fields: Any) -> Any:
         return client.completions.create(model="run", prompt=prompt, temperature=0, logprobs=2, **fields).choices[0]
@@ -146,22 +180,41 @@ def test_formats_are_kept_by_a_model_that_never_learned_them(client, seed):
 
 
 @pytest.mark.slow
-def test_lm_eval_scores_as_the_model_itself(address, monkeypatch, tmp_path: Path):
-    pytest.importorskip("lm_eval", reason="lm-eval comes with the extra `eval`")
+def test_lm_eval_scores_as_the_model_itself(single_rank, monkeypatch, tmp_path: Path):
+    """Under local-completions a model has the log-likelihoods, greedy flags and texts that lm-eval's moefold has."""
+    pytest.importorskip("lm_eval", reason="pip install -e '.[eval]' 'lm-eval[api]' installs lm-eval and its client")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+    from moefold.inference.lm_eval_model import MoefoldLM
+    from moefold.inference.scoring import ServedModel
+    from moefold.inference.source import find_source
+    from moefold.inference.text import open_tokenizer
+
+    folder = save_with_words(tmp_path / "model")
     monkeypatch.setenv("OPENAI_API_KEY", "key")
-    model = LocalCompletionsAPI(
-        model="run",
-        base_url=f"{address}/v1/completions",
-        tokenizer_backend=None,
-        tokenized_requests=True,
-        max_length=500,
-    )
-    model.tok_encode = lambda text, **_: list(text.encode())
-    request = Instance("loglikelihood", {}, ("hello wo", "rld"), 0)
-    context, continuation = list(b"hello wo"), list(b"rld")
-    ((log_prob, is_greedy),) = model._loglikelihood_tokens([(request.args, context, continuation)])
-    assert log_prob < 0
-    assert is_greedy in (True, False)
+    # One of the words after "the cat" may be the model's choice.
+    pairs = [("the cat", f" {word}") for word in WORDS[2:]]
+    pairs += [("", "the mat ."), ("the mat", " sat the dog"), ("the cat sat on a mat", " . a")]
+    with serving(folder, max_length=48) as url:
+        given = f"model=model,base_url={url}/v1/completions,tokenizer={folder},max_length=24,num_concurrent=2"
+        loaded = opened(folder, "generate", {}, 24, 2)
+        served = ServedModel(replace(loaded, tokenizer=open_tokenizer(find_source(str(folder)))))
+        models = [
+            LocalCompletionsAPI.create_from_arg_string(given, {"batch_size": 2}),
+            MoefoldLM(served, path=str(folder), max_length=24),
+        ]
+        theirs, ours = (
+            (
+                model.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs]),
+                model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("the cat sat on a mat .",), 0)]),
+                model.generate_until(
+                    [Instance("generate_until", {}, ("the cat", {"until": [], "max_gen_toks": 6}), 0)]
+                ),
+            )
+            for model in models
+        )
+    assert [flag for _, flag in theirs[0]] == [flag for _, flag in ours[0]]
+    assert [value for value, _ in theirs[0]] == pytest.approx([value for value, _ in ours[0]], rel=1e-6)
+    assert theirs[1] == pytest.approx(ours[1], rel=1e-6)
+    assert theirs[2] == ours[2]

@@ -23,10 +23,12 @@ def test_prompts_are_texts_or_ids():
 
 
 def test_fields_reach_the_sampler():
-    request = parsed("completion", prompt="a", temperature=0.5, top_p=0.9, top_k=7, seed=3, n=2, stop="x", logprobs=0)
-    assert request.sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=7, seed=3)
+    request = parsed(
+        "completion", prompt="a", temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, n=2, stop="x", logprobs=0
+    )
+    assert request.sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3)
     assert (request.num_samples, request.stops, request.max_tokens, request.has_log_probs) == (2, ("x",), 16, True)
-    greedy = parsed("chat", **CHAT, temperature=0, top_p=0.5, max_completion_tokens=5)
+    greedy = parsed("chat", **CHAT, temperature=0, top_p=0.5, min_p=0.5, max_completion_tokens=5)
     assert greedy.sampling.temperature == 0
     greedy.sampling.check()
     assert greedy.max_tokens == 5
@@ -50,6 +52,8 @@ def test_seeds_differ_where_none_is_given():
         ("completion", {"prompt": "a", "logprobs": 21}, "logprobs", "must be at most 20"),
         ("completion", {"prompt": "a", "max_tokens": 0}, "max_tokens", "must be at least 1"),
         ("completion", {"prompt": "a", "n": "2"}, "n", "must be an integer"),
+        ("completion", {"prompt": "a", "n": 3, "best_of": 2}, "best_of", "best_of=2 must be at least n=3"),
+        ("completion", {"prompt": "a", "best_of": 2, "stream": True}, "best_of", "not supported with stream=true"),
         ("completion", {"prompt": "a", "temperature": -1}, "temperature", "must be at least 0"),
         ("completion", {"prompt": "a", "temperature": 1e-9}, "temperature", "at least 0.001"),
         ("completion", {"prompt": "a", "presence_penalty": 3}, "presence_penalty", "must be at most 2"),

@@ -157,7 +157,7 @@ def check_refusals(client: Client) -> None:
         ({"prompt": "x", "max_tokens": 500}, 400, "longer than 80"),
         ({"prompt": [999]}, 400, "outside the vocabulary"),
         ({"prompt": "x", "n": 7}, 400, "takes at most 6"),
-        ({"prompt": "x", "best_of": 2}, 400, "best_of=2 is not supported; use n"),
+        ({"prompt": "x", "best_of": 7}, 400, "takes at most 6"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "the keys are token ids"),
         ({"prompt": "x" * 2**21}, 413, "1024 KiB"),
     ):

@@ -119,7 +119,7 @@ def test_a_gates_own_gradient_is_that_of_autograd(gate):
 
 def _with_gradients(function, tensors, counts):
     y = function(*tensors, counts)
-    grad = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
+    grad = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
     return [y, *torch.autograd.grad(y, tensors, grad)]
 
 

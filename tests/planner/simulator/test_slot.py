@@ -1,22 +1,13 @@
-"""What ranks do together on paper is what torch has them do together."""
-
-import re
+"""What ranks do together on paper is what the runtime has them do together."""
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
-from moefold.parallel.pipeline_schedule import training_schedule
 from moefold.planner.simulator.simulate import slot_rows
-from moefold.topology.schedules import stage_ranks
+from moefold.topology.schedules import runtime_slots
 from moefold.validate.parallel import validate_micro_batch_count
 
-COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 
@@ -28,37 +19,19 @@ def config(schedule: str, pp: int, chunks: int, count: int, csv: str = "") -> Co
     )
 
 
-def slots_of_torch(cfg: Config) -> list[list[list[str]]]:
-    pp = cfg.parallel.pp
-    dist.init_process_group("fake", rank=0, world_size=pp, store=FakeStore())
-    try:
-        ranks, stages = stage_ranks(cfg.parallel), []
-        for i, rank in enumerate(ranks):
-            if rank == 0:
-                x = torch.zeros(1, 1, device="meta")
-                shapes = {"input_args": (x,), "output_args": (x,)}
-                stages.append(PipelineStage(nn.Identity(), i, len(ranks), torch.device("cpu"), **shapes))
-        order = training_schedule(cfg, stages, lambda y, target: y.sum()).pipeline_order_with_comms
-    finally:
-        dist.destroy_process_group()
-    rows = [[str(word) for word in order[rank] if word is not None] for rank in range(pp)]
-    rows = [[word for word in row if COMPUTE.fullmatch(word) or "OVERLAP" in word] for row in rows]
-    return [[["".join(part) for part in COMPUTE.findall(word)] for word in row] for row in rows]
-
-
 def spelled(rows) -> list[list[list[str]]]:
     return [[list(map(str, slot)) for slot in row] for row in rows]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES[2:])
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_the_slots_are_those_of_the_runtime(pp, schedule, chunks):
     compared = 0
     for count in range(1, 3 * pp + 2):
         cfg = config(schedule, pp, chunks, count)
         if not list(validate_micro_batch_count(cfg)):
             compared += 1
-            assert spelled(slot_rows(schedule, pp, chunks, count)) == slots_of_torch(cfg), count
+            assert slot_rows(schedule, pp, chunks, count) == runtime_slots(cfg), count
     assert compared > pp
 
 
@@ -66,7 +39,7 @@ def test_the_slots_of_a_file_are_those_of_the_runtime(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     mine = slot_rows("csv", 2, 1, 2, path=str(path))
-    assert spelled(mine) == slots_of_torch(config("csv", 2, 1, 2, str(path)))
+    assert mine == runtime_slots(config("csv", 2, 1, 2, str(path)))
 
 
 def test_interleaved_is_1f1b_with_several_stages_and_one_rank_does_one_micro_batch_after_the_other():

@@ -8,7 +8,7 @@
   const PARTS = [
     "weights", "gathered weights", "gradients", "optimizer", "buffers", "batch", "embedding", "norms", "attention",
     "core attention", "residual stream", "dense MLP", "router", "dispatch buffers", "experts", "shared experts", "logits",
-    "postponed gradients", "pipeline", "brought back", "workspace", "pipeline buffers", "other",
+    "postponed gradients", "pipeline", "brought back", "workspace", "other",
   ];
   const partClass = (part) => {
     const index = PARTS.includes(part) ? PARTS.indexOf(part) : PARTS.length;

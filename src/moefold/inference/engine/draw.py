@@ -1,17 +1,23 @@
 """Sampling of the next token with counter-based random numbers, so that a draw depends on its sample alone."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moefold.comm.host_copy import copy_to_device
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import RunError
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
 
 MANTISSA_BITS = 53
+SUM_BITS = 62
+"""Bits of the sum of the weights of a row."""
+NO_TOKEN = -1
+"""Token id of a row whose logits are NaN or infinite."""
 
 
 class UniformStream:
@@ -46,72 +52,100 @@ class Draw(NamedTuple):
 
 
 def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Sample one token for each row of logits, int64 [N] on the CPU.
+    """Sample one token for each row of logits where the logits are: int64 [N] on their device, without a wait.
 
-    A row's token does not depend on the other rows. Computation is in float64 on the CPU, so that a draw selects the
-    same token on every device.
+    A row's token does not depend on the other rows. Weights are computed in float64 and rounded to integers. Their sums
+    are exact, so that no order of summation changes a draw. Devices may differ in the last bit of `exp`, which rounds
+    another weight up: then the bounds of tokens move by a few units of at least 2^44, and a draw falls between an old
+    and a new bound about once in 10^12 tokens.
 
     Args:
         logits_NV: logits over the whole vocabulary.
         draws: of each row.
 
-    Raises:
-        RunError: logits are NaN or infinite, so there is no distribution to sample from.
+    Returns:
+        Token ids; `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.
     """
-    # NaN and infinity reach the maximum of their row.
-    if not logits_NV.amax(-1).isfinite().all():
-        raise RunError(
-            "the model's logits are NaN or infinite, so no token can be sampled: its weights have diverged; use an "
-            "earlier checkpoint, or train with a lower rate"
-        )
     first = draws[0].params
     if all(draw.params is first for draw in draws):
         return _choose(logits_NV, draws)
     rows_of: dict[SamplingParams, list[int]] = {}
     for row, draw in enumerate(draws):
         rows_of.setdefault(draw.params, []).append(row)
-    tokens_N = torch.empty(len(draws), dtype=torch.int64)
+    device = logits_NV.device
+    tokens_N = torch.empty(len(draws), dtype=torch.int64, device=device)
     for rows in rows_of.values():
-        tokens_N[rows] = _choose(logits_NV[rows], [draws[row] for row in rows])
+        rows_M = copy_to_device(torch.tensor(rows), device)
+        tokens_N[rows_M] = _choose(logits_NV[rows_M], [draws[row] for row in rows])
     return tokens_N
+
+
+def check_drawn(tokens: Sequence[float]) -> None:
+    """Check that every row had a distribution.
+
+    Raises:
+        RunError: there is a `NO_TOKEN` among the tokens.
+    """
+    if NO_TOKEN in tokens:
+        raise RunError(
+            "the model's logits are NaN or infinite, so no token can be sampled: its weights have diverged; use an "
+            "earlier checkpoint, or train with a lower rate"
+        )
 
 
 def _choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Sample with the parameters of the first draw, which all rows share."""
     params = draws[0].params
+    # NaN and infinity reach the maximum of their row.
+    has_tokens_N = logits_NV.amax(-1).isfinite()
     if params.temperature == 0:
-        return logits_NV.argmax(-1).cpu()
-    probs_NV = (logits_NV.cpu().double() / params.temperature).softmax(-1)
-    probs_NV = apply_top_k_top_p(probs_NV, params.top_k, params.top_p)
-    return sample_inverse_cdf(probs_NV, torch.tensor([draw.uniform for draw in draws], dtype=torch.float64))
+        return logits_NV.argmax(-1).where(has_tokens_N, NO_TOKEN)
+    weights_NV = _weights(logits_NV, params.temperature, params.min_p)
+    weights_NV = apply_top_k_top_p(weights_NV, params.top_k, params.top_p)
+    uniforms_N = copy_to_device(torch.tensor([draw.uniform for draw in draws], dtype=torch.float64), logits_NV.device)
+    return sample_inverse_cdf(weights_NV, uniforms_N).where(has_tokens_N, NO_TOKEN)
 
 
-def apply_top_k_top_p(probs_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Apply top-k, then top-p filtering: set the other probabilities to 0 without renormalising. Keeps at least one."""
-    if not 0 < top_k < probs_NV.shape[-1] and top_p >= 1:
-        return probs_NV
-    sorted_NV, order_NV = probs_NV.sort(stable=True, dim=-1, descending=True)
-    if 0 < top_k < probs_NV.shape[-1]:
+def _weights(logits_NV: Tensor, temperature: float, min_p: float) -> Tensor:
+    """Return weights that are proportional to the probabilities, int64; those below `min_p` times the largest are 0."""
+    scaled_NV = logits_NV.double()
+    if temperature != 1:
+        scaled_NV = scaled_NV / temperature
+    powers_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+    # The largest weight; the sum of a row is below 2^SUM_BITS.
+    unit = 2.0 ** (SUM_BITS - logits_NV.shape[-1].bit_length())
+    weights_NV = powers_NV.mul_(unit).round_().long()
+    if min_p > 0:
+        weights_NV.masked_fill_(weights_NV < math.ceil(min_p * unit), 0)
+    return weights_NV
+
+
+def apply_top_k_top_p(weights_NV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Apply top-k, then top-p filtering: set the other weights, which are integers, to 0. Keeps at least one."""
+    if not 0 < top_k < weights_NV.shape[-1] and top_p >= 1:
+        return weights_NV
+    sorted_NV, order_NV = weights_NV.sort(stable=True, dim=-1, descending=True)
+    if 0 < top_k < weights_NV.shape[-1]:
         sorted_NV[..., top_k:] = 0
     if top_p < 1:
-        total = sorted_NV.sum(-1, keepdim=True)
-        before_NV = sorted_NV.cumsum(-1) - sorted_NV
-        sorted_NV.masked_fill_(before_NV >= top_p * total, 0)
-    return torch.zeros_like(probs_NV).scatter_(-1, order_NV, sorted_NV)
+        ends_NV = sorted_NV.cumsum(-1)
+        limits_N1 = (ends_NV[..., -1:].double() * top_p).ceil_().long()
+        sorted_NV.masked_fill_(ends_NV - sorted_NV >= limits_N1, 0)
+    return torch.zeros_like(weights_NV).scatter_(-1, order_NV, sorted_NV)
 
 
-def sample_inverse_cdf(probs_NV: Tensor, draws_N: Tensor) -> Tensor:
+def sample_inverse_cdf(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """Sample tokens by inverse transform: map draws in [0, 1) through the cumulative distribution over ids.
 
     Args:
-        probs_NV: probabilities of any positive sum.
-        draws_N: uniform draws in [0, 1).
+        weights_NV: int64, of a positive sum below 2^63.
+        uniforms_N: uniform draws in [0, 1), float64.
 
     Returns:
-        Token ids, int64 [N]; never a token of probability 0.
+        Token ids, int64 [N]; never a token of weight 0.
     """
-    cumulative_NV = probs_NV.cumsum(-1)
-    thresholds_N1 = (draws_N * cumulative_NV[:, -1]).unsqueeze(-1)
-    tokens_N = torch.searchsorted(cumulative_NV, thresholds_N1, right=True).squeeze(-1)
-    last_N = (probs_NV.shape[-1] - 1) - (probs_NV.flip(-1) > 0).int().argmax(-1)
-    return tokens_N.minimum(last_N)
+    cumulative_NV = weights_NV.cumsum(-1)
+    totals_N = cumulative_NV[:, -1]
+    # The product is rounded, maybe up to the sum.
+    thresholds_N = (uniforms_N * totals_N.double()).long().minimum(totals_N - 1)
+    return torch.searchsorted(cumulative_NV, thresholds_N.unsqueeze(-1), right=True).squeeze(-1)

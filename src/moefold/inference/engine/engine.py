@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
+from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
-from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
+from moefold.inference.engine.draw import NO_TOKEN, Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.logit_rules import Constrain, Constraint, change_logits
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
 from moefold.inference.engine.requests import (
@@ -236,7 +237,7 @@ class Generation:
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
         scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
         if scored:
-            scored_rows = torch.tensor([one.row for one in scored], dtype=torch.int64, device=picked_N.device)
+            scored_rows = copy_to_device(torch.tensor([one.row for one in scored]), picked_N.device)
             picked_N = torch.cat([picked_N, scored_rows])
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         if scored:
@@ -269,7 +270,7 @@ class Generation:
         count = max(wanted)
         found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
         if logits_MV is not None:
-            tokens_M = torch.tensor([one.token for one in scored], dtype=torch.int64, device=groups.device)
+            tokens_M = copy_to_device(torch.tensor([one.token for one in scored]), groups.device)
             found_DM[0] = self._log_probs(logits_MV, tokens_M)
             if count:
                 stage = self._chain.last_stage
@@ -316,17 +317,18 @@ class Generation:
             whole_NV = vocab_parallel.gather(logits_NV)
             tokens_N = torch.zeros(len(numbers), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
-                chosen_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws)
-                self._advance_grammars(numbers, chosen_N)
-                tokens_N = chosen_N.to(groups.device)
+                tokens_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws)
+                self._advance_grammars(numbers, tokens_N)
             # Ranks that each drew from their own rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
             found_DN[0] = tokens_N
-            found_DN[1] = self._log_probs(scaled_NV, tokens_N)
+            found_DN[1] = self._log_probs(scaled_NV, tokens_N.clamp(min=0))
             if count:
                 found_DN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
+        # The only wait of a pass for the device.
         found = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
+        check_drawn([token for token, *_ in found])
         return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, found, strict=True)]
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
@@ -339,8 +341,10 @@ class Generation:
         return NewToken(number, int(token), log_prob, None, alternatives, scores)
 
     def _advance_grammars(self, numbers: Sequence[int], tokens_N: Tensor) -> None:
+        if all(self._open[number].constraint is None for number in numbers):
+            return
         for number, token in zip(numbers, tokens_N.tolist(), strict=True):
-            if (constraint := self._open[number].constraint) is not None:
+            if (constraint := self._open[number].constraint) is not None and token != NO_TOKEN:
                 constraint.push(token)
 
     def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
@@ -416,12 +420,14 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
     picked = [end - 1 for end, segment in zip(ends.tolist(), segments, strict=True) if segment.number >= 0]
     pages = tables[segment_of_row, positions // PAGE_POSITIONS]
     slots = pages.astype(np.int64) * PAGE_POSITIONS + positions % PAGE_POSITIONS
-    tokens_R, slots_R, positions_R, tables_NP = (
-        torch.from_numpy(x).to(device) for x in (tokens, slots, positions, tables)
+    state_slots = np.array([segment.state_slot for segment in segments], np.int64)
+    tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
+        (tokens, slots, positions, tables, state_slots, np.array(picked, np.int64)), device
     )
-    state_slots_N = torch.tensor([segment.state_slot for segment in segments], dtype=torch.int64, device=device)
-    rows = PassRows(slots_R, positions_R, tables_NP, counts, state_slots_N)
-    return tokens_R, rows, torch.tensor(picked, dtype=torch.int64, device=device)
+    lasts = [segment.first + len(segment.tokens) - 1 for segment in segments]
+    num_state_slots = 1 + max((segment.state_slot for segment in segments), default=-1)
+    rows = PassRows(slots_R, positions_R, tables_NP, counts, lasts, state_slots_N, num_state_slots)
+    return tokens_R, rows, picked_N
 
 
 def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -430,4 +436,4 @@ def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     temperature = of_rows[0]
     if of_rows.count(temperature) == len(of_rows):
         return logits_NV if temperature == 1 else logits_NV / temperature
-    return logits_NV / torch.tensor(of_rows, dtype=logits_NV.dtype, device=logits_NV.device).unsqueeze(1)
+    return logits_NV / copy_to_device(torch.tensor(of_rows, dtype=logits_NV.dtype), logits_NV.device).unsqueeze(1)

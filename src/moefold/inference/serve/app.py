@@ -247,7 +247,7 @@ class CompletionServer:
                 part = text.push(new)
                 if part.finish_reason is not None and new.finish_reason is None:
                     self._loop.cancel([new.number])
-                if part.text or part.tokens or part.calls or part.finish_reason is not None:
+                if part.text or part.reasoning or part.tokens or part.calls or part.finish_reason is not None:
                     yield index, part
 
     async def _events(self, run: "_Run") -> AsyncGenerator[str, None]:
@@ -283,9 +283,11 @@ class CompletionServer:
             task.cancel()
         task.result()
         choices = []
-        for index, parts in enumerate(collected):
+        for index, sample in enumerate(run.chosen_samples()):
+            parts = collected[sample]
             whole = Part(
                 text="".join(part.text for part in parts),
+                reasoning="".join(part.reasoning for part in parts),
                 tokens=[token for part in parts for token in part.tokens],
                 calls=[call for part in parts for call in part.calls],
                 finish_reason=parts[-1].finish_reason,
@@ -328,6 +330,17 @@ class _Run:
     def num_new_tokens(self) -> int:
         """New tokens of all samples so far."""
         return sum(text.num_tokens for text in self.texts)
+
+    def chosen_samples(self) -> list[int]:
+        """Return the samples that are answered, those of a prompt together; of more samples, the likeliest first."""
+        each = self.request.num_samples
+        chosen: list[int] = []
+        for first in range(0, len(self.texts), each):
+            group = list(range(first, first + each))
+            if self.request.num_choices < each:
+                group.sort(key=lambda index: -self.texts[index].mean_log_prob)
+            chosen += group[: self.request.num_choices]
+        return chosen
 
     def note_first_token(self) -> None:
         """Record the time to the first token, once."""

@@ -16,6 +16,7 @@ from moefold.inference.serve.api_error import ApiError
 from moefold.inference.serve.grammar import GrammarError, JsonGrammars
 from moefold.inference.serve.job import ServeJob
 from moefold.inference.serve.protocol import ApiRequest
+from moefold.inference.serve.reasoning import BEGIN, MARKS, ReasoningReader
 from moefold.inference.serve.responses import Part, TokenLogProb
 from moefold.inference.serve.tool_calls import (
     Call,
@@ -52,6 +53,8 @@ class EncodedRequest:
     """Changes of the logits; None: there are none."""
     tool_format: ToolFormat | None = None
     """Of calls in the text; None: there are none, or they are forced."""
+    prompt_reasons: bool | None = None
+    """Whether the prompt ends inside of reasoning; None: reasoning is not told apart from the answer."""
     skipped_ids: frozenset[int] = field(repr=False)
     """Special tokens that are left out of the text."""
 
@@ -133,11 +136,16 @@ class PromptEncoder:
         ids = tuple(self._tokenizer.encode(text).tolist())
         if not ids:
             raise ApiError("the chat template makes an empty text of these messages", param="messages")
+        # A grammar begins with the first token.
+        reasons = self._job.options.reasoning and not request.schema and (use is None or not use.forced)
         turn_ids, turn_end = self._end_of_turn
         ends = (turn_end,) if turn_end and not request.ignores_end else ()
         encoded = self._with_ends(request, [ids], self._end_ids | turn_ids, (*request.stops, *ends))
         return replace(
-            encoded, tool_format=tool_format, skipped_ids=self._skipped_ids(request, encoded.eos_ids, tool_format)
+            encoded,
+            tool_format=tool_format,
+            prompt_reasons=text.rstrip().endswith(BEGIN) if reasons else None,
+            skipped_ids=self._skipped_ids(request, tool_format, MARKS if reasons else frozenset()),
         )
 
     def _with_ends(
@@ -152,15 +160,16 @@ class PromptEncoder:
             eos_ids=eos_ids,
             stops=stops,
             rules=self._rules(request, eos_ids),
-            skipped_ids=self._skipped_ids(request, eos_ids, None),
+            skipped_ids=self._skipped_ids(request, None, frozenset()),
         )
 
     def _skipped_ids(
-        self, request: ApiRequest, eos_ids: frozenset[int], tool_format: ToolFormat | None
+        self, request: ApiRequest, tool_format: ToolFormat | None, marks: frozenset[str]
     ) -> frozenset[int]:
         if not request.skips_special or not self.table.special_ids:
             return frozenset()
-        marks = {*tool_format.begins, *tool_format.marks} if tool_format is not None else set()
+        if tool_format is not None:
+            marks |= {*tool_format.begins, *tool_format.marks}
         pieces = self.table.pieces
         return frozenset(token for token in self.table.special_ids if pieces[token].decode() not in marks)
 
@@ -216,13 +225,22 @@ class SampleText:
         self._filter = StopStringFilter(*encoded.stops)
         use = self._request.tool_use
         self._calls = None if use is None else CallReader(use, encoded.tool_format)
+        reasons = encoded.prompt_reasons
+        self._reasoning = None if reasons is None else ReasoningReader(is_open=reasons)
         self.num_tokens = 0
         """New tokens, the end-of-text token included."""
         self.is_finished = False
+        self._log_prob_sum = 0.0
+
+    @property
+    def mean_log_prob(self) -> float:
+        """Mean log-probability of the new tokens."""
+        return self._log_prob_sum / max(1, self.num_tokens)
 
     def push(self, new: NewToken) -> Part:
         """Add a token of a sample that is not finished."""
         self.num_tokens += 1
+        self._log_prob_sum += new.log_prob
         is_end = new.token in self._encoded.eos_ids
         text = ""
         if not is_end and new.token not in self._encoded.skipped_ids:
@@ -235,11 +253,20 @@ class SampleText:
         if reason is not None and not self._filter.is_stopped:
             text += self._filter.push(self._stream.finish()) + self._filter.finish()
             reason = "stop" if self._filter.is_stopped else reason
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text, is_end=reason is not None)
         text, calls, reason = self._split(text, reason)
         self.is_finished = reason is not None
         # A chat's log-probabilities are those of its content; a completion's are those of all tokens.
         tokens = [] if is_end and self._request.kind == "chat" else [self._log_prob(new)]
-        return Part(text=text, tokens=tokens if self._request.has_log_probs else [], calls=calls, finish_reason=reason)
+        return Part(
+            text=text,
+            reasoning=reasoning,
+            tokens=tokens if self._request.has_log_probs else [],
+            calls=calls,
+            finish_reason=reason,
+        )
 
     def echo(self, prompt: Sequence[int], new: NewToken) -> Part:
         """Return the prompt of a completion, with the log-probabilities that came with its first token."""

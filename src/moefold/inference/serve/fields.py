@@ -38,7 +38,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "detokenize": (True,),
     "documents": ([],),
     "function_call": ("none",),
@@ -50,7 +49,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "min_p": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
@@ -78,7 +76,6 @@ _WAYS_OUT = {
     "structured_outputs": "use response_format with json_schema",
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "allowed_token_ids": "use logit_bias",
-    "best_of": "use n",
 }
 
 
@@ -185,6 +182,7 @@ class SharedFields(_Strict):
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
@@ -207,6 +205,7 @@ class CompletionFields(SharedFields):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     add_special_tokens: Literal[True] | None = None
 
 
@@ -226,6 +225,7 @@ class ChatFields(SharedFields):
     continue_final_message: bool | None = None
     add_special_tokens: Literal[False] | None = None
     echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
 
 
 def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:

@@ -14,9 +14,10 @@ from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
+from moefold.inference.serve.reasoning import check_reasons
 from moefold.inference.settings import InferenceRequest, launched_config
 from moefold.inference.source import ModelSource, find_source
-from moefold.inference.text import open_tokenizer
+from moefold.inference.text import open_chat_template, open_tokenizer
 
 OOM_HINT = "give a smaller --cache-gib, or shard the model with parallel.tp and pp"
 
@@ -45,10 +46,14 @@ class ServeOptions:
     """"bytes" or the path of a tokenizer.json, instead of the model's."""
     chat_template: str = ""
     """File of a chat template instead of the model's."""
+    reasoning: bool = False
+    """Whether answers of chats have what stands between <think> and </think> as `reasoning_content`."""
     want: str = ""
     """Reward that chats ask for instead of align.want, or "none"."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
+    """Kernels of the layers, see run.kernels."""
     dtype: str = "auto"
     """Compute type; auto: the type of the stored weights."""
     device: str = "auto"
@@ -108,10 +113,14 @@ def prepare_server(
         seq_len=max(2, options.max_length or source.context),
         batch_size=1,
         experts=options.experts,
+        kernels=options.kernels,
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
+    if options.reasoning:
+        template = open_chat_template(source, options.tokenizer, options.chat_template)
+        check_reasons(template.source_for(None), template.location)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
     with reworded_errors(*ENGINE_OPTIONS):
         settings.check()

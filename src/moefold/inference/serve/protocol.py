@@ -70,6 +70,8 @@ class ApiRequest:
     rules: LogitRules
     num_samples: int = 1
     """Samples of each prompt."""
+    num_choices: int = 1
+    """Samples of each prompt that are answered: those with the largest mean log-probability of a token."""
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     """Tokens besides the end of text that end a sample."""
@@ -118,8 +120,14 @@ def _completion(fields: CompletionFields) -> ApiRequest:
         raise ApiError("max_tokens=0 must be at least 1, unless echo is true", param="max_tokens")
     if echoes and fields.stream:
         raise ApiError("echo=true is not supported with stream=true; leave one of them out", param="echo")
+    num_choices = fields.n or 1
+    num_samples = fields.best_of or num_choices
+    if num_samples < num_choices:
+        raise ApiError(f"best_of={num_samples} must be at least n={num_choices}", param="best_of")
+    if num_samples > num_choices and fields.stream:
+        raise ApiError("best_of above n is not supported with stream=true; leave one of them out", param="best_of")
     return ApiRequest(
-        **_shared(fields, "completion"),
+        **_shared(fields, "completion") | {"num_samples": num_samples},
         prompts=_prompts(fields.prompt),
         template_variables={},
         max_tokens=max_tokens,
@@ -200,11 +208,13 @@ def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
             # The likeliest token is the same with and without the other tokens.
             top_p=(fields.top_p or 1.0) if temperature else 1.0,
             top_k=max(fields.top_k or 0, 0) if temperature else 0,
+            min_p=(fields.min_p or 0.0) if temperature else 0.0,
             seed=secrets.randbits(62) if fields.seed is None else fields.seed % 2**63,
         ),
         "rules": rules,
         "schema": schema,
         "num_samples": fields.n or 1,
+        "num_choices": fields.n or 1,
         "stops": stops,
         "stop_ids": frozenset(fields.stop_token_ids or ()),
         "ignores_end": bool(fields.ignore_eos),

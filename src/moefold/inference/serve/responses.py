@@ -36,6 +36,8 @@ class Part:
     """Part of a choice, or a whole one."""
 
     text: str = ""
+    reasoning: str = ""
+    """Reasoning before the text."""
     tokens: Sequence[TokenLogProb] = ()
     calls: Sequence[Mapping[str, Any]] = ()
     """Tool calls, as the API writes them."""
@@ -82,11 +84,15 @@ class ResponseBuilder:
         if is_delta:
             first = self._num_calls.get(index, 0)
             self._num_calls[index] = first + len(calls)
-            delta: dict[str, Any] = {"content": part.text} if part.text else {}
+            delta: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}
+            if part.text:
+                delta["content"] = part.text
             if calls:
                 delta["tool_calls"] = [{"index": first + i} | dict(call) for i, call in enumerate(calls)]
             return {"delta": delta} | rest
         message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
         if calls:
             message |= {"content": part.text if part.text.strip() else None, "tool_calls": calls}
         return {"message": message} | rest

@@ -352,14 +352,14 @@ class CallReader:
 
     def _forced(self) -> tuple[str, list[Call]]:
         text, self._pending = self._pending, ""
-        if self._use.is_named:
-            return "", self._counted([Call(self._use.forced[0], text.strip())])
         try:
             values = json.loads(text)
-            return "", self._counted([_call_of(value) for value in values])
-        except (ValueError, TypeError):
+        except ValueError:
             # The answer was cut.
             return text, []
+        if self._use.is_named:
+            return "", self._counted([Call(self._use.forced[0], text.strip())])
+        return "", self._counted([_call_of(value) for value in values])
 
     def _split(self, *, is_end: bool) -> tuple[str, list[Call]]:
         assert self._format is not None

@@ -7,7 +7,7 @@ from moefold.host.http_protocol import make_server
 from moefold.host.listen import listen, url_of
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.load import load_model
+from moefold.inference.load import load_model, report_decoding
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.serve.access import AccessLog
 from moefold.inference.serve.app import CompletionServer
@@ -34,6 +34,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         log = AccessLog(log_name).write if log_name else None
         tokenizer = open_tokenizer(job.source, job.options.tokenizer)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
+        report_decoding(loaded)
         engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
         grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
         with engine.open(job.num_pages, grammars.start) as generation:

@@ -21,6 +21,7 @@ from moefold.model.local_param import local_param
 from moefold.model.moe.sparse_mixer import mixer_weights, noise_width, sample_experts
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.model.moe.token_noise import SECOND_STREAM, uniform_noise
+from moefold.ops.decode import SoftmaxRouting
 from moefold.ops.elementwise import sigmoid, softplus
 from moefold.ops.split_gemm import upcast_linear
 
@@ -166,6 +167,11 @@ class RouterOverride(Protocol):
     in_evaluation: bool
     """Whether it also applies to forward passes in evaluation mode."""
 
+    @property
+    def only_records(self) -> bool:
+        """Whether it leaves all choices as they are."""
+        ...
+
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Return the experts to use, int64 [T, K].
 
@@ -193,6 +199,11 @@ class ReplayedRouting:
     is_replayed_NS: Tensor | None = None
     """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for the others."""
     in_evaluation: bool = False
+
+    @property
+    def only_records(self) -> bool:
+        """Whether no choice is replaced."""
+        return self.replayed_NSK is None
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Replace the choices, then record them."""
@@ -410,10 +421,22 @@ class Router(nn.Module):
             self._step_on_device = torch.full((), self.step, dtype=torch.int64, device=device)
         return self._step_on_device
 
+    def _softmax(self, x: Tensor) -> Tensor:
+        kernel = self.kernels.router_softmax
+        return x.softmax(-1) if kernel is None else kernel(x)
+
+    def softmax_routing(self) -> SoftmaxRouting | None:
+        """Return how this router chooses in evaluation, if that is by the largest logits and their softmax alone."""
+        model = self._model
+        is_softmax = model.router_score == "softmax" and not self._is_sparse_mixer and self._moe.choice == "topk"
+        if not is_softmax or self.expert_bias is not None or model.num_groups > 1:
+            return None
+        return SoftmaxRouting(is_post=model.router_softmax == "post", scale=model.router_scaling_factor)
+
     def _score(self, logits_TE: Tensor) -> Tensor:
         match self._model.router_score:
             case "softmax":
-                return logits_TE.softmax(-1)
+                return self._softmax(logits_TE)
             case "sigmoid":
                 return sigmoid(logits_TE)
             case "sqrtsoftplus":
@@ -454,7 +477,7 @@ class Router(nn.Module):
         if self._is_sparse_mixer:
             probs_TK = mixer_weights(logits_TE, ids_TK, model.sparsemixer_jitter, mixer_noise_TN)
         elif model.router_score == "softmax" and model.router_softmax == "post":
-            probs_TK = logits_TE.gather(1, ids_TK).softmax(-1)
+            probs_TK = self._softmax(logits_TE.gather(1, ids_TK))
         else:
             probs_TK = raw_TE.gather(1, ids_TK)
             if model.router_score != "softmax" and model.router_normalize:

@@ -1,5 +1,5 @@
-/* One transformer layer over rows of a paged cache in two calls: attention up to the logits of the router, and the
-   routed experts. Between them the caller chooses the experts.
+/* One transformer layer over rows of a paged cache, in one call; or in two, attention up to the logits of the router
+   and the routed experts, between which the caller chooses the experts.
 
    Products, norms, RoPE, attention, SwiGLU and the combine are the functions of the other sources of this folder, called
    by address: a result has the bits of the modules that call them one by one. Only sums of two terms, conversions and
@@ -31,6 +31,8 @@ typedef struct {
   void (*swiglu)(const void *g, const void *u, void *hidden, int64_t n, int threads);
   void (*combine)(const void *y, const int64_t *rows, const float *weights, void *out, int64_t tokens, int64_t top_k,
                   int64_t width, int is_bfloat16, int threads);
+  void (*choose)(const float *logits, int64_t rows, int64_t experts, int64_t top_k, int64_t is_post, float scale,
+                 float *scores, uint8_t *taken, int64_t *ids, float *weights);
 } kernel_functions;
 
 /* Weight [outputs, inputs] with strides in elements, and bias [outputs] of the dtype of the result; NULL: none. */
@@ -50,7 +52,9 @@ typedef struct {
   /* Experts: weights gate and up [E, hidden, ffn], down [E, ffn, hidden], contiguous, of one dtype. */
   const void *gate, *up, *down;
   int64_t experts, ffn, top_k, expert_kind;
-  float eps, query_key_eps;
+  /* Choice of experts: see router.c. */
+  int64_t is_post;
+  float eps, query_key_eps, routing_scale;
 } layer_weights;
 
 /* The rows of a pass, which all layers share: cosines and sines [rows, >= half], index of each row in the cache, and
@@ -136,12 +140,25 @@ static expert_buffers take_expert_buffers(arena *memory, const layer_weights *w,
   return b;
 }
 
+typedef struct {
+  float *scores;
+  uint8_t *taken;
+} choice_buffers;
+
+static choice_buffers take_choice_buffers(arena *memory, const layer_weights *w) {
+  choice_buffers b;
+  b.scores = take(memory, w->experts * sizeof *b.scores);
+  b.taken = take(memory, w->experts);
+  return b;
+}
+
 /* Bytes of workspace that a layer needs for a pass of these rows. */
 int64_t decode_workspace_bytes(const layer_weights *w, const pass_rows *p) {
-  arena attention = {0, 0}, experts = {0, 0};
+  arena attention = {0, 0}, experts = {0, 0}, choice = {0, 0};
   take_attention_buffers(&attention, w, p);
   if (w->experts) take_expert_buffers(&experts, w, p);
-  return max_i64(attention.used, experts.used);
+  take_choice_buffers(&choice, w);
+  return max_i64(max_i64(attention.used, experts.used), choice.used);
 }
 
 /* sums = a + b of n elements; sums may be a or b. */
@@ -310,4 +327,15 @@ void decode_experts(const layer_weights *w, const pass_rows *p, const void *norm
   k->combine(b.outputs, b.row_of, probs, b.routed, p->rows, w->top_k, w->hidden, is_bfloat16, threads);
   if (shared) add_rows(p, b.routed, shared, b.routed, p->rows * w->hidden);
   add_rows(p, y, b.routed, y, p->rows * w->hidden);
+}
+
+/* A layer with routed experts: y = x + attention(norm(x)), and the experts of norm(y), whose choice is written to ids and
+   probs [rows, top_k]; `normed` and `logits` are scratch, as decode_attention writes them. */
+void decode_layer(const layer_weights *w, const pass_rows *p, const void *x, void *y, void *normed, float *logits,
+                  int64_t *ids, float *probs) {
+  decode_attention(w, p, x, y, normed, logits);
+  arena memory = {p->workspace, 0};
+  const choice_buffers b = take_choice_buffers(&memory, w);
+  p->kernels->choose(logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids, probs);
+  decode_experts(w, p, normed, ids, probs, 0, y);
 }

@@ -25,6 +25,7 @@ FUNCTIONS = {
     "paged_attention": "paged_attention",
     "swiglu": "swiglu",
     "combine": "permute",
+    "router_choose": "router",
 }
 """Functions of the C struct `kernel_functions`, in its order, and their libraries; `swiglu` has one for each dtype."""
 CACHE_LINE_BYTES = 64
@@ -57,9 +58,8 @@ class _LayerStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("key_pages", "value_pages")),
         *((name, ctypes.c_int64) for name in ("hidden", "heads", "groups", "head_dim", "window")),
         *((name, ctypes.c_void_p) for name in ("gate", "up", "down")),
-        *((name, ctypes.c_int64) for name in ("experts", "ffn", "top_k", "expert_kind")),
-        ("eps", ctypes.c_float),
-        ("query_key_eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("experts", "ffn", "top_k", "expert_kind", "is_post")),
+        *((name, ctypes.c_float) for name in ("eps", "query_key_eps", "routing_scale")),
     )
 
 
@@ -87,7 +87,7 @@ class CDecode:
     """Layers in float32 or bfloat16; see `DecodeKernel`.
 
     Args:
-        kernels: the kernels of this folder that it joins.
+        replaced: kernels whose parts of a layer it computes: by bits those of this folder, others by rounding.
 
     Raises:
         CompilerError: a library cannot be built.
@@ -95,8 +95,8 @@ class CDecode:
 
     max_head_dim = MAX_HEAD_DIM
 
-    def __init__(self, kernels: Sequence[object]) -> None:
-        self._kernels = kernels
+    def __init__(self, replaced: Sequence[object]) -> None:
+        self._replaced = replaced
         library = load_library("decode")
         self.attend = library.decode_attention
         self.attend.argtypes = [ctypes.c_void_p] * 6
@@ -104,14 +104,17 @@ class CDecode:
         self.add_experts = library.decode_experts
         self.add_experts.argtypes = [ctypes.c_void_p] * 7
         self.add_experts.restype = None
+        self.compute = library.decode_layer
+        self.compute.argtypes = [ctypes.c_void_p] * 8
+        self.compute.restype = None
         self.workspace_bytes = library.decode_workspace_bytes
         self.workspace_bytes.argtypes = [ctypes.c_void_p] * 2
         self.workspace_bytes.restype = ctypes.c_int64
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
-    def joins(self, kernel: object) -> bool:
+    def replaces(self, kernel: object) -> bool:
         """See `DecodeKernel`."""
-        return any(kernel is known for known in self._kernels)
+        return any(kernel is known for known in self._replaced)
 
     def functions_address(self, dtype: torch.dtype) -> int:
         """Return the address of the C struct of functions for rows of a dtype."""
@@ -206,6 +209,8 @@ class CDecodeLayer:
         self._shared = shared
         self._attend = shared.kernel.attend
         self._add_experts = shared.kernel.add_experts
+        self._compute = shared.kernel.compute
+        self._chooses = weights.routing is not None
         self._dtype = key_pages.dtype
         self._hidden = len(weights.attention_norm)
         self._num_experts = 0 if weights.router is None else len(weights.router.weight)
@@ -258,6 +263,32 @@ class CDecodeLayer:
             y_RH.data_ptr(),
         )
 
+    def compute(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
+        """See `DecodeLayer`."""
+        assert self._chooses
+        shared = self._shared
+        shared.set_rows(rows, self._dtype)
+        num_rows = shared.struct.rows
+        assert x_RH.shape == (num_rows, self._hidden), (x_RH.shape, num_rows, self._hidden)
+        assert x_RH.dtype == self._dtype, (x_RH.dtype, self._dtype)
+        x_RH = x_RH.contiguous()
+        y_RH = torch.empty_like(x_RH)
+        normed_RH = torch.empty_like(x_RH)
+        logits_RE = torch.empty(num_rows, self._num_experts, dtype=torch.float32)
+        ids_RK = torch.empty(num_rows, self._top_k, dtype=torch.int64)
+        probs_RK = torch.empty(num_rows, self._top_k, dtype=torch.float32)
+        self._compute(
+            self.address,
+            shared.struct_address,
+            x_RH.data_ptr(),
+            y_RH.data_ptr(),
+            normed_RH.data_ptr(),
+            logits_RE.data_ptr(),
+            ids_RK.data_ptr(),
+            probs_RK.data_ptr(),
+        )
+        return y_RH, ids_RK
+
     def _layer_struct(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> _LayerStruct:
         num_pages, groups, head_dim, _ = key_pages.shape
         heads = len(weights.query.weight) // head_dim
@@ -292,6 +323,9 @@ class CDecodeLayer:
             eps=weights.eps,
             query_key_eps=weights.query_key_eps,
         )
+        if weights.routing is not None:
+            struct.is_post = weights.routing.is_post
+            struct.routing_scale = weights.routing.scale
         if weights.router is not None and weights.experts is not None:
             gate, up, down = weights.experts
             ffn = gate.shape[2]

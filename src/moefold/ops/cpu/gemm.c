@@ -157,8 +157,12 @@ ALWAYS_INLINE void transpose_panel(packed_word *panel, const int width, const vo
                                    int64_t steps) {
   const int64_t block_steps = width % BLOCK ? 0 : steps / BLOCK * BLOCK;
   for (int i = 0; i < width && block_steps; i += BLOCK)
-    for (int64_t k = 0; k < block_steps; k += BLOCK)
-      transpose_block(panel + k * width + i, width, (const char *)lines + i * stride + 4 * k, stride);
+    for (int64_t k = 0; k < block_steps; k += BLOCK) {
+      const char *const block = (const char *)lines + i * stride + 4 * k;
+      /* The same lines of the next panel. */
+      for (int r = 0; r < BLOCK; r++) __builtin_prefetch(block + (width + r) * stride, 0, 2);
+      transpose_block(panel + k * width + i, width, block, stride);
+    }
   for (int64_t k = block_steps; k < steps; k += 4)
 #pragma GCC unroll 8
     for (int i = 0; i < width; i += 4) {
@@ -215,7 +219,8 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
 }
 
 /* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES], for the first `rows` rows, a constant at each
-   use. Lines of a have stride `a_line`, those of b stride 1; steps have strides `a_step` and `b_step`, all in words. */
+   use. Lines of a have stride `a_line`, those of b stride 1; steps have strides `a_step` and `b_step`, all in words.
+   What follows b is fetched: in place the next panel, in strides that the processor does not foresee. */
 #define TILE(NAME, MULTIPLY_ADD)                                                                                       \
   ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_line, int64_t a_step, const packed_word *b,  \
                           int64_t b_step, int64_t steps, int is_first, float *sums) {                                  \
@@ -226,6 +231,8 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
       for (int64_t k = from; k < stop; k++) {                                                                          \
         const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                             \
         const vector b_0 = *(const vector *)of_b, b_1 = *(const vector *)(of_b + VECTOR);                              \
+        __builtin_prefetch(of_b + LANES, 0, 2);                                                                        \
+        __builtin_prefetch(of_b + LANES + VECTOR, 0, 2);                                                               \
         _Pragma("GCC unroll 14") for (int r = 0; r < rows; r++) {                                                      \
           s[r][0] = MULTIPLY_ADD(s[r][0], of_a[r * a_line], b_0);                                                      \
           s[r][1] = MULTIPLY_ADD(s[r][1], of_a[r * a_line], b_1);                                                      \
@@ -273,46 +280,37 @@ DEFINE_HIGH_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
 #define LOW_PRECISION_PACKING ROUND_TO_BFLOAT16
 #endif
 
-/* Panels of b that one or two rows are multiplied by at a time: the sums of fewer would wait for each other. */
+/* Panels of b that one row is multiplied by at a time: the sums of fewer would wait for each other. */
 #define WIDE_PANELS 4
-#define MAX_WIDE_ROWS 2
+/* Steps of b that are fetched ahead of a row. */
+#define FETCHED_STEPS 16
 
-/* As TILE, for WIDE_PANELS panels of b, `b_panel` words apart; sums [WIDE_PANELS, ROWS, LANES]. */
+/* As TILE for one row and WIDE_PANELS panels of b, `b_panel` words apart; sums [WIDE_PANELS, ROWS, LANES]. */
 #define WIDE_TILE(NAME, MULTIPLY_ADD)                                                                                  \
-  ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_step, const packed_word *b, int64_t b_step,  \
-                          int64_t b_panel, int64_t steps, int is_first, float *sums) {                                 \
+  static __attribute__((noinline)) void NAME(const packed_word *a, const packed_word *b, int64_t b_step,               \
+                                             int64_t b_panel, int64_t steps, int is_first, float *sums) {              \
     for (int64_t from = 0; from < steps; from += STEPS) {                                                              \
       const int64_t stop = min_i64(steps, from + STEPS);                                                               \
-      vector s[MAX_WIDE_ROWS][2 * WIDE_PANELS];                                                                        \
-      _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++)                                                           \
-          _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) s[r][v] = (vector){0};                     \
+      vector s[2 * WIDE_PANELS];                                                                                       \
+      _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) s[v] = (vector){0};                            \
       for (int64_t k = from; k < stop; k++) {                                                                          \
-        const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                             \
+        const aliased_word *of_b = b + k * b_step;                                                                     \
         _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                            \
-          const vector b_v = *(const vector *)(of_b + v / 2 * b_panel + v % 2 * VECTOR);                               \
-          _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++) s[r][v] = MULTIPLY_ADD(s[r][v], of_a[r], b_v);        \
+          const aliased_word *of_v = of_b + v / 2 * b_panel + v % 2 * VECTOR;                                          \
+          __builtin_prefetch(of_v + FETCHED_STEPS * b_step, 0, 2);                                                     \
+          s[v] = MULTIPLY_ADD(s[v], ((const aliased_word *)a)[k * ROWS], *(const vector *)of_v);                       \
         }                                                                                                              \
       }                                                                                                                \
-      _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++)                                                           \
-          _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                          \
-        vector *to = (vector *)(sums + (v / 2 * ROWS + r) * LANES + v % 2 * VECTOR);                                   \
-        if (from || !is_first) s[r][v] += *to;                                                                         \
-        *to = s[r][v];                                                                                                 \
+      _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                              \
+        vector *to = (vector *)(sums + v / 2 * ROWS * LANES + v % 2 * VECTOR);                                         \
+        if (from || !is_first) s[v] += *to;                                                                            \
+        *to = s[v];                                                                                                    \
       }                                                                                                                \
     }                                                                                                                  \
   }
 WIDE_TILE(wide_tile, FMA_FLOAT)
-#define DEFINE_WIDE_TILE_VARIANT(NAME, TILE, COUNT)                                                            \
-  static __attribute__((noinline)) void NAME(const packed_word *a, const packed_word *b, int64_t b_step,       \
-                                             int64_t b_panel, int64_t steps, int is_first, float *sums) {      \
-    TILE(COUNT, a, ROWS, b, b_step, b_panel, steps, is_first, sums);                                           \
-  }
-DEFINE_WIDE_TILE_VARIANT(wide_tile_1, wide_tile, 1)
-DEFINE_WIDE_TILE_VARIANT(wide_tile_2, wide_tile, 2)
 #ifdef __AVX512BF16__
 WIDE_TILE(wide_tile_of_pairs, DOT_BFLOAT16_PAIR)
-DEFINE_WIDE_TILE_VARIANT(wide_pairs_1, wide_tile_of_pairs, 1)
-DEFINE_WIDE_TILE_VARIANT(wide_pairs_2, wide_tile_of_pairs, 2)
 #endif
 
 typedef void tile_variant(const packed_word *a, int64_t a_stride, const packed_word *b, int64_t b_step, int64_t steps,
@@ -407,7 +405,7 @@ ALWAYS_INLINE void compute_tile(operand_side of_a, operand_side of_b, int64_t i,
   }
 }
 
-/* Compute the tiles of at most MAX_WIDE_ROWS rows and the complete panels j to j + WIDE_PANELS - 1 of b, as compute_tile
+/* Compute the tiles of one row and the complete panels j to j + WIDE_PANELS - 1 of b, as compute_tile
    does; panels of packed words are `b_panel` words apart. */
 ALWAYS_INLINE void compute_wide_tile(operand_side of_a, operand_side of_b, int64_t j, const packed_word *a_packed,
                                      const packed_word *b_packed, int64_t b_panel, float *sums) {
@@ -421,10 +419,10 @@ ALWAYS_INLINE void compute_wide_tile(operand_side of_a, operand_side of_b, int64
       b = (const packed_word *)float_at(y, j * LANES, 0), b_step = y.step, panel = LANES;
 #ifdef __AVX512BF16__
     if (of_a.packing == BFLOAT16_PAIRS)
-      (of_a.lines == 1 ? wide_pairs_1 : wide_pairs_2)(a_packed, b, b_step, panel, steps, is_first, sums);
+      wide_tile_of_pairs(a_packed, b, b_step, panel, steps, is_first, sums);
     else
 #endif
-      (of_a.lines == 1 ? wide_tile_1 : wide_tile_2)(a_packed, b, b_step, panel, steps, is_first, sums);
+      wide_tile(a_packed, b, b_step, panel, steps, is_first, sums);
     a_packed += steps * ROWS, b_packed += steps * LANES, is_first &= steps == 0;
   }
 }
@@ -489,11 +487,11 @@ void gemm(const gemm_args *args) {
         pack_operand(thread_rows, ROWS, of_a, from, to);
         const int64_t last = (column_chunk + 1) * num_panels / column_chunks;
         int64_t j = column_chunk * num_panels / column_chunks;
-        if (rows <= MAX_WIDE_ROWS)
+        if (rows == 1)
           for (; j + WIDE_PANELS <= last && (first + j + WIDE_PANELS) * LANES <= columns; j += WIDE_PANELS) {
             compute_wide_tile(of_a, of_b, first + j, thread_rows, columns_packed + j * LANES * steps, LANES * steps, sums);
             for (int64_t i = 0; i < WIDE_PANELS; i++)
-              store_tile(out, 0, (first + j + i) * LANES, sums + i * ROWS * LANES, rows, LANES);
+              store_tile(out, 0, (first + j + i) * LANES, sums + i * ROWS * LANES, 1, LANES);
           }
         for (; j < last; j++)
           for (int64_t i = from; i < to; i++) {

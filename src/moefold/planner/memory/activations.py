@@ -216,10 +216,13 @@ class ActivationMemoryTable:
         if self.model_spec.config is None or not self._has_fixed_head_sizes(mapping):
             return table
         formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
+        plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
         for name, parts in end_columns(formula).items():
             if name in ("head", "mtp", "logits", "delayed_head"):
-                found = group_parts(parts)
-                table[:, self.columns.end_column(name)] = found if axis == 1 else found.sum()
+                column = self.columns.end_column(name)
+                # What is recomputed of the layer of `mtp` changes its size by a multiple of the tokens.
+                found = group_parts(parts) - plain[:, column]
+                table[:, column] += found if axis == 1 else found.sum()
         return table
 
     def _compute_table(

@@ -58,7 +58,7 @@ class MemoryEstimate:
     """Buffers of routed tokens."""
     logits: float
     pipeline: float
-    """Hidden states that were sent or are awaited."""
+    """Hidden states and gradients between stages."""
     workspace: float
     capacity: float
 
@@ -182,12 +182,7 @@ class MemoryModel:
         if not mapping.overlap:
             return snapshots
         at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
-        return MemorySnapshots(
-            snapshots.states[at],
-            snapshots.activations[at],
-            snapshots.occurrence[at],
-            snapshots.messages_per_micro_batch[at],
-        )
+        return MemorySnapshots(snapshots.states[at], snapshots.activations[at], snapshots.occurrence[at])
 
     def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of all memory strategies, whether or not they recompute communication."""
@@ -205,10 +200,7 @@ class MemoryModel:
             shortest = schedule_spec.shortest_equivalent
             if shortest not in cache:
                 cache[shortest] = find(shortest, *self._stage_chunks(schedule_spec), self.columns)
-            extra = schedule_spec.num_micro_batches - shortest.num_micro_batches
-            cache[schedule_spec] = (
-                cache[shortest].with_more_micro_batches(extra, self.columns) if extra else cache[shortest]
-            )
+            cache[schedule_spec] = cache[shortest]
         return cache[schedule_spec]
 
     def _schedule_spec(self, mapping: ParallelMapping) -> StepSchedule:

@@ -12,11 +12,12 @@ from functools import partial
 from math import gcd
 from typing import Any, Protocol
 
+from moefold.config.bounds import range_problems
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import fold
-from moefold.validate.config import RULES, validate_ranges
+from moefold.validate.config import RULES
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES, validate_dispatch_kernels, validate_routing
 from moefold.validate.parallel import (
@@ -193,7 +194,7 @@ class MappingConstraints:
     """
 
     def __init__(self, cfg: Config) -> None:
-        raise_all(validate_ranges(cfg))
+        raise_all(range_problems(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
         raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
         uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))

@@ -23,7 +23,6 @@ from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config
 from moefold.config.sites import SitesConfig
-from moefold.convert.init_from import load_initial_weights
 from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError, RunError
@@ -119,7 +118,7 @@ class Checkpointing(Callback):
         elif self._adapters is not None:
             self.init_message += load_initial_adapters(run.cfg, run.training.model)
         else:
-            self.init_message = load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+            self.init_message = _load_initial_weights(run)
             if run.cfg.trains_indexers_only and not self.init_message:
                 self.init_message = (
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
@@ -315,6 +314,16 @@ class Checkpointing(Callback):
             outer.start()
             return
         outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, cfg))
+
+
+def _load_initial_weights(run: TrainingContext) -> str:
+    """Load the weights that the recipe names, if any; collective. Returns a description."""
+    if not (run.cfg.checkpoint.init_from or run.cfg.model.upcycle_from):
+        return ""
+    # The readers of Hugging Face folders are a tenth of the trainer's modules.
+    from moefold.convert.init_from import load_initial_weights
+
+    return load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
 
 
 def _resume_messages(run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:

@@ -1,0 +1,135 @@
+"""SHA-256 of bytes while they are written or read, in a thread beside the copying, so that no file is read again."""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from moefold.checkpoint.manifest import FileDigest
+
+MAX_WAITING_BYTES = 1 << 24
+"""Bytes that wait for the thread; a larger block waits alone."""
+
+
+class HashingThread:
+    """Thread that adds blocks to SHA-256 hashes in the order of the calls; `with` waits for the last block."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "hashing")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._waiting_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        if error is None:
+            self.drain()
+
+    def update(self, digest: "hashlib._Hash", block: memoryview | bytes) -> None:
+        """Add a block, which nothing may change before `drain`, to a hash; wait while too many bytes wait.
+
+        Args:
+            digest: not to be read before `drain`.
+            block: contiguous bytes.
+        """
+        while self._waiting and self._waiting_bytes + len(block) > MAX_WAITING_BYTES:
+            self._wait_for_first()
+        self._waiting.append((self._thread.submit(digest.update, block), len(block)))
+        self._waiting_bytes += len(block)
+
+    def drain(self) -> None:
+        """Wait for all blocks."""
+        while self._waiting:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        future, num_bytes = self._waiting.popleft()
+        future.result()
+        self._waiting_bytes -= num_bytes
+
+
+class HashingWriter(dcp.FileSystemWriter):
+    """DCP writer of a folder whose data files are hashed while they are written.
+
+    Args:
+        folder: an existing folder.
+        thread: the thread that hashes; None: the writing one.
+        sync_files: whether a file is on the disk when it is complete.
+
+    Attributes:
+        digests: size and hash of each data file that this process has written.
+    """
+
+    def __init__(self, folder: Path, thread: HashingThread | None = None, *, sync_files: bool = True) -> None:
+        super().__init__(folder, sync_files=sync_files)
+        self.digests: dict[str, FileDigest] = {}
+        self.fs = _HashingFileSystem(self.digests, thread)
+
+
+class _HashingFileSystem(FileSystem):
+    """Files of DCP, also on a `RemotePath`, which has the methods that it calls; records the digests of data files."""
+
+    def __init__(self, digests: dict[str, FileDigest], thread: HashingThread | None) -> None:
+        super().__init__()
+        self._digests = digests
+        self._thread = thread
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file to be written, and record its digest once it is complete."""
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashedStream(stream, self._thread)
+            yield hashed
+        if Path(path).name.endswith(".distcp"):
+            self._digests[path.name] = FileDigest(hashed.size, hashed.sha256.hexdigest())
+
+
+class _HashedStream:
+    """File that is written once, with the hash and the number of the bytes that passed."""
+
+    def __init__(self, stream: Any, thread: HashingThread | None) -> None:
+        self._stream = stream
+        self._thread = thread
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        """Hash and write bytes."""
+        content = memoryview(data).cast("B")
+        if self._thread is None:
+            self.sha256.update(content)
+        else:
+            self._thread.update(self.sha256, content)
+        self._stream.write(content)
+        if self._thread is not None:
+            # The caller may use the memory for something else from here on.
+            self._thread.drain()
+        self.size += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self.size
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file, which DCP synchronises."""
+        return int(self._stream.fileno())
+
+    def close(self) -> None:
+        """Complete the file."""
+        self._stream.close()

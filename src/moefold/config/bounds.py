@@ -1,0 +1,68 @@
+"""Bounds and traits of all recipe keys, read from the annotations of their fields."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from moefold.config.field import Bound, Most, Trait
+from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
+from moefold.config.schema import Config
+from moefold.config.suggestions import key_types, sections
+
+
+def range_problems(cfg: Config) -> Iterator[str]:
+    """Yield one message for each key whose value is out of its range."""
+    for section, key, bound in bounds():
+        value = getattr(getattr(cfg, section), key)
+        if not bound.is_legal(value):
+            yield f"{section}.{key}={value!r} {bound.rule}"
+
+
+@cache
+def bounds() -> tuple[tuple[str, str, Bound], ...]:
+    """Return section, key and rule of every key with a range, in schema order."""
+    found = (
+        (section, key, entry)
+        for section in sections()
+        for key, metadata in _metadata(section).items()
+        for entry in metadata
+    )
+    return tuple((section, key, entry) for section, key, entry in found if isinstance(entry, Bound))
+
+
+def max_magnitude(section: str, key: str) -> float | None:
+    """Return the largest magnitude of a key, or None for a key that takes no number."""
+    hint = key_types(section)[key]
+    if hint not in (int, float):
+        return None
+    return own_maxima().get(f"{section}.{key}", MAX_INTEGER if hint is int else MAX_NUMBER)
+
+
+def max_integer(section: str, key: str) -> int:
+    """Return the largest value of a key that takes integers."""
+    return own_maxima().get(f"{section}.{key}", MAX_INTEGER)
+
+
+@cache
+def own_maxima() -> dict[str, int]:
+    """Return the largest magnitude of each key that has one of its own, by name."""
+    return {
+        f"{section}.{key}": entry.value
+        for section in sections()
+        for key, metadata in _metadata(section).items()
+        for entry in metadata
+        if isinstance(entry, Most)
+    }
+
+
+def keys_with(section: str, trait: Trait) -> frozenset[str]:
+    """Return the keys of a section whose annotation has a trait."""
+    return frozenset(key for key, metadata in _metadata(section).items() if trait in metadata)
+
+
+@cache
+def _metadata(section: str) -> dict[str, tuple[Any, ...]]:
+    """Return the metadata in the annotation of each key."""
+    hints = get_type_hints(sections()[section], include_extras=True)
+    return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(sections()[section])}

@@ -1,0 +1,51 @@
+"""Facts about a recipe key in the annotation of its field: `steps: Annotated[int, at_least(1)] = 100`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Rule on the value of a key, checked for every config before it is used."""
+
+    rule: str
+    """What the value must be, as the message says it after key and value."""
+    is_legal: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Most:
+    """Largest magnitude of a number, far above what any machine runs; checked while a recipe is read.
+
+    Numbers without it have the largest magnitude of their type (`config/limits.py`).
+    """
+
+    value: int
+
+
+class Trait(Enum):
+    """Property of a key that the code of another part asks for."""
+
+    SAME_TENSORS = auto()
+
+
+SAME_TENSORS = Trait.SAME_TENSORS
+"""A key of [model] that does not change the meaning of stored tensors, or that is compared by its effect."""
+
+
+def at_least(low: int, meaning: str = "") -> Bound:
+    """Return the rule that a number is at least `low`.
+
+    Args:
+        low: the smallest legal value.
+        meaning: what some value means, such as "0: never".
+    """
+    return Bound(f"must be at least {low}{f' ({meaning})' if meaning else ''}", lambda value: value >= low)
+
+
+POSITIVE = Bound("must be greater than 0", lambda value: value > 0)
+BELOW_ONE = Bound("must lie in [0, 1): at least 0 and below 1", lambda value: 0 <= value < 1)
+SHARE = Bound("must lie in (0, 1]: above 0 and at most 1", lambda value: 0 < value <= 1)
+ZERO_TO_ONE = Bound("must lie between 0 and 1", lambda value: 0 <= value <= 1)

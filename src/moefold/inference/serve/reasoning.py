@@ -1,0 +1,67 @@
+"""Reasoning in the text of an answer: what stands between `<think>` and `</think>`. Torch-free."""
+
+from moefold.errors import ConfigError
+
+BEGIN = "<think>"
+END = "</think>"
+MARKS = frozenset({BEGIN, END})
+
+
+def check_reasons(source: str, location: str) -> None:
+    """Check that a chat template has the marks of reasoning.
+
+    Args:
+        source: of the template.
+        location: of the template, for the message.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if END not in source:
+        raise ConfigError(
+            f"--reasoning has no effect: the chat template of {location} has no {BEGIN} and {END}; leave it out, or "
+            "name a template that has them with --chat-template"
+        )
+
+
+class ReasoningReader:
+    """Splits the text of an answer into reasoning and the rest, as it comes.
+
+    Args:
+        is_open: whether the prompt ends inside of reasoning; else an answer may begin with it.
+    """
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._is_open = is_open
+        self._is_done = False
+        self._pending = ""
+
+    def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
+        """Add text; return reasoning and other text that are final.
+
+        Args:
+            text: the next part of the answer.
+            is_end: whether it is the last one.
+        """
+        if self._is_done:
+            return "", text
+        self._pending += text
+        if not self._is_open:
+            start = self._pending.lstrip()
+            if not start.startswith(BEGIN):
+                self._is_done = is_end or not BEGIN.startswith(start)
+                return "", self._take(len(self._pending) if self._is_done else 0)
+            self._is_open = True
+            self._pending = start[len(BEGIN) :]
+        end = self._pending.find(END)
+        if end >= 0:
+            self._is_done = True
+            reasoning = self._take(end)
+            return reasoning, self._take(len(self._pending))[len(END) :]
+        held = 0 if is_end else next(n for n in range(len(END) - 1, -1, -1) if self._pending.endswith(END[:n]))
+        return self._take(len(self._pending) - held), ""
+
+    def _take(self, length: int) -> str:
+        taken = self._pending[:length]
+        self._pending = self._pending[length:]
+        return taken

@@ -1,0 +1,193 @@
+"""Plan of the messages of a pipeline: when each rank posts receives, sends, and releases what it sent. Torch-free.
+
+A rank runs the operations of its plan in order. The plan comes from one simulated execution of all ranks, in which a
+message is sent and its receive posted at the same point of a common order, and a send is waited for after that point.
+So all operations of all ranks have one common order that each rank follows, and an operation waits for earlier ones
+only: no rank can deadlock, whether messages pass each other or queue up per pair of ranks or per rank, and whether
+`isend` and `irecv` block or not.
+
+A receive is posted when its message is sent in the simulation, at most `CHANNEL_CAPACITY` ahead of the stage that needs
+them, and a sent tensor is released once its message is consumed there. What is in memory does not grow with the number
+of micro-batches, unless the schedule itself needs that.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moefold.topology.pipeline_action import Action, ActionResult, Slot, SlotRow
+
+CHANNEL_CAPACITY = 2
+"""Messages from one stage to the next that may wait there; a schedule that would deadlock may have more."""
+DURATIONS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+"""Simulated durations of the actions. They decide how far ahead messages are received, not whether a plan is safe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Allocate a buffer for a message and post its receive."""
+
+    message: ActionResult
+    peer: int
+    """Pipeline rank that sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start to send a message."""
+
+    message: ActionResult
+    peer: int
+    """Pipeline rank that receives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Wait until a message is sent, and free it."""
+
+    message: ActionResult
+
+
+Operation = Receive | Send | Release | Slot
+RankPlan = tuple[Operation, ...]
+"""Operations of a pipeline rank, in order: its slots, and the messages between them."""
+
+
+def consumer(result: ActionResult, num_stages: int) -> int | None:
+    """Return the stage that needs the hidden states or the gradient of an action, or None."""
+    stage, kind, _ = result
+    target = stage + {"F": 1, "I": -1}.get(kind, num_stages)
+    return target if 0 <= target < num_stages else None
+
+
+def received(action: Action, num_stages: int) -> ActionResult | None:
+    """Return the hidden states or the gradient that an action needs from another stage, or None."""
+    return next((result for result in action.consumes(num_stages) if result[0] != action.stage), None)
+
+
+def plan_messages(rows: Sequence[SlotRow], stage_ranks: Sequence[int]) -> tuple[RankPlan, ...]:
+    """Plan the messages of a schedule.
+
+    Args:
+        rows: the slots of every pipeline rank, free of deadlocks.
+        stage_ranks: the pipeline rank of each stage.
+
+    Raises:
+        ValueError: the rows deadlock.
+    """
+    return _Planner(rows, stage_ranks).run()
+
+
+def forward_rows(rows: Sequence[SlotRow]) -> tuple[SlotRow, ...]:
+    """Return the forward passes of a schedule, in its order."""
+    return tuple(tuple((action,) for slot in row for action in slot if action.kind == "F") for row in rows)
+
+
+def live_messages(plan: RankPlan, num_stages: int, *, overlaps: bool) -> list[int]:
+    """Count the messages in memory while each slot of a plan runs, without those that it consumes or produces.
+
+    Counted are posted receives, sent tensors that are not released, and what waits for another stage of the rank.
+
+    Args:
+        plan: the operations of a rank.
+        num_stages: stages of the pipeline.
+        overlaps: whether the actions of a slot run at the same time; otherwise one after the other, and each is
+            counted.
+    """
+    counts = []
+    live = 0
+    for operation in plan:
+        if not isinstance(operation, tuple):
+            # A sent tensor is counted from the end of its slot on.
+            live += isinstance(operation, Receive) - isinstance(operation, Release)
+            continue
+        for group in (operation,) if overlaps else [(action,) for action in operation]:
+            live -= sum(received(action, num_stages) is not None for action in group)
+            counts.append(live)
+            live += sum(consumer(action.produces, num_stages) is not None for action in group)
+    assert live == 0, "all messages are consumed and released"
+    return counts
+
+
+class _Planner:
+    """One simulated execution of all ranks."""
+
+    def __init__(self, rows: Sequence[SlotRow], stage_ranks: Sequence[int]) -> None:
+        self._rows = rows
+        self._rank_of = stage_ranks
+        self._num_stages = len(stage_ranks)
+        self._plans: list[list[Operation]] = [[] for _ in rows]
+        self._num_started = [0] * len(rows)
+        self._idle = set(range(len(rows)))
+        self._results: set[ActionResult] = set()
+        self._waiting: Counter[tuple[int, str]] = Counter()
+        self._running: list[tuple[float, int]] = []
+
+    def run(self) -> tuple[RankPlan, ...]:
+        """Execute all slots, and return the plan of each rank."""
+        now = 0.0
+        while True:
+            self._start_slots(now)
+            if not self._running:
+                break
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                self._finish_slot(heapq.heappop(self._running)[1])
+        if any(map(self._next_slot, range(len(self._rows)))):
+            raise ValueError("the schedule deadlocks")
+        return tuple(map(tuple, self._plans))
+
+    def _next_slot(self, rank: int) -> Slot | None:
+        row = self._rows[rank]
+        at = self._num_started[rank]
+        return row[at] if at < len(row) else None
+
+    def _start_slots(self, now: float) -> None:
+        """Start the next slot of every idle rank that has its inputs, and room for its outputs at their receivers."""
+        has_inputs = []
+        for rank in sorted(self._idle):
+            slot = self._next_slot(rank)
+            if slot is None:
+                self._idle.discard(rank)
+            elif self._has_inputs(slot):
+                has_inputs.append((rank, slot))
+        for rank, slot in has_inputs:
+            if self._has_room(slot):
+                self._start_slot(rank, slot, now)
+        if has_inputs and not self._running:
+            # Only room is missing: one of them needs more, or nothing would ever be consumed.
+            self._start_slot(*has_inputs[0], now)
+
+    def _has_inputs(self, slot: Slot) -> bool:
+        return all(needed in self._results for action in slot for needed in action.consumes(self._num_stages))
+
+    def _has_room(self, slot: Slot) -> bool:
+        return all(self._waiting[action.stage, action.produces[1]] < CHANNEL_CAPACITY for action in slot)
+
+    def _start_slot(self, rank: int, slot: Slot, now: float) -> None:
+        self._idle.discard(rank)
+        self._num_started[rank] += 1
+        self._plans[rank].append(slot)
+        heapq.heappush(self._running, (now + sum(DURATIONS[action.kind] for action in slot), rank))
+        for action in slot:
+            message = received(action, self._num_stages)
+            if message is not None:
+                self._waiting[message[0], message[1]] -= 1
+                sender = self._rank_of[message[0]]
+                if sender != rank:
+                    self._plans[sender].append(Release(message))
+
+    def _finish_slot(self, rank: int) -> None:
+        self._idle.add(rank)
+        for action in self._rows[rank][self._num_started[rank] - 1]:
+            result = action.produces
+            self._results.add(result)
+            target = consumer(result, self._num_stages)
+            if target is None:
+                continue
+            self._waiting[result[0], result[1]] += 1
+            peer = self._rank_of[target]
+            if peer != rank:
+                self._plans[rank].append(Send(result, peer))
+                self._plans[peer].append(Receive(result, rank))

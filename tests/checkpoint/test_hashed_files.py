@@ -1,0 +1,32 @@
+import hashlib
+
+import torch
+
+from moefold.checkpoint.hashed_files import MAX_WAITING_BYTES, HashingThread
+from moefold.checkpoint.manifest import digest_file
+from moefold.checkpoint.streaming_io import TensorChunk, write_chunks
+
+
+def test_a_thread_hashes_blocks_in_order_however_many_wait():
+    blocks = [bytes([i % 251]) * (MAX_WAITING_BYTES // 3) for i in range(7)] + [b"", b"x" * (MAX_WAITING_BYTES + 1)]
+    digests = [hashlib.sha256(), hashlib.sha256()]
+    with HashingThread() as thread:
+        for i, block in enumerate(blocks):
+            thread.update(digests[i % 2], block)
+    expected = [hashlib.sha256(b"".join(blocks[i::2])).hexdigest() for i in range(2)]
+    assert [digest.hexdigest() for digest in digests] == expected
+
+
+def test_digests_of_written_files_are_those_of_the_files_read_back(tmp_path):
+    values = {"one": torch.randn(300, 700), "two": torch.randn(5).bfloat16()}
+    chunks = [TensorChunk("one", 0, 100), TensorChunk("one", 100, 300), TensorChunk("two", 0, 5)]
+    digests = write_chunks(
+        tmp_path,
+        {name: tuple(value.shape) for name, value in values.items()},
+        {name: value.dtype for name, value in values.items()},
+        chunks,
+        lambda chunk: values[chunk.name][chunk.start : chunk.stop].clone(),
+    )
+    files = sorted(tmp_path.glob("*.distcp"))
+    assert files
+    assert digests == {file.name: digest_file(file) for file in files}

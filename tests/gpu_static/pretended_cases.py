@@ -1,0 +1,155 @@
+"""Features of training and families of models that run on the pretended device, as keyword arguments of `tiny`.
+
+The first row of each table is fast, the others are slow.
+"""
+
+from typing import Any
+
+from tests.verify.feature_cases import GATED, GPT_OSS_MODEL, MLA, SCALED
+from tests.verify.recipes import LATENT
+
+Case = dict[str, dict[str, Any]]
+SMALL_VOCABULARY = {"vocab_size": 8}
+DOCUMENTS = {"document_end": 2}
+WINDOW = {"attention_pattern": "WF", "sliding_window": 5}
+LINEAR = {
+    "attention_pattern": "LF",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
+SHORT_CONVOLUTION = {"attention_pattern": "LF", "linear_attention": "short_convolution"}
+SPARSE = {"index_topk": 4, "index_heads": 2, "index_head_dim": 4}
+SIGMOID = {"expert_bias": True, "router_score": "sigmoid"}
+SHARED = {"shared_expert_ffn_hidden_size": 16}
+HOST = {"offload_min_kib": 0}
+SSD = HOST | {"offload_dir": "{folder}"}
+FEATURES: dict[str, Case] = {
+    "gpt-oss, documents": {"model": GPT_OSS_MODEL, "data": DOCUMENTS},
+    "plain": {},
+    "documents": {"model": SMALL_VOCABULARY, "data": DOCUMENTS},
+    "documents, MLA": {"model": MLA | SMALL_VOCABULARY, "data": DOCUMENTS},
+    "window": {"model": WINDOW},
+    "window, documents": {"model": WINDOW | SMALL_VOCABULARY, "data": DOCUMENTS},
+    "gpt-oss": {"model": GPT_OSS_MODEL},
+    "MLA": {"model": LATENT},
+    "MTP": {"model": {"mtp_layers": 2}},
+    "gated": {"model": GATED},
+    "scaled": {"model": SCALED},
+    "Muon": {"train": {"optimizer": "muon"}},
+    "SPSA": {"train": {"optimizer": "spsa", "spsa_max_gradient": 5.0}},
+    "delayed gradients": {"train": {"gradient_delay": 1, "delay_correction": 1.0}},
+    "reset moments": {"train": {"reset_moments_every": 1}},
+    "loss in chunks": {"train": {"loss_chunk": 4}},
+    "loss in one chunk": {"train": {"loss_chunk": -1}},
+    "moments in bfloat16": {"train": {"moment_dtype": "bfloat16", "beta2": 0.98}},
+    "recompute layers": {"train": {"recompute": ("layer",)}},
+    "recompute parts": {"train": {"recompute": ("norms", "core_attention", "expert_activation")}},
+    "recompute MoE": {"train": {"recompute": ("moe",)}},
+    "offload layers": {"train": {"offload": ("layer",)} | HOST},
+    "offload to files": {"train": {"offload": ("moe", "core_attention"), "offload_to": "ssd"} | SSD},
+    "offload norms": {"train": {"offload": ("norms", "expert_activation")} | HOST},
+    "moments on the host": {"train": {"offload_optimizer": "host"} | HOST},
+    "moments in files": {"train": {"offload_optimizer": "ssd"} | SSD},
+    "drop": {"moe": {"capacity_factor": 0.75}},
+    "drop and pad": {"moe": {"capacity_factor": 0.75, "pad_to_capacity": True}},
+    "drop by position": {"moe": {"capacity_factor": 0.75, "drop_policy": "position"}},
+    "Sinkhorn": {"moe": {"choice": "sinkhorn"}},
+    "quantile": {"moe": {"choice": "quantile"}, "model": SIGMOID},
+    "round robin": {"moe": {"choice": "round_robin"}},
+    "skewed": {"moe": {"choice": "skewed"}},
+    "jitter": {"moe": {"input_jitter": 0.1}},
+    "router in float64": {"moe": {"router_dtype": "float64"}},
+    "aux loss of sequences": {"moe": {"aux_kind": "sequence"}},
+    "aux loss of a global batch": {"moe": {"aux_kind": "global_batch"}},
+    "aux loss of the last batch": {"moe": {"aux_kind": "last_global_batch"}},
+    "shared expert": {"model": SHARED | {"shared_expert_gate": True}},
+    "tied": {"model": {"tie_embeddings": True}},
+    "latent experts": {"model": {"moe_hidden_size": 6} | SHARED | SIGMOID},
+    "zero experts": {"model": {"zero_experts": 2}},
+    "shortcut": {"model": {"moe_shortcut": True, "layer_pattern": "MD"} | SHARED},
+    "groups": {"model": {"num_groups": 4, "top_groups": 2} | SIGMOID},
+    "SparseMixer": {"model": {"router_softmax": "sparsemixer"}},
+    "QK norm of all heads": {"model": {"qk_norm": True, "qk_norm_width": "all_heads"}},
+    "Gated DeltaNet": {"model": LINEAR | {"linear_attention": "gated_deltanet", "linear_num_key_heads": 2}},
+    "KDA": {"model": LINEAR | {"linear_attention": "kda"}},
+    "GLA": {"model": LINEAR | {"linear_attention": "gla"}},
+    "short convolution": {"model": SHORT_CONVOLUTION},
+    "sparse attention": {"model": SPARSE},
+    "chunked attention": {"model": {"attention_pattern": "CF", "attention_chunk_size": 8}},
+    "LoRA": {"lora": {"rank": 2}},
+    "LayerNorm": {"model": {"norm": "layernorm"}},
+    "MXFP8": {"train": {"precision": "mxfp8"}},
+    "NVFP4": {"train": {"precision": "nvfp4"}},
+}
+"""Features of one rank, in float32."""
+
+TILED = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "moe_ffn_hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "init_std": 0.05,
+    "num_layers": 2,
+    "num_experts": 4,
+    "vocab_size": 16,
+}
+"""Sizes that the kernels of GPUs take."""
+TILED_MLA = {
+    "attention": "mla",
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "rope_interleaved": True,
+}
+TILED_GPT_OSS = GPT_OSS_MODEL | {"swiglu_limit": 0.1}
+TILED_LINEAR = LINEAR | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+BFLOAT16: dict[str, Case] = {
+    "plain": {},
+    "documents": {"model": SMALL_VOCABULARY, "data": DOCUMENTS},
+    "MLA": {"model": TILED_MLA},
+    "MLA, documents": {"model": TILED_MLA | SMALL_VOCABULARY, "data": DOCUMENTS},
+    "gpt-oss": {"model": TILED_GPT_OSS},
+    "gpt-oss, documents": {"model": TILED_GPT_OSS | SMALL_VOCABULARY, "data": DOCUMENTS},
+    "dense layer, shared expert": {
+        "model": {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True}
+        | {"qk_norm": True}
+    },
+    "groups": {"model": {"num_groups": 4, "top_groups": 2} | SIGMOID},
+    "drop": {"moe": {"capacity_factor": 0.75}},
+    "drop and pad": {"moe": {"capacity_factor": 0.75, "pad_to_capacity": True}},
+    "weights inside the experts": {"moe": {"weight_in_expert": True}},
+    "zero experts": {"model": {"zero_experts": 2}},
+    "loss in chunks": {"train": {"loss_chunk": 16}},
+    "recompute": {"train": {"recompute": ("norms", "expert_activation", "core_attention")}},
+    "FP8": {"train": {"precision": "fp8-blockwise"}},
+    "FP8 dispatch": {"moe": {"dispatch_precision": "fp8-blockwise"}},
+    "Gated DeltaNet": {"model": TILED_LINEAR | {"linear_attention": "gated_deltanet"}},
+    "KDA": {"model": TILED_LINEAR | {"linear_attention": "kda", "linear_num_key_heads": 4}},
+    "GLA": {"model": TILED_LINEAR | {"linear_attention": "gla", "linear_num_key_heads": 4}},
+    "sparse attention": {"model": {"index_topk": 8, "index_heads": 2, "index_head_dim": 16}},
+    "MTP, tied": {"model": {"mtp_layers": 1, "tie_embeddings": True}},
+    "latent experts": {"model": {"moe_hidden_size": 32, "shared_expert_ffn_hidden_size": 64}},
+}
+"""Features in bfloat16, whose kernels are interpreted."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-oss": GPT_OSS_MODEL,
+    "plain": {},
+    "MLA": LATENT,
+    "gated": GATED,
+    "scaled": SCALED,
+    "window": WINDOW,
+    "chunked attention": {"attention_pattern": "CF", "attention_chunk_size": 8},
+    "Gated DeltaNet": LINEAR | {"linear_attention": "gated_deltanet"},
+    "KDA": LINEAR | {"linear_attention": "kda"},
+    "GLA": LINEAR | {"linear_attention": "gla"},
+    "short convolution": SHORT_CONVOLUTION,
+    "sparse attention": SPARSE,
+    "zero experts": {"zero_experts": 2},
+    "groups": {"num_groups": 4, "top_groups": 2} | SIGMOID,
+}
+"""Models of the rollout engine."""

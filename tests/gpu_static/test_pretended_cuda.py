@@ -1,0 +1,229 @@
+"""CUDA branches with values, on a device that is not there: training, generation, GPU tests; and that it can fail."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu_suites import GPU_TESTS
+from moefold.comm.groups import ParallelGroups
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
+from moefold.launch.ranks import init_distributed, single_rank_env
+from moefold.model.attention import AttentionMaskSpec
+from moefold.ops.triton import experts as triton_experts
+from moefold.parallel.parallelize import parallelize
+from moefold.validate.config import check_config
+from tests.architecture.rules import ROOT
+from tests.gpu import test_moments
+from tests.gpu.runs import losses_on
+from tests.gpu_static.pretended_cases import BFLOAT16, FAMILIES, FEATURES, TILED
+from tests.gpu_static.pretended_cuda import CUDA, is_pretended, pretended_cuda
+from tests.model.moe import test_experts
+from tests.ops import test_block_attention
+from tests.verify.recipes import tiny
+
+STEPS = 2
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+
+
+def first_is_fast(names):
+    """Return the names as parameters, all but the first one slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(names)]
+
+
+def _recipe(case, folder, **sizes):
+    case = {section: dict(keys) for section, keys in case.items()}
+    train = {"global_batch_size": 2, "micro_batch_size": 1} | sizes.pop("train", {}) | case.pop("train", {})
+    if "offload_dir" in train:
+        train["offload_dir"] = str(folder)
+    cfg = tiny(model=sizes.pop("model", {}) | case.pop("model", {}), train=train, **case)
+    return replace(cfg, run=replace(cfg.run, dtype="float32", kernels="plain"))
+
+
+@pytest.mark.parametrize("name", first_is_fast(FEATURES))
+def test_a_feature_trains_as_on_a_cpu(tmp_path, name):
+    cfg = _recipe(FEATURES[name], tmp_path)
+    expected = losses_on(cfg, "cpu", STEPS)
+    with pretended_cuda():
+        found = losses_on(replace(cfg, run=replace(cfg.run, kernels="auto")), "cuda", STEPS)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", first_is_fast(BFLOAT16))
+def test_kernels_in_bfloat16_train_as_float32_does(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(triton_experts, "supports_grouped_mm", lambda *args: False)
+    # The interpreter takes half a second for a launch: the fast row has one layer.
+    sizes = TILED | ({"num_layers": 1} if name == next(iter(BFLOAT16)) else {})
+    cfg = _recipe(BFLOAT16[name], tmp_path, model=sizes, train={"micro_batch_size": 2, "seq_len": 16})
+    expected = losses_on(cfg, "cpu", STEPS)
+    run = replace(cfg.run, dtype="bfloat16", kernels="auto", device="cuda", deterministic=True)
+    with pretended_cuda():
+        found = losses_on(replace(cfg, run=run), "cuda", STEPS)
+    assert found == pytest.approx(expected, rel=2e-2)
+
+
+def _generated(cfg, device_type, cache, *, records_routing):
+    with init_distributed(single_rank_env(), device_type) as device:
+        model = parallelize(cfg, ParallelGroups.create(check_config(cfg), device))
+        prompts = [tuple((i * j + 3) % 8 for j in range(length)) for i, length in enumerate((70, 1, 3))]
+        requests = [
+            Request(prompt=prompt, prompt_number=i, max_tokens=5, eos_ids=frozenset({77}), num_alternatives=2)
+            for i, prompt in enumerate(prompts)
+        ]
+        settings = EngineSettings(slots=2, pass_tokens=16, cache=cache)
+        params = SamplingParams(temperature=0.7, top_k=5, seed=1)
+        engine = RolloutEngine(model, settings, params, records_routing=records_routing)
+        return [
+            (done.tokens, None if done.expert_ids is None else done.expert_ids.tolist())
+            for done in engine.generate(requests)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "records_routing"),
+    [
+        *(pytest.param(name, "latents", False, marks=[pytest.mark.slow] if i else [])
+          for i, name in enumerate(FAMILIES)),
+        pytest.param("MLA", "heads", False, marks=pytest.mark.slow),
+        pytest.param("plain", "latents", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_family_generates_the_tokens_of_a_cpu(name, cache, records_routing):
+    cfg = tiny(model=FAMILIES[name], train={"seq_len": 96, "global_batch_size": 1})
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="plain"))
+    expected = _generated(cfg, "cpu", cache, records_routing=records_routing)
+    with pretended_cuda():
+        assert _generated(cfg, "cuda", cache, records_routing=records_routing) == expected
+
+
+def test_gpu_tests_of_moments_can_pass(tmp_path):
+    """A row of the GPU tests; `test_gpu_tests_pass_on_the_pretended_device` runs the others."""
+    with pretended_cuda():
+        test_moments.test_moments_outside_of_the_gpu_give_the_same_bits(tmp_path, "adamw", "float32", "host")
+
+
+def test_gpu_tests_of_past_windows_can_pass():
+    with pretended_cuda():
+        test_block_attention.test_past_windows_of_the_cuda_kernel_equal_the_masked_twin()
+
+
+def test_gpu_tests_of_experts_can_pass():
+    with pretended_cuda():
+        test_experts.test_grouped_kernel_equals_the_loop_on_cuda((3, 0, 5, 2))
+
+
+def test_a_query_that_attends_to_no_key_is_no_window():
+    """The flash kernel would read the window of -1 as no limit."""
+    with pretended_cuda(), pytest.raises(AssertionError, match="the last query attends to no key"):
+        AttentionMaskSpec(200).past_mask(range(400, 550), range(100, 350), _bfloat16(250, 1, 2, 16))
+
+
+def _bfloat16(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+SLOW_ON_A_CPU = ("test_cuda_graphs", "test_deterministic", "test_kernels", "test_offload")
+"""Files of GPU tests that capture, start processes of their own, or wait for the device."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_gpu_tests_pass_on_the_pretended_device():
+    files = [name for name in GPU_TESTS if name not in ("tests/gpu", "tests/ops/triton", "tests/metrics/test_rss.py")]
+    files += [f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+              if path.stem not in SLOW_ON_A_CPU]  # fmt: skip
+    plugin = ["-p", "tests.gpu_static.pretended_plugin", "-p", "no:cacheprovider"]
+    # Whole runs in bfloat16 take the interpreter hours.
+    chosen = ["-m", "gpu and not slow", "-k", "not gpt_oss and not bfloat16_trains"]
+    # Staging of an asynchronous save needs memory that an accelerator pinned.
+    goes_on = "tests/gpu/test_checkpoint.py::test_a_run_goes_on_where_the_other_device_stopped"
+    chosen += [f"--deselect={goes_on}[{places}-True]" for places in ("cuda-cpu", "cpu-cuda")]
+    command = [sys.executable, "-m", "pytest", "-q", *plugin, *chosen, *files]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+# Negative controls: what the device is for is noticed.
+
+
+def test_a_tensor_left_on_the_cpu_is_noticed():
+    with pretended_cuda():
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(RuntimeError, match=r"same device, but aten::add.Tensor|same device, but aten::add"):
+            x + torch.ones(3)
+        assert (x + torch.ones(3).to("cuda")).device == CUDA
+        # A number on the CPU is an argument of a kernel, and an index is copied.
+        assert (x + torch.tensor(1.0)).tolist() == [2.0] * 3
+        assert x[torch.tensor([0, 2])].is_cuda
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.ones(3)[torch.tensor([0, 2], device="cuda")] + x.index_select(0, torch.tensor([0]))
+
+
+def test_a_tensor_left_on_the_cpu_in_a_backward_pass_is_noticed():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.ones(grad.shape)
+
+    with pretended_cuda(), pytest.raises(RuntimeError, match="same device, but aten::mul"):
+        Wrong.apply(torch.ones(3, device="cuda", requires_grad=True)).sum().backward()
+
+
+@needs_triton
+def test_a_cpu_pointer_given_to_a_kernel_is_noticed():
+    from moefold.ops.triton.rope import apply_rope
+
+    with pretended_cuda():
+        x, cos, sin = (torch.ones(4, 1, 1, 16, device="cuda") for _ in range(3))
+        assert apply_rope(x, cos, sin, is_interleaved=False).is_cuda
+        with pytest.raises(ValueError, match=r"cannot be accessed from Triton \(cpu tensor\?\)"):
+            apply_rope(x, cos.cpu(), sin, is_interleaved=False)
+
+
+@pytest.mark.parametrize("read", [lambda x: x.numpy(), np.asarray])
+def test_an_array_of_a_cuda_tensor_is_noticed(read):
+    with pretended_cuda():
+        with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+            read(torch.ones(3, device="cuda"))
+        assert read(torch.ones(3, device="cuda").cpu()).sum() == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.zeros(2, device="cuda"),
+        lambda x: torch.zeros(2, device=torch.device("cuda", 0)),
+        lambda x: torch.zeros_like(x),
+        lambda x: x.new_zeros(2),
+        lambda x: torch.ones(2).to(x),
+        lambda x: torch.ones(2).cuda(),
+        lambda x: x.to(torch.float64),
+        lambda x: x.view(2, 1),
+        lambda x: torch.arange(2, device=x.device),
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    ],
+)
+def test_what_is_made_for_the_device_is_on_it(make):
+    with pretended_cuda():
+        x = torch.ones(2, device="cuda")
+        y = make(x)
+        assert (y.device, y.is_cuda, y.is_cpu, y.get_device()) == (CUDA, True, False, 0)
+        assert not torch.ones(2).is_cuda
+        assert not y.cpu().is_cuda
+    # Nothing is left of it.
+    assert not torch.cuda.is_available()
+    assert y.device.type == "cpu"
+    assert is_pretended(y)
