@@ -207,7 +207,7 @@ def _prediction_lines(rows: list[dict[str, Any]], measured: MeasuredRows) -> Ite
 
 
 def _range(low: float, high: float) -> str:
-    return f"{low:.4g}" if low == high else f"{low:.3g} to {high:.3g}"
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
 def scaled_range(

@@ -354,6 +354,8 @@ def _exported(checkpoint: Path, out: Path) -> Iterator[str]:
 
 UNSTABLE_FILES = (".writer.json",)
 """Files of a checkpoint that name the process and the time."""
+SIZED_FILES = (".metadata", "manifest.json")
+"""Files with a random id of the save, or with the digest of such a file: their size alone is compared."""
 
 
 def file_digests(folder: Path) -> Iterator[str]:
@@ -361,7 +363,8 @@ def file_digests(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in UNSTABLE_FILES:
             content = path.read_bytes()
-            yield f"{path.relative_to(folder)} {len(content)} {hashlib.sha256(content).hexdigest()}"
+            digest = "" if path.name in SIZED_FILES else hashlib.sha256(content).hexdigest()
+            yield f"{path.relative_to(folder)} {len(content)} {digest}".rstrip()
 
 
 SUBJECTS = (
@@ -496,9 +499,11 @@ def diff_texts(before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence
 def compute(root: Path, names: Sequence[str], subjects: Sequence[str]) -> Iterator[tuple[str, Texts]]:
     """Yield each recipe with its full texts, computed on all cores."""
     tasks = partial(texts_of, root, subjects=subjects)
-    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("fork")) as pool:
-        # Recipes of a model are neighbours, and some have the same small model.
-        yield from zip(names, pool.map(tasks, names, chunksize=4), strict=True)
+    workers = min(len(names), os.cpu_count() or 1)
+    # Recipes of a model are neighbours, and some have the same small model.
+    size = max(1, min(4, len(names) // workers))
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        yield from zip(names, pool.map(tasks, names, chunksize=size), strict=True)
 
 
 def dump(root: Path, out: Path, names: Sequence[str], subjects: Sequence[str]) -> None:

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu_roofline, gpu_stages
+from benchmarks import gpu_stages
 from benchmarks.gpu_report import EMPTY, KINDS, PAGE, render
 from benchmarks.gpu_suites import PREDICTIONS, suite_stages
 from moefold.cost.hardware import load_device
+from tests.gpu_static.uninterpreted import run_uninterpreted
 
-RATES = dict(gpu_roofline.RATES)
 STORED = json.loads(PREDICTIONS.read_text())
 COPY = {"stage": "rates", "name": "copy", "unit": "GB/s", "h100": [10, 20], "h200": [20, 40], "copy": 0, "gemm": 0,
         "derivation": "a guess"}  # fmt: skip
@@ -195,21 +195,33 @@ def test_predicted_layers_agree_with_the_estimate_of_the_kernels():
         assert f"{share.replace('%', ' %')} by benchmarks/gpu_roofline.py" in row["derivation"]
 
 
+SHARES = """
+import json
+from benchmarks import gpu_roofline as roofline
+from benchmarks.gpu_stages import LAYERS
+known = dict(roofline.RATES)
+gemms = [name for name in known if "gemm" in name or "gradient" in name]
+gemms = [name for name in gemms if name not in ("float32 gemm", "triton grouped gemm")]
+def estimate_s(layer, names, factor=1.1):
+    roofline.RATES.update({name: rate._replace(value=rate.value * (factor if name in names else 1.0))
+                           for name, rate in known.items()})
+    return roofline.estimate_layer(roofline.Layer(*layer)).total
+shares = {}
+for layer in LAYERS:
+    whole = estimate_s(layer, [])
+    shares[f"{layer[0]} {layer[1]} balanced, moefold"] = {
+        share: (1 - estimate_s(layer, names) / whole) / (1 - 1 / 1.1)
+        for share, names in (("copy", ["memory"]), ("gemm", gemms))
+    }
+print(json.dumps(shares))
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "tokens"), gpu_stages.LAYERS)
-def test_shares_of_layers_are_those_of_the_estimate(monkeypatch, preset, tokens):
+def test_shares_of_layers_are_those_of_the_estimate():
     """The share of a rate is by how much the estimate falls where the rate rises."""
     pytest.importorskip("triton")
-
-    def estimate_s(*names, factor):
-        rates = {name: rate._replace(value=rate.value * factor) for name, rate in RATES.items() if name in names}
-        monkeypatch.setattr(gpu_roofline, "RATES", RATES | rates)
-        return gpu_roofline.estimate_layer(gpu_roofline.Layer(preset, tokens)).total
-
-    gemms = [name for name in RATES if "gemm" in name or "gradient" in name]
-    gemms = [name for name in gemms if name not in ("float32 gemm", "triton grouped gemm")]
-    whole = estimate_s(factor=1.0)
-    (row,) = [row for row in STORED["rows"] if row["name"] == f"{preset} {tokens} balanced, moefold"]
-    for share, names in (("copy", ["memory"]), ("gemm", gemms)):
-        found = (1 - estimate_s(*names, factor=1.1) / whole) / (1 - 1 / 1.1)
-        assert row[share] == pytest.approx(found, abs=0.02), share
+    found = run_uninterpreted("-c", SHARES)
+    for name, shares in found.items():
+        (row,) = [row for row in STORED["rows"] if row["name"] == name]
+        assert {share: row[share] for share in shares} == pytest.approx(shares, abs=0.02), name

@@ -118,7 +118,7 @@ BFLOAT16: dict[str, Case] = {
         "model": {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True}
         | {"qk_norm": True}
     },
-    "groups": {"model": {"num_groups": 4, "top_groups": 2} | SIGMOID},
+    "groups": {"model": {"num_groups": 4, "top_groups": 2, "num_experts": 8} | SIGMOID},
     "drop": {"moe": {"capacity_factor": 0.75}},
     "drop and pad": {"moe": {"capacity_factor": 0.75, "pad_to_capacity": True}},
     "weights inside the experts": {"moe": {"weight_in_expert": True}},

@@ -12,6 +12,8 @@ import torch
 
 from benchmarks.gpu_suites import GPU_TESTS
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.host_copy import copy_together_to_device
+from moefold.inference.engine.draw import Draw, choose_tokens
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
@@ -102,6 +104,27 @@ def test_a_family_generates_the_tokens_of_a_cpu(name, cache, records_routing):
     expected = _generated(cfg, "cpu", cache, records_routing=records_routing)
     with pretended_cuda():
         assert _generated(cfg, "cuda", cache, records_routing=records_routing) == expected
+
+
+def test_tokens_are_drawn_on_the_device():
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(12, 3000)
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.5, top_k=7),
+        SamplingParams(top_k=900, top_p=0.9, min_p=1e-3),
+    ]
+    draws = [Draw(kinds[i % 4], i / 12) for i in range(12)]
+    expected = choose_tokens(logits, draws).tolist()
+    arrays = (np.arange(5), np.arange(6, dtype=np.int32).reshape(2, 3))
+    with pretended_cuda():
+        found = choose_tokens(logits.to("cuda"), draws)
+        assert found.device == CUDA
+        assert found.tolist() == expected
+        copied = copy_together_to_device(arrays, CUDA)
+        assert all(one.device == CUDA for one in copied)
+        assert [one.tolist() for one in copied] == [one.tolist() for one in arrays]
 
 
 def test_gpu_tests_of_moments_can_pass(tmp_path):

@@ -1,4 +1,4 @@
-"""SHA-256 of bytes while they are written or read, in a thread beside the copying, so that no file is read again."""
+"""SHA-256 of bytes while they are written or read, in a thread that runs while others copy: no file is read again."""
 
 import hashlib
 from collections import deque

@@ -41,7 +41,7 @@ from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.topology.rollout_mapping import fetches_experts
 
 MODULES_COST = "about 1 ms of CPU time more for each in every pass"
-"""Of a layer of the small benchmark shape on a Zen 4, beside the same layer in C."""
+"""Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
 
 
 def modules_notice(model: InferenceModel | ParallelModel) -> str:

@@ -6,7 +6,7 @@ from moefold.topology.rollout_mapping import has_rollout_mapping
 EXACT_LIMIT = 1e-6
 """Limit in nats where sampling has the bits of training, in any dtype."""
 STALE_LIMIT = 1.0
-"""Limit in nats on rollouts of older weights: training has never moved them as far, and broken weights have."""
+"""Limit in nats on rollouts of older weights: some updates move them by hundredths, broken weights by more than it."""
 ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
 """Limit in nats by run.dtype where sampling differs by rounding: some tokens go to other experts then."""
 

@@ -169,7 +169,7 @@ class RouterOverride(Protocol):
 
     @property
     def only_records(self) -> bool:
-        """Whether it leaves all choices as they are."""
+        """Return whether it leaves all choices as they are."""
         ...
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class ReplayedRouting:
 
     @property
     def only_records(self) -> bool:
-        """Whether no choice is replaced."""
+        """Return whether no choice is replaced."""
         return self.replayed_NSK is None
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:

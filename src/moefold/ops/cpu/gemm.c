@@ -62,6 +62,8 @@
 #endif
 #include "multiply_add.h"
 
+#define FETCH_INTO_L2(address) __builtin_prefetch(address, 0, 2)
+
 typedef uint32_t packed_word;
 typedef uint32_t aliased_word __attribute__((may_alias));
 
@@ -160,7 +162,7 @@ ALWAYS_INLINE void transpose_panel(packed_word *panel, const int width, const vo
     for (int64_t k = 0; k < block_steps; k += BLOCK) {
       const char *const block = (const char *)lines + i * stride + 4 * k;
       /* The same lines of the next panel. */
-      for (int r = 0; r < BLOCK; r++) __builtin_prefetch(block + (width + r) * stride, 0, 2);
+      for (int r = 0; r < BLOCK; r++) FETCH_INTO_L2(block + (width + r) * stride);
       transpose_block(panel + k * width + i, width, block, stride);
     }
   for (int64_t k = block_steps; k < steps; k += 4)
@@ -220,8 +222,8 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
 
 /* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES], for the first `rows` rows, a constant at each
    use. Lines of a have stride `a_line`, those of b stride 1; steps have strides `a_step` and `b_step`, all in words.
-   What follows b is fetched: in place the next panel, in strides that the processor does not foresee. */
-#define TILE(NAME, MULTIPLY_ADD)                                                                                       \
+   FETCH takes what follows b: of an operand read in place the next panel, whose strides no processor foresees. */
+#define TILE(NAME, MULTIPLY_ADD, FETCH)                                                                                \
   ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_line, int64_t a_step, const packed_word *b,  \
                           int64_t b_step, int64_t steps, int is_first, float *sums) {                                  \
     for (int64_t from = 0; from < steps; from += STEPS) {                                                              \
@@ -231,8 +233,8 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
       for (int64_t k = from; k < stop; k++) {                                                                          \
         const aliased_word *of_a = a + k * a_step, *of_b = b + k * b_step;                                             \
         const vector b_0 = *(const vector *)of_b, b_1 = *(const vector *)(of_b + VECTOR);                              \
-        __builtin_prefetch(of_b + LANES, 0, 2);                                                                        \
-        __builtin_prefetch(of_b + LANES + VECTOR, 0, 2);                                                               \
+        FETCH(of_b + LANES);                                                                                           \
+        FETCH(of_b + LANES + VECTOR);                                                                                  \
         _Pragma("GCC unroll 14") for (int r = 0; r < rows; r++) {                                                      \
           s[r][0] = MULTIPLY_ADD(s[r][0], of_a[r * a_line], b_0);                                                      \
           s[r][1] = MULTIPLY_ADD(s[r][1], of_a[r * a_line], b_1);                                                      \
@@ -246,7 +248,7 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
     }                                                                                                                  \
   }
 #define FMA_FLOAT(sum, a, b) multiply_add(sum, bits_to_float(a), b)
-TILE(tile, FMA_FLOAT)
+TILE(tile, FMA_FLOAT, FETCH_INTO_L2)
 
 /* Variants with a constant number of rows, and a constant stride of 1 for lines or for steps of a. Arguments are
    scalars, not structs: loads of struct members after the stores of the results would stall until these are done. */
@@ -272,7 +274,9 @@ DEFINE_HIGH_TILES_BY_LINES(tile_by_lines, tile)
 #ifdef __AVX512BF16__
 #define DOT_BFLOAT16_PAIR(sum, a, b) \
   ((vector)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_set1_epi32((int)(a)), (__m512bh)(b)))
-TILE(tile_of_pairs, DOT_BFLOAT16_PAIR)
+/* Pairs are always packed. */
+#define FETCH_NOTHING(address)
+TILE(tile_of_pairs, DOT_BFLOAT16_PAIR, FETCH_NOTHING)
 DEFINE_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
 DEFINE_HIGH_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
 #define LOW_PRECISION_PACKING BFLOAT16_PAIRS
@@ -297,7 +301,7 @@ DEFINE_HIGH_TILES_BY_LINES(pairs_by_lines, tile_of_pairs)
         const aliased_word *of_b = b + k * b_step;                                                                     \
         _Pragma("GCC unroll 8") for (int v = 0; v < 2 * WIDE_PANELS; v++) {                                            \
           const aliased_word *of_v = of_b + v / 2 * b_panel + v % 2 * VECTOR;                                          \
-          __builtin_prefetch(of_v + FETCHED_STEPS * b_step, 0, 2);                                                     \
+          FETCH_INTO_L2(of_v + FETCHED_STEPS * b_step);                                                                \
           s[v] = MULTIPLY_ADD(s[v], ((const aliased_word *)a)[k * ROWS], *(const vector *)of_v);                       \
         }                                                                                                              \
       }                                                                                                                \
