@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm.gloo_collectives import begin_gather, begin_sum_scatter, uses_gloo
 from moefold.comm.groups import Group
 
 T = TypeVar("T")
@@ -105,14 +106,25 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Concatenate the tensors of the members of a process group along dim 0 into `out`. No gradient."""
+    if uses_gloo(handle, x.device):
+        return _wait_unless(begin_gather(out, x, handle), async_op)
     return _all_gather(out, x, group=handle, async_op=async_op)
 
 
 def reduce_scatter_into(
-    out: Tensor, x: Tensor, handle: dist.ProcessGroup, op: Any, *, async_op: bool = False
+    out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Reduce `x` over the members of a process group and write this rank's part to `out`. No gradient."""
-    return _reduce_scatter(out, x, op=op, group=handle, async_op=async_op)
+    """Sum `x` over the members of a process group and write this rank's part to `out`. No gradient."""
+    if uses_gloo(handle, x.device):
+        return _wait_unless(begin_sum_scatter(out, x, handle), async_op)
+    return _reduce_scatter(out, x, group=handle, async_op=async_op)
+
+
+def _wait_unless(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:

@@ -27,6 +27,7 @@ from torch.export import register_dataclass
 from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.shared_exchange import SharedExchange, open_shared_exchange
 from moefold.comm.torch_compat import (
     init_fsdp_root,
     remove_fsdp_forward_hooks,
@@ -293,9 +294,10 @@ class PerRankGradDots:
     scattered, it reads the buffer that it allocated for FSDP, after the all-reduce.
     """
 
-    def __init__(self, group: Group, *, replicates: bool) -> None:
+    def __init__(self, group: Group, *, replicates: bool, exchange: SharedExchange | None) -> None:
         self.is_enabled = False
         self._group = group
+        self._exchange = exchange
         self._replicates = replicates
         self._buffers: list[Tensor] = []
         self._gram_matrix: Tensor | None = None
@@ -303,7 +305,7 @@ class PerRankGradDots:
 
     def attach(self, module: FSDPModule) -> None:
         """Install this object as the module's custom reduce-scatter, with a timed all-gather."""
-        module.set_custom_all_gather(TimedAllGather(self._group.comm_timer))  # type: ignore[arg-type]  # as below
+        module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self._exchange))  # type: ignore[arg-type]  # as below
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
         if self._replicates:
             module.set_all_reduce_hook(self._after_all_reduce)
@@ -339,10 +341,14 @@ class PerRankGradDots:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce-scatter as FSDP's default does."""
+        assert op == dist.ReduceOp.SUM, op
         if self.is_enabled and not self._replicates:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
-            return reduce_scatter_into(output_tensor, input_tensor, group, op, async_op=async_op)
+            if self._exchange is not None:
+                self._exchange.sum_scatter_into(output_tensor, input_tensor)
+                return None
+            return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
 
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)
@@ -369,8 +375,9 @@ class PerRankGradDots:
 class TimedAllGather:
     """FSDP custom all-gather that counts its time as communication."""
 
-    def __init__(self, comm_timer: CommTimer) -> None:
+    def __init__(self, comm_timer: CommTimer, exchange: SharedExchange | None) -> None:
         self._comm_timer = comm_timer
+        self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the output buffer."""
@@ -381,6 +388,9 @@ class TimedAllGather:
     ) -> dist.Work | None:
         """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
+            if self._exchange is not None:
+                self._exchange.gather_into(output_tensor, input_tensor)
+                return None
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)
 
 
@@ -402,9 +412,15 @@ class FSDPCommHooks:
 
 
 def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPCommHooks:
-    """Install the communication hooks on all FSDP modules of the stages."""
-    dense = PerRankGradDots(groups.attn.dp_cp, replicates=zero == 0)
-    experts = PerRankGradDots(groups.moe.edp, replicates=zero == 0)
+    """Install the communication hooks on all FSDP modules of the stages; collective."""
+    dense, experts = (
+        PerRankGradDots(
+            group,
+            replicates=zero == 0,
+            exchange=open_shared_exchange(group, groups.device) if zero else None,
+        )
+        for group in (groups.attn.dp_cp, groups.moe.edp)
+    )
     for stage in stages:
         for module in stage.modules():
             dots = experts if isinstance(module, Experts) else dense

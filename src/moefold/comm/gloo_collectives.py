@@ -1,0 +1,103 @@
+"""All-gather and reduce-scatter of FSDP's shards by messages between the members of a gloo group.
+
+torch's reduce-scatter on gloo copies its input, all-reduces the copy and keeps a part of it: twice the bytes on the
+wire. Its all-gather receives into a buffer of its own and copies from there. Here each member sends what another one
+needs straight from the caller's tensors, and receives into them.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GATHER_TAG = 2
+REDUCE_TAG = 3
+"""Message tags, apart from those of ring communication in `comm/collectives.py`."""
+
+NO_TIMEOUT = timedelta(0)
+"""As torch has it: the timeout of the process group."""
+
+
+class _Messages(dist.Work):
+    """Messages of a collective in flight; they keep the tensors of the messages.
+
+    Args:
+        receives: the receives, in the order of the members.
+        sends: the sends.
+        finish: computes the result from what was received.
+    """
+
+    def __init__(self, receives: Sequence[dist.Work], sends: Sequence[dist.Work], finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._receives = receives
+        self._sends = sends
+        self._finish = finish
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until the result is there and the tensors that were sent may change."""
+        for work in self._receives:
+            work.wait(timeout)
+        self._finish()
+        for work in self._sends:
+            work.wait(timeout)
+        return True
+
+
+def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether gloo runs the collectives of a process group on tensors of a device, in host memory."""
+    return device.type == "cpu" and dist.get_backend(handle) == "gloo"
+
+
+def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
+    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part.
+
+    Args:
+        out: contiguous.
+        x: contiguous; must not change until the work is done.
+        handle: a gloo group, all of whose members call this.
+    """
+    parts = out.view(-1).chunk(handle.size())
+    own = parts[handle.rank()]
+    if own.data_ptr() != x.data_ptr():
+        own.copy_(x.view(-1))
+    return _exchange([own] * len(parts), parts, handle, GATHER_TAG, lambda: None)
+
+
+def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
+    """Start to sum tensors over the members; `out` gets this rank's part along dim 0, added in the members' order.
+
+    Args:
+        out: contiguous.
+        x: contiguous; must not change until the work is done.
+        handle: a gloo group, all of whose members call this.
+    """
+    size = handle.size()
+    rank = handle.rank()
+    parts = x.view(-1).chunk(size)
+    total = out.view(-1)
+    others = [member for member in range(size) if member != rank]
+    spare = total.new_empty(max(size - 2, 0), total.numel())
+    received = dict(zip(others, [total, *spare], strict=True)) | {rank: parts[rank]}
+    terms = [received[member] for member in range(size)]
+
+    def finish() -> None:
+        torch.add(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            total.add_(term)
+
+    return _exchange(parts, terms, handle, REDUCE_TAG, finish)
+
+
+def _exchange(
+    sent: Sequence[Tensor], received: Sequence[Tensor], handle: dist.ProcessGroup, tag: int, finish: Callable[[], None]
+) -> dist.Work:
+    """Send one tensor to each other member and receive one from each; their own items are not used."""
+    rank = handle.rank()
+    size = handle.size()
+    # Member r starts with r + 1: no member gets all messages first.
+    others = [(rank + step) % size for step in range(1, size)]
+    receives = [dist.irecv(received[member], group=handle, group_src=member, tag=tag) for member in sorted(others)]
+    sends = [dist.isend(sent[member], group=handle, group_dst=member, tag=tag) for member in others]
+    return _Messages([work for work in receives if work], [work for work in sends if work], finish)
