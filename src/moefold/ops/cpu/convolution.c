@@ -97,7 +97,7 @@ void convolution_forward(convolution_inputs in, void *out, int threads) {
 }
 
 /* Compute the gradients of x and previous, and the gradients of the weights of each sample, float32 [B, K, C]: row k
-   belongs to the token k before. */
+   is for the token k positions before. */
 void convolution_backward(convolution_inputs in, const void *grad, void *grad_x, void *grad_previous,
                           float *grad_weight, int threads) {
   const int64_t blocks = (in.channels + CHANNELS - 1) / CHANNELS, taps = in.taps;
