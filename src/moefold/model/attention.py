@@ -39,7 +39,7 @@ from moefold.ops.rope import NoRope, Rope
 
 @dataclass(frozen=True)
 class AttentionMaskSpec:
-    """Limits of a query's context in addition to causality. Positions are positions in the whole sample.
+    """Limits of a query's context in addition to causality. Positions refer to the whole sample.
 
     A query at position p attends to the keys at f .. p, f = max(start of its document, p - window + 1). Documents are
     contiguous, so the start of the query's document suffices, and no mask data is sent with the keys.

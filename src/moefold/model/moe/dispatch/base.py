@@ -63,8 +63,7 @@ class ExpertMigration(Protocol):
             weights: of the experts of this rank, each [experts, ...].
 
         Returns:
-            The same weights, which replace the arguments, and the weights of the received experts, each [received,
-                ...].
+            The same weights, which replace the arguments, and the received experts' weights, each [received, ...].
         """
         ...
 
