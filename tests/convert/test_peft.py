@@ -256,7 +256,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
     assert main(["import", str(RECORDED), "out", "--base", str(folder / "moe")]) == 2
     assert "has adapters of modules that this model lacks or that cannot be adapted: " in capsys.readouterr().err
     assert main(["import", str(RECORDED), "out"]) == 2
-    assert "which is no folder here; name that of the model with --base DIR" in capsys.readouterr().err
+    assert "which is not a folder here; name the model's folder with --base DIR" in capsys.readouterr().err
     _spoil(folder, tmp_path / "part")
     tensors = load_file(RECORDED / "adapter_model.safetensors")
     kept = {name: values for name, values in tensors.items() if ".layers.2." not in name}
