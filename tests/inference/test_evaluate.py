@@ -1,4 +1,4 @@
-"""Loss and logits of evaluation equal those of transformers on the same weights, under every axis."""
+"""Evaluation gives the loss and logits of transformers on the same weights, under every axis."""
 
 from contextlib import nullcontext
 from pathlib import Path

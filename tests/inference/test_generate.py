@@ -1,4 +1,4 @@
-"""Decoding with a cache computes what the whole sequence gives: logits, greedy tokens, and those of transformers."""
+"""Decoding with a cache gives the logits and greedy tokens of the whole sequence, and transformers' greedy tokens."""
 
 from pathlib import Path
 

@@ -40,7 +40,7 @@ def test_the_cache_and_the_weights_are_as_large_as_computed(pool, tmp_path, kind
     for num_ranks, mapping in ((1, {"dtype": "float32"}), (2, {"tp": 2, "ep": 2}), (2, {"pp": 2})):
         for cache in ("latents", "heads")[: 1 + (kind == "deepseek-v3")]:
             for rank, (there, computed) in enumerate(pool.run(num_ranks, kept_bytes, tmp_path, mapping, cache)):
-                # Of a pipeline the cache is that of the rank that has most layers.
+                # For a pipeline the computed cache is the cache of the rank that has most layers.
                 assert there[0] == computed[0] or (there[0] < computed[0] and "pp" in mapping)
                 # The last tp rank has a row less of a vocabulary that tp does not divide.
                 is_short = kind == "windows" and "tp" in mapping and rank == 1

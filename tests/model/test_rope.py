@@ -1,4 +1,4 @@
-"""Rotary frequencies and pairs, against those of transformers and against the definition."""
+"""Rotary frequencies and pairs, against transformers and against the definition."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def _model(**keys: Any) -> ModelConfig:
 
 
 def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
-    """A legal setting in our words and in those of transformers."""
+    """Return a legal setting in our words and in the words of transformers."""
     rng = random.Random(seed)
     theirs: dict[str, Any] = {
         "rope_type": "yarn",

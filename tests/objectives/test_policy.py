@@ -185,7 +185,7 @@ def test_the_gradient_over_all_texts_is_that_of_the_expected_reward(objective, b
 
     columns = {
         "labels": labels,
-        # The gradient of a geometric mean is that of a whole text over its length, for each of its tokens.
+        # For each token of a text, the gradient of a geometric mean is the gradient of the whole text over its length.
         "weights": probability.detach()[:, None] * is_sampled,
         "advantages": (rewards - baseline)[:, None].expand(8, 4),
         "old_log_probs": log_probs.detach(),

@@ -1,4 +1,4 @@
-"""Copies of the weights in the compute dtype, cast once a step: the numbers are those of a cast at each use."""
+"""Copies of the weights in the compute dtype, cast once a step: a cast at each use gives the same numbers."""
 
 from dataclasses import replace
 

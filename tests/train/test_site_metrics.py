@@ -30,7 +30,7 @@ def site_records(tmp_path, number: int) -> dict[int, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}])
 def test_loss_of_the_outer_weights_is_that_of_the_oracle(pool, tmp_path, mapping):
-    """The sites go on from mixed weights: the validation loss of phi is another one than that of the site."""
+    """The sites go on from mixed weights: the validation loss of phi is another one than the site's."""
     cfg = recipe(tmp_path, 4, STREAMING, every=1, **mapping)
     cfg = replace(
         cfg,

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo of two sites against that of torchft (`torchft.local_sgd.DiLoCo`)."""
+"""Streaming DiLoCo of two sites against torchft's DiLoCo (`torchft.local_sgd.DiLoCo`)."""
 
 import math
 from dataclasses import replace
@@ -107,7 +107,7 @@ class Replica:
         ]
         outer = [torch.optim.SGD(f.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True) for f in fragments]
         self.diloco = torchft.DiLoCo(
-            # Our first round is that of the last fragment.
+            # Our first round is the round of the last fragment.
             Manager(begun, NUM_FRAGMENTS - 1),
             fragments,
             self.inner,

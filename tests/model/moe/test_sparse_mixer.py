@@ -28,7 +28,7 @@ def _noise(seed: int, top_k: int, tokens: int = TOKENS, experts: int = EXPERTS) 
 
 
 def _theirs(logits: torch.Tensor, jitter: float, noise: torch.Tensor | None, monkeypatch) -> tuple[torch.Tensor, ...]:
-    """Choices and weights of transformers, whose random numbers are those of `noise`."""
+    """Return choices and weights of transformers, whose random numbers are taken from `noise`."""
     phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
     if noise is not None:
         per_choice = noise.unflatten(1, (2, -1))

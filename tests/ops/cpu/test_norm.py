@@ -53,7 +53,8 @@ def _definition(grad, x, weight):
 
 def _assert_equal(found, grad, x, weight):
     right = _definition(grad, x, weight)
-    # Of the parts that sums have: in a gradient all that lies along x cancels, and rows cancel in that of the weight.
+    # Bounds of gradients are made of the parts of their sums, because parts cancel: in the gradient of x all that lies
+    # along x, and in the gradient of the weight the rows.
     parts = (grad.double() * weight.double()).abs().amax(-1, keepdim=True) * right[1].view(*x.shape[:-1], 1)
     rows = (grad.double() * x.double()).reshape(-1, x.shape[-1]).abs() * right[1]
     bounds = (right[0].abs(), right[1], parts, rows.sum(0))
