@@ -1,4 +1,4 @@
-"""Random models of every family: logits, gradients and ten steps of AdamW are those of transformers, on any mapping."""
+"""Random models of every family: logits, gradients and ten steps of AdamW are as in transformers, on any mapping."""
 
 from dataclasses import replace
 from functools import cache

@@ -201,7 +201,7 @@ def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_pat
     made = published(tmp_path / "hf", layers=1, num_hidden_layers=61, n_routed_experts=3, n_group=1, topk_group=1)
     assert_loads(made.folder, made.model, monkeypatch, caplog)
     assert main(["import", str(made.folder), str(tmp_path / "ckpt")]) == 0
-    # Without what came along, the files are cut as those of a run.
+    # Without the files that came along, an export cuts its files as for a run.
     for file in (tmp_path / "ckpt" / "hf").iterdir():
         file.unlink()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--check"]) == 0

@@ -1,4 +1,4 @@
-"""Hugging Face folders read into models: the logits are those of transformers, under any mapping."""
+"""Hugging Face folders read into models: the logits equal transformers' logits, under any mapping."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""The estimate of FP8 against bfloat16 is that of docs/fp8.md, worked by hand."""
+"""The estimate of FP8 against bfloat16 equals the estimate of docs/fp8.md, worked by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Targets of conversations are those of transformers, and prompts are those of inference or a warning says so."""
+"""Conversations have the targets of transformers; their prompts equal inference's, or a warning says so."""
 
 import json
 import logging

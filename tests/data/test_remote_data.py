@@ -1,4 +1,4 @@
-"""Data of a remote folder: the samples are those of the same files on this machine."""
+"""Data of a remote folder: the same samples as from the same files on this machine."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Temporary folders: those of a process that was killed go with the next start, and no others."""
+"""Temporary folders: the next start removes the folders of a process that was killed, and no others."""
 
 import os
 import subprocess

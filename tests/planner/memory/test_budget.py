@@ -1,4 +1,4 @@
-"""The planner's memory is that of the runtime: its formula for the recipe of a mapping, and the built model's."""
+"""The planner's memory equals the runtime's: its formula for the recipe of a mapping, and the built model's bytes."""
 
 from dataclasses import replace
 from itertools import product
