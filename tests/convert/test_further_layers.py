@@ -142,7 +142,7 @@ def assert_mtp_loss_of_transformers(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
-def test_the_further_loss_is_that_of_transformers(tmp_path, name):
+def test_the_further_loss_equals_transformers(tmp_path, name):
     """The layers that a folder holds predict the second next token as transformers' drafting layers do."""
     made = published(tmp_path / "hf", layers=1, name=name)
     assert_mtp_loss_of_transformers(made)

@@ -34,7 +34,7 @@ def test_large_experts_pay_from_some_rows_on(micro_batches, rows):
         assert (" faster than bfloat16" in other.message) == is_faster
 
 
-def test_rows_and_widths_are_those_of_a_rank():
+def test_rows_and_widths_are_for_one_rank():
     cfg = load_config(None, ["model.preset=mixtral-8x7b"])
     cfg = replace(
         cfg,

@@ -69,7 +69,7 @@ def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys,
     assert message in err
 
 
-def test_the_states_of_linear_attention_are_those_of_the_prompts(tmp_path, capsys):
+def test_the_states_of_linear_attention_grow_with_the_prompts(tmp_path, capsys):
     """`generate` has no option for the number of slots: its message must not name one."""
     described_run(tmp_path, model={"preset": "tiny", "attention_pattern": "LF"})
     sizes = []

@@ -119,7 +119,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("action", "parallel"), CASES)
-def test_weights_are_those_of_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
+def test_weights_equal_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
     data = write_tokens(tmp_path / "data.npy")
     steps = 7 if action == "skip" else 6
     cfg = recipe(tmp_path / "run", data, steps, {"nonfinite": action}, **parallel)

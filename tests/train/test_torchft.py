@@ -127,7 +127,7 @@ class Replica:
         return found
 
 
-def test_streaming_rounds_are_those_of_torchft(pool, tmp_path):
+def test_streaming_rounds_equal_torchft(pool, tmp_path):
     """Five rounds of two fragments, with an overlap of two steps and half of the local weights kept."""
     torchft = pytest.importorskip("torchft.local_sgd", reason="pip install torchft-nightly")
     settings = {"count": 2, "every": EVERY, "fragment_layers": 1, "overlap": OVERLAP, "keep_local": KEEP_LOCAL}

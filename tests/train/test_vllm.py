@@ -87,7 +87,7 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
     ],
     ids=str,
 )
-def test_another_law_than_that_of_training_ends_the_run_before_the_update(pool, tmp_path, served, damage, rl, step):
+def test_another_law_than_in_training_ends_the_run_before_the_update(pool, tmp_path, served, damage, rl, step):
     with stand_in(recipe(tmp_path, 2), served) as server:
         for name, value in damage.items():
             setattr(server, name, value)

@@ -82,7 +82,7 @@ def test_every_width_is_right(kernel, dtype):
         _assert_equal(_passes(kernel, *given), *given)
 
 
-def test_long_sums_are_as_good_as_those_of_the_twin(native):
+def test_long_sums_are_as_good_as_in_the_twin(native):
     """The gradient of the weight over many rows, of which none cancels another, and squares of long rows."""
     for shape in ((200_000, 8), (3, 500_000)):
         grad, x, weight = (t.abs() for t in _given(*shape))
