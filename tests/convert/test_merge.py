@@ -70,7 +70,7 @@ def test_one_checkpoint_alone_keeps_every_bit(runs, tmp_path):
     assert not any(tensor.name.startswith("optimizer.") for tensor in stored_tensors(merged))
 
 
-def test_the_mean_is_that_of_numpy(runs, tmp_path):
+def test_the_mean_equals_numpy(runs, tmp_path):
     merged = _weights(
         _merge(tmp_path / "merged", *(runs / name for name in ("start", "math", "code")), weights=(1, 2, 5))
     )

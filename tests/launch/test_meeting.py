@@ -148,7 +148,7 @@ def test_site_that_missed_a_round_is_told_so():
 
 
 def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_that_round_alone():
-    """The others said hello before the round, with other weights than those of its checkpoint after the round."""
+    """The others said hello before the round, with other weights than its checkpoint has after the round."""
     point = Point(2)
     point.all_here(2)
     for site in range(2):
