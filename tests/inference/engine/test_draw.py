@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moefold.comm.torch_compat import TorchDispatchMode
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
@@ -107,6 +108,34 @@ def test_a_draw_waits_for_no_device():
     assert (found.device.type, found.dtype, found.shape) == ("meta", torch.int64, (6,))
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         found.tolist()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the elements of the largest result of an operator."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return found
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9, "min_p": 0.01}])
+def test_many_rows_need_no_more_memory_than_some(monkeypatch, params):
+    shared = SamplingParams(temperature=0.7, **params)
+    draws = [Draw(shared, row / 40) for row in range(40)]
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(1))
+    logits[7] = float("nan")
+    at_once = choose_tokens(logits, draws)
+    monkeypatch.setattr("moefold.inference.engine.draw.MAX_WEIGHTS", 170)
+    with LargestTensor() as largest:
+        assert torch.equal(choose_tokens(logits, draws), at_once)
+    assert largest.numel == 3 * 50
+    monkeypatch.setattr("moefold.inference.engine.draw.MAX_WEIGHTS", 20)
+    assert torch.equal(choose_tokens(logits, draws), at_once), "one row at a time"
 
 
 def test_sums_do_not_depend_on_their_order():

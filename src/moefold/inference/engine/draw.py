@@ -16,6 +16,8 @@ from moefold.inference.sampling import SamplingParams
 MANTISSA_BITS = 53
 SUM_BITS = 62
 """Bits of the sum of the weights of a row."""
+MAX_WEIGHTS = 1 << 24
+"""Weights of rows that are computed at a time, which take up to 41 bytes each; a row may have more."""
 NO_TOKEN = -1
 """Token id of a row whose logits are NaN or infinite."""
 
@@ -94,7 +96,13 @@ def check_drawn(tokens: Sequence[float]) -> None:
 
 
 def _choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Sample with the parameters of the first draw, which all rows share."""
+    """Sample with the parameters of the first draw, which all rows share, in parts of bounded memory."""
+    size = max(1, MAX_WEIGHTS // logits_NV.shape[-1])
+    starts = range(0, len(draws), size)
+    return torch.cat([_choose_part(logits_NV[i : i + size], draws[i : i + size]) for i in starts])
+
+
+def _choose_part(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     params = draws[0].params
     # NaN and infinity reach the maximum of their row.
     has_tokens_N = logits_NV.amax(-1).isfinite()
