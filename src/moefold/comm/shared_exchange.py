@@ -33,6 +33,11 @@ class SharedExchange:
         self._group = group
         self._turn = 0
 
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        """Return the process group of the members."""
+        return self._group.handle
+
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""
         parts = out.view(-1).chunk(self._group.size)

@@ -346,6 +346,7 @@ class PerRankGradDots:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
             if self._exchange is not None:
+                assert group == self._exchange.handle, "FSDP reduces in the group of the exchange"
                 self._exchange.sum_scatter_into(output_tensor, input_tensor)
                 return None
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
@@ -389,6 +390,7 @@ class TimedAllGather:
         """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
             if self._exchange is not None:
+                assert group == self._exchange.handle, "FSDP gathers in the group of the exchange"
                 self._exchange.gather_into(output_tensor, input_tensor)
                 return None
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)

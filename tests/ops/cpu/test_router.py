@@ -44,7 +44,15 @@ def test_a_row_without_softmax_is_nan_as_in_torch(kernel, value):
 def test_a_logit_of_minus_infinity_has_no_weight(kernel):
     x = torch.zeros(1, 4)
     x[0, 2] = float("-inf")
-    torch.testing.assert_close(kernel(x), x.softmax(-1))
+    y = kernel(x)
+    assert y[0, 2] == 0
+    torch.testing.assert_close(y, x.softmax(-1))
+
+
+def test_a_row_of_minus_infinity_alone_is_nan_as_in_torch(kernel):
+    x = torch.zeros(3, 9)
+    x[1] = float("-inf")
+    assert torch.equal(kernel(x).isnan(), x.softmax(-1).isnan())
 
 
 def test_other_dtypes_are_computed_by_torch(kernel):

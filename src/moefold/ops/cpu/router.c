@@ -18,19 +18,22 @@
 /* NaN or +inf, whose softmax is NaN; -ffinite-math-only removes floating-point tests. */
 static inline int has_no_softmax(float value) { return is_nan(value) || float_to_bits(value) == 0x7f800000u; }
 
-/* y = softmax(x) of n elements; y may be x. */
+static inline int is_minus_infinity(float value) { return float_to_bits(value) == 0xff800000u; }
+
+/* y = softmax(x) of n elements; y may be x. NaN as in torch: for a row with NaN or +inf, or of -inf alone. */
 static __attribute__((noinline)) void softmax_row(const float *x, float *y, int64_t n) {
   float largest = -FLT_MAX, sum = 0.0f;
-  int is_undefined = 0;
+  int is_undefined = 0, is_empty = 1;
   for (int64_t i = 0; i < n; i++) {
     is_undefined |= has_no_softmax(x[i]);
+    is_empty &= is_minus_infinity(x[i]);
     largest = x[i] > largest ? x[i] : largest;
   }
-  if (is_undefined) {
+  if (is_undefined || is_empty) {
     for (int64_t i = 0; i < n; i++) y[i] = bits_to_float(0x7fc00000u);
     return;
   }
-  for (int64_t i = 0; i < n; i++) y[i] = exp_float(x[i] - largest);
+  for (int64_t i = 0; i < n; i++) y[i] = is_minus_infinity(x[i]) ? 0.0f : exp_float(x[i] - largest);
   for (int64_t i = 0; i < n; i++) sum += y[i];
   for (int64_t i = 0; i < n; i++) y[i] /= sum;
 }
