@@ -45,7 +45,7 @@ class Scores:
     """Rewards of the completions of one prompt."""
 
     total: NDArray[np.float64]
-    """Weighted sum over the functions that returned a number, [completions]; NaN where none did."""
+    """Weighted sum over the functions that returned a number, [completions]; NaN where none of a weight did."""
     parts: Mapping[str, NDArray[np.float64]]
     """Of several functions: what each of them returned, [completions], by its name in metrics; NaN for None."""
 
@@ -62,9 +62,11 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return the sum of scores times weights without NaN, [completions]; NaN where all scores are NaN."""
-    scores_FG = np.stack(parts)
-    total_G = np.nansum(scores_FG * np.array(weights)[:, None], axis=0)
+    """Return the sum of scores times weights without NaN, [completions]; NaN where all scores of a weight are NaN."""
+    # A weight of 0 only reports: it makes no rollout one that has a reward.
+    counts = np.array(weights) != 0
+    scores_FG = np.stack(parts)[counts]
+    total_G = np.nansum(scores_FG * np.array(weights)[counts, None], axis=0)
     return np.where(np.isnan(scores_FG).all(axis=0), math.nan, total_G)
 
 
