@@ -173,8 +173,8 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
         command = f"jq -c '.[] | {{text: .}}' {path.name} > {path.stem}-rows.jsonl"
         hint = f"; for a list of texts: {command}" if is_texts else ""
         raise ConfigError(
-            f"{place} holds {json_type_name(fields)}, but every {'element' if element else 'line'} must be an object such "
-            f"as {{...}}; fix it{hint}"
+            f"{place} holds {json_type_name(fields)}, but every {'element' if element else 'line'} must be an object "
+            f"such as {{...}}; fix it{hint}"
         )
     if repeated := _repeated_key(text):
         raise ConfigError(f"{place} has the key {repeated!r} twice in one object; remove one")
