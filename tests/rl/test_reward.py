@@ -27,6 +27,7 @@ from moefold.rl.rollout import Group, Rollout
 from moefold.rl.statistics import RoundStatistics
 
 FUNCTIONS = """
+import asyncio
 import os
 import sys
 import time
@@ -82,6 +83,13 @@ def reads(prompts, completions, **columns):
 def huge(prompts, completions, **columns):
     return [10**400] * len(completions)
 
+def large(prompts, completions, **columns):
+    return [1e308] * len(completions)
+
+async def later(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [float(text == "yes") for text in completions]
+
 def length(prompts, completions, **columns):
     return [len(text) if len(text) < 3 else None for text in completions]
 
@@ -113,6 +121,7 @@ def score(cfg: Config, *texts: str, prompt: Prompt = PROMPT) -> list[float]:
 
 def test_a_python_function_gets_the_columns_of_each_completion(module):
     assert score(config(f"{module}:fine"), "yes", "no") == [1.0, 0.0]
+    assert score(config(f"{module}:later"), "yes", "no") == [1.0, 0.0]
 
 
 def test_a_verifier_gets_the_columns(module):
@@ -174,6 +183,7 @@ def test_a_conversation_gets_messages(module):
         ("nan", ["x", "y"], "returned nan, which is no finite number"),
         ("number", ["x", "y"], "raised TypeError: 'float' object is not iterable"),
         ("huge", ["x", "y"], "returned 100000000000000000...0000000000000000000, which is no finite number"),
+        ("large", ["x", "y"], "returned 1e+308, and rewards are at most 1e+15"),
     ],
 )
 def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, reason):

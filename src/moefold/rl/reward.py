@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.limits import MAX_NUMBER
 from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
@@ -212,6 +213,8 @@ def _fault(scores: Sequence[Any], count: int) -> str:
     for score in scores:
         if score is not None and not _is_finite(score):
             return f"returned {reprlib.repr(score)}, which is no finite number"
+        if score is not None and abs(score) > MAX_NUMBER:
+            return f"returned {score:g}, and rewards are at most {MAX_NUMBER:.0e}"
     return ""
 
 
