@@ -120,6 +120,15 @@ def test_rows_without_a_text_are_skipped_and_counted(tmp_path: Path, is_array: b
         tokenize([path], out, shard_bytes=40)
     with pytest.raises(ConfigError, match=r"no row of INPUT holds a text: .*a.jsonl:1.*: no column 'txet'"):
         tokenize([path], tmp_path / "wrong", column="txet", skip_bad_rows=True)
+    assert tokenize([path], tmp_path / "wrong", skip_bad_rows=True).num_skipped == 2 * len(bad)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"text": ""}\n'])
+def test_input_without_a_text_is_refused_and_leaves_nothing(tmp_path: Path, text: str):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="no row of INPUT holds a text: its rows and files are empty"):
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_skipping_rows_of_plain_text_is_refused(tmp_path: Path):

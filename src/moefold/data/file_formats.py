@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -170,7 +171,7 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
         texts = fields if isinstance(fields, list) else [fields] if element else []
         is_texts = texts != [] and all(isinstance(text, str) for text in texts)
         # Another name: a shell empties the file that it writes first.
-        command = f"jq -c '.[] | {{text: .}}' {path.name} > {path.stem}-rows.jsonl"
+        command = f"jq -c '.[] | {{text: .}}' {quote(path.name)} > {quote(path.stem + '-rows.jsonl')}"
         hint = f"; for a list of texts: {command}" if is_texts else ""
         raise ConfigError(
             f"{place} holds {json_type_name(fields)}, but every {'element' if element else 'line'} must be an object "
