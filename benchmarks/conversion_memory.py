@@ -40,7 +40,7 @@ status = main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 sys.exit(status)
 """
-"""Runs a conversion and prints its peak in KiB (Linux); ru_maxrss would be at least that of the parent process."""
+"""Runs a conversion and prints its peak in KiB (Linux); ru_maxrss would be at least the peak of the parent."""
 
 
 def main() -> int:

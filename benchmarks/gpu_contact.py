@@ -46,7 +46,7 @@ class LostContextError(Exception):
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of the expected tensor, in float64."""
+    """Return the norm of the difference over the norm of the expected tensor, in float64."""
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 

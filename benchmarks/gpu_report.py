@@ -1,7 +1,7 @@
 """Write docs/gpu.md: how to run on a GPU, and predictions next to measurements.
 
 `python -m benchmarks.gpu_report [RESULTS.json] [--write]`. Predictions are in benchmarks/gpu_predictions.json; results
-are those of benchmarks/gpu_half_hour.py. What was not measured is an empty cell.
+come from benchmarks/gpu_half_hour.py. What was not measured is an empty cell.
 """
 
 import argparse
@@ -59,8 +59,8 @@ env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table --cache DIR --ca
 make gpu ARGS="--kernels DIR/ARCHIVE.tar.xz"
 ```
 The first command packs what every launch compiles to and proves in another folder that each is found again. The keys
-are those of the same Triton for the same Python. Kernels of another one, or for another card, are said to be of no use,
-and are compiled. The results say how many were compiled in addition.
+are equal where Triton and Python are the same. Kernels of another Triton, or for another card, are said to be of no
+use, and are compiled. The results say how many were compiled in addition.
 
 | exit status | meaning |
 | --- | --- |
@@ -95,8 +95,8 @@ PREDICTIONS_TEXT = """\
 ## Predictions and measurements
 Estimates: the least bytes over 3,000 GB/s on an H100 and 4,000 GB/s on an H200, and FLOPs over 790 TFLOP/s times the
 efficiency of the kernel. The column "this machine" scales the prediction of the kind whose copy is nearest: of its
-time, the share that moves memory by the measured copy, and that of GEMMs by the measured bfloat16 rate. A measurement
-outside of that range has to be explained.
+time, the share that moves memory by the measured copy, and the share of GEMMs by the measured bfloat16 rate. A
+measurement outside of that range has to be explained.
 """
 PLANS_TEXT = """\
 ## Plan and measurement

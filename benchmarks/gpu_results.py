@@ -50,7 +50,7 @@ class Results:
             UnusableError: they cannot be read, or a rehearsal and measurements would be mixed.
         """
         if carried is not None and self.path.exists():
-            raise UnusableError(f"{self.path} has results, so those of {carried} are not added; set --out")
+            raise UnusableError(f"{self.path} has results, so the results of {carried} are not added; set --out")
         source = carried or self.path
         if not source.exists():
             if carried is not None:

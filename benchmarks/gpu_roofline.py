@@ -124,7 +124,7 @@ class Estimate:
     Attributes:
         ideal: of the model's FLOPs at the rate of a large GEMM.
         seconds: by part of the layer.
-        losses: by part: time beyond that of its FLOPs at the rate of a large GEMM.
+        losses: by part: time beyond the time of its FLOPs at the rate of a large GEMM.
     """
 
     ideal: float
@@ -148,7 +148,7 @@ class Estimate:
 
 
 def interpolated(anchors: dict[int, str], size: int) -> float:
-    """Return a rate between those of two sizes, linear in the logarithm of the size; constant outside."""
+    """Return a rate between the rates of two sizes, linear in the logarithm of the size; constant outside."""
     sizes = sorted(anchors)
     size = min(max(size, sizes[0]), sizes[-1])
     upper = next(bound for bound in sizes if size <= bound)

@@ -120,7 +120,7 @@ def _transfer_rates(stage: Stage, one: Tensor) -> None:
 
 
 class ComparingAutotuner(Autotuner):
-    """Autotuner that times every candidate of every new key and compares its result with that of the first.
+    """Autotuner that times every candidate of every new key and compares its result with the first candidate's.
 
     Args:
         stage: of the measurement.
@@ -151,7 +151,7 @@ class ComparingAutotuner(Autotuner):
 
 
 def _relative_difference(found: object, expected: object) -> float:
-    """Return the norm of the difference over that of the expected tensors, over all tensors of two results."""
+    """Return the norm of the difference over the norm of the expected tensors, over all tensors of two results."""
     pairs = [
         (a.float(), b.float()) for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True) if b is not None
     ]
@@ -178,7 +178,7 @@ def products(stage: Stage) -> None:
 
 
 def layer(stage: Stage) -> None:
-    """Measure forward and backward of one MoE layer, ours and that of other implementations."""
+    """Measure forward and backward of one MoE layer, in our implementation and in others."""
     for preset, tokens in LAYERS:
         for routing in ("balanced", "natural"):
             cfg = layer_config(stage, preset, tokens)

@@ -29,7 +29,7 @@ GPU_TESTS = (
     "tests/model/moe/test_experts.py",
     "tests/metrics/test_rss.py",
 )
-"""Folders and files with tests of the mark gpu, those of several ranks apart."""
+"""Folders and files with tests of the mark gpu, except the tests of several ranks."""
 REHEARSED_TESTS = ("tests/ops/test_rope.py",)
 """Tests of a rehearsal without a GPU: they show that pytest starts."""
 PARALLEL_TESTS = 12

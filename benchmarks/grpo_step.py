@@ -7,7 +7,7 @@ end a completion early, so both generate and train on equally many tokens: a lar
 the end-of-text token a logit far below the others. Processes of both alternate; each runs `--steps` steps and the first
 two do not count. TRL runs with each experts implementation of transformers, and the faster one counts. A step is
 everything between two optimizer updates. The reward is a Python function of the ids, computed by TRL in its process and
-by moefold in a worker. CPU time is that of the training process; wall time depends on what else the machine does.
+by moefold in a worker. CPU time is the time of the training process; wall time depends on what else the machine does.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Archive of compiled Triton kernels, for a machine that should not spend its time on compiling them.
 
 An archive has what a launch needs (cubin and metadata) of each entry of Triton's cache folder, and says what it was
-compiled by and for. The keys of the entries are those of a launch where Triton is the same wheel. Needs the standard
-library alone.
+compiled by and for. The keys of the entries equal the keys of a launch where Triton is the same wheel. Needs the
+standard library alone.
 """
 
 import io

@@ -5,7 +5,7 @@
 
 Each experiment runs `moefold` commands one after the other on one thread, and appends lines to DIR/results.jsonl:
 experiment, seed, stage, rewards of held-out problems, CPU seconds of the stage's training. A seed that is there already
-is not run again. Settings are those of the last training of an experiment. `plot` draws DIR/rl-sort.png,
+is not run again. Settings apply to the last training of an experiment. `plot` draws DIR/rl-sort.png,
 DIR/rl-countdown.png and DIR/rl-prorl.png, and prints the results as a table.
 """
 

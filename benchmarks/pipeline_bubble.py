@@ -7,8 +7,8 @@ Every stage is a module that sleeps: `unit-ms` for the forward pass, for the inp
 which is delayed if the schedule splits the backward pass. The rest is the trainer's code: the schedule, its messages
 over gloo, and the delayed weight gradients. As no rank computes, a few cores can run any number of ranks.
 
-The bubble of a rank is its idle time between its first and its last action, over its busy time; that of a schedule is
-the maximum over its ranks. (arXiv:2401.10241 divides the same idle time by the sum of both.)
+The bubble of a rank is its idle time between its first and its last action, over its busy time; the bubble of a
+schedule is the maximum over its ranks. (arXiv:2401.10241 divides the same idle time by the sum of both.)
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/reshard.py                                   2.6 M parameters, 4 ranks
     python benchmarks/reshard.py --large                           about 100 M parameters
 
-The model is that of recipes/quickstart.toml. It is trained under TP2 x DP2, EP2 x EDP2 with ZeRO 1 and sampled under
+The model of recipes/quickstart.toml is trained under TP2 x DP2, EP2 x EDP2 with ZeRO 1 and sampled under
 PP2 x DP2, EP2 (`--train` and `--sample` change the mappings, and `--train run.dtype=...` the dtype of both). Three ways
 alternate: `WeightTransfer`; torch's checkpoint functions (DCP) with the weights alone, to a temporary folder and back;
 the checkpoint of a run, with the weights alone, hashed and flushed, and loaded after its hashes were compared.
@@ -43,7 +43,7 @@ SECONDS = dict[str, list[float]]
 def _measure(
     train: Config, sample: Config, rounds: int, scratch_bytes: int, folder: str
 ) -> tuple[SECONDS, float, TransferStats, int]:
-    """Return the times of each way, that of the plan, the bytes of this rank, and the model's parameters."""
+    """Return the times of each way, the time of the plan, the bytes of this rank, and the model's parameters."""
     source = parallelize(train, ParallelGroups.create(check_config(train), torch.device("cpu")))
     groups = ParallelGroups.create(check_config(sample, is_training=False), torch.device("cpu"))
     target = InferenceModel(sample, groups)

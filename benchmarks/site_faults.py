@@ -322,7 +322,7 @@ def _bit(trial: Trial) -> Outcome:
     trial.wait_for_end()
     # All of them resume from step 8.
     trial.start()
-    return Outcome(r"the outer weights of .* are not those of the other sites", fault_s, is_resumed=True)
+    return Outcome(r"the outer weights of .* differ from the weights of the other sites", fault_s, is_resumed=True)
 
 
 def _nan(trial: Trial) -> Outcome:
@@ -369,7 +369,7 @@ def run_trial(main: Callable[[Trial], Outcome]) -> tuple[str, float, int, float]
 
 
 def main() -> int:
-    """Print the table; 1 if a loss is not that of the plan."""
+    """Print the table; return 1 if a loss differs from the loss of the plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="run only faults whose name matches")
     args = parser.parse_args()

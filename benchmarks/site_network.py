@@ -32,7 +32,7 @@ def host_address(number: int) -> str:
 
 @contextmanager
 def switch(count: int) -> Iterator[list[str]]:
-    """Create namespaces of hosts that are joined through a switch; yield their names, that of the switch last."""
+    """Create namespaces of hosts that are joined through a switch; yield their names, the name of the switch last."""
     hosts = [f"moefold{os.getpid()}h{number}" for number in range(count)]
     hub = f"moefold{os.getpid()}hub"
     try:

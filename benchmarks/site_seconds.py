@@ -1,8 +1,8 @@
-"""Compare the time of data parallelism with that of two sites over a slow link: 20 Mbit/s and 50 ms.
+"""Compare the time of data parallelism with the time of two sites over a slow link: 20 Mbit/s and 50 ms.
 
 `python -m benchmarks.site_seconds`: two hosts in network namespaces (`benchmarks/slow_link.py`, needs root), a rank on
 each, preset `tiny`, 16 samples of 128 tokens for each rank and step. Steps 11 to 40 are timed, since the first exchange
-connects. Bytes are those of the whole run: at the network device, and as the metrics report them.
+connects. Bytes are counted over the whole run: at the network device, and as the metrics report them.
 """
 
 import argparse

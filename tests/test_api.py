@@ -167,7 +167,7 @@ def test_a_failure_of_a_rank_that_was_started_is_an_error(tmp_path, capfd):
     assert "at step 1" in capfd.readouterr().err
 
 
-def test_a_plan_is_that_of_the_command(capsys):
+def test_a_plan_equals_the_command(capsys):
     from moefold.cli.main import main
 
     words = "plan tiny --gpu h100 --num-gpus 8 --seq-len 64 --global-batch-size 16 --fix tp=2 --json --top 3"
@@ -179,7 +179,7 @@ def test_a_plan_is_that_of_the_command(capsys):
     assert moefold.check_config(cfg).tp == 2
 
 
-def test_a_model_is_that_of_a_run():
+def test_a_model_equals_the_model_of_a_run():
     cfg = moefold.load_config(None, [*SETTINGS])
     model = moefold.build_model(cfg)
     logits = model(torch.zeros(1, 32, dtype=torch.int64))

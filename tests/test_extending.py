@@ -245,7 +245,7 @@ def test_example_of_a_schedule_equals_one_rank(pool: WorkerPool) -> None:
 
 @pytest.mark.parity
 def test_example_of_a_schedule_is_priced(pool: WorkerPool) -> None:
-    """Compare memory in flight and idle time with those of 1F1B, to which warm-up adds a micro-batch and no time."""
+    """Compare memory in flight and idle time with 1F1B, to which warm-up adds a micro-batch and no time."""
     base = tiny(world_size=4, pp=4, model={"num_layers": 4}, train={"global_batch_size": 16})
     [(in_flight, idle)] = pool.run(1, _price_with_schedule, _with(base, "parallel", schedule="eager"))
     assert in_flight == [count + 1 for count in max_in_flight(base, 4)] == [5, 4, 3, 2]

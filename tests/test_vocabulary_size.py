@@ -1,4 +1,4 @@
-"""model.vocab_size where nothing gives it: that of the tokenizer of the data."""
+"""model.vocab_size where nothing gives it: the vocabulary size of the data's tokenizer."""
 
 import json
 from pathlib import Path

@@ -85,7 +85,7 @@ class Recipe:
 
     @cached_property
     def cfg(self) -> Any:
-        """The settings under the recipe's mapping; those of a preset, or without a mapping, on one rank."""
+        """The settings under the recipe's mapping; settings of a preset, or without a mapping, on one rank."""
         from moefold.config.schema import ParallelConfig
         from moefold.planner.planner import read_model
         from moefold.recipe import load_config
@@ -246,7 +246,7 @@ def tensor_lines(recipe: Recipe) -> Iterator[str]:
 def exportable(recipe: Recipe, small: Any) -> Any:
     """Return a small model as the first Hugging Face family that can express the large one reads it back.
 
-    Keys without effect are those of the family then, so that the checkpoint can be exported.
+    Keys without effect then have the family's values, so that the checkpoint can be exported.
     """
     from moefold.convert.hf_config import families_for, parse_model_config
 
@@ -317,7 +317,7 @@ def train(cfg: Any, folder: Path) -> tuple[list[dict[str, Any]], Path | None]:
     steps: list[dict[str, Any]] = []
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         if cfg.lora.rank:
-            # Adapters need weights to adapt: those of two steps without adapters.
+            # Adapters need weights to adapt: the weights after two steps without adapters.
             base = replace(cfg, run=replace(cfg.run, dir="base"), lora=LoraConfig())
             train_in_process(replace(base, checkpoint=replace(cfg.checkpoint, at_end=True)))
             cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, init_from="base"))
@@ -413,7 +413,7 @@ def flat(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def settings(cfg: Any) -> Iterator[str]:
-    """Yield the settings of a config that differ from those of an empty recipe."""
+    """Yield the settings of a config that differ from an empty recipe's."""
     from moefold.config.load import config_from_dict
 
     default = dict(line.partition(" ")[::2] for line in flat(asdict(config_from_dict({}))))
@@ -467,7 +467,7 @@ def write_sheet(path: Path, sheet: Sheet) -> None:
 
 
 def differences(sheet: Sheet, computed: Sheet, names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each subject whose digest is not that of the sheet, and for recipes that only one side has.
+    """Yield a line for each subject whose digest differs from the sheet's, and for recipes that only one side has.
 
     Args:
         sheet: the stored digests.
@@ -605,7 +605,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"wrote {len(subjects)} subjects of {len(names)} recipes")
         return 0
     found = list(differences(sheet, computed, every))
-    print("\n".join(found) or f"{len(subjects)} subjects of {len(names)} recipes are those of the sheet")
+    print("\n".join(found) or f"{len(subjects)} subjects of {len(names)} recipes match the sheet")
     if found:
         print("what differs: python tools/golden.py --against COMMIT RECIPE; to accept it: --write, with --full")
     return bool(found)
@@ -620,7 +620,7 @@ def _parser() -> argparse.ArgumentParser:
         "--subject", action="append", default=[], choices=tuple(BY_NAME), help="only this one; repeatable"
     )
     parser.add_argument(
-        "--against", metavar="COMMIT", help="compare full texts with those of a commit, on this machine"
+        "--against", metavar="COMMIT", help="compare full texts with the texts of a commit, on this machine"
     )
     parser.add_argument("--write", action="store_true", help="write the sheet")
     parser.add_argument("--sheet", type=Path, default=SHEET, help="the sheet (default: tools/golden.jsonl)")

@@ -468,7 +468,7 @@ def risen(found: Mapping[str, Places], baseline: Numbers) -> dict[str, Places]:
 
 
 def lowered(found: Mapping[str, Places], baseline: Numbers, accepted: Iterable[str] = ()) -> Numbers:
-    """Return the next baseline: the numbers of now, but of counts that have risen those of the baseline.
+    """Return the next baseline: the numbers of now; counts that have risen keep their baseline.
 
     Args:
         found: the places of now.
@@ -486,7 +486,7 @@ def as_text(numbers: Numbers) -> str:
 
 
 def table(found: Mapping[str, Places], baseline: Numbers) -> str:
-    """Return the counts of now with those of the baseline and the goals."""
+    """Return the counts of now with the baseline and the goals."""
     rows = [f"{'count':24}{'now':>9}{'baseline':>10}  goal"]
     for count in COUNTS:
         before = sum(baseline.get(count.name, {}).values())

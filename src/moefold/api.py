@@ -216,10 +216,10 @@ def train_in_process(
 ) -> "TrainOutcome":
     """Train with the processes of this program as ranks, and return to it: in Ray Train, accelerate or a notebook.
 
-    Starts no process. The ranks are the members of the default process group; without one, those of the launcher whose
-    variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with equal arguments.
-    The run has process groups of its own and destroys them; those of the program must not be used meanwhile, and are
-    unchanged afterwards. It can be called again, also with another mapping, and from any thread.
+    Starts no process. The ranks are the members of the default process group; without one, the ranks of the launcher
+    whose variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with equal
+    arguments. The run has process groups of its own and destroys them; the program's groups must not be used meanwhile,
+    and are unchanged afterwards. It can be called again, also with another mapping, and from any thread.
 
     Args:
         recipe: see `train_model`; `parallel.world_size` must be the number of ranks.

@@ -69,7 +69,7 @@ def _is_count(value: Any) -> bool:
 
 
 def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Keep one of run.steps and run.epochs: that of the command line, if the recipe has the other one.
+    """Keep one of run.steps and run.epochs: the key of the command line, if the recipe has the other one.
 
     With epochs, run.steps is the largest legal number until the length of the data is known.
 
@@ -110,7 +110,7 @@ VOCAB_MULTIPLE = 64
 def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
-    The size is that of the tokenizer or the default, whichever is larger, rounded up to a multiple of 64; a
+    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a
     preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
     keep the default.
 
@@ -203,7 +203,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
 def after_loss(cfg: Config, world_size: int) -> Config:
     """Return the recipe of the ranks that are left after a loss: the last of them may have padding, as in elastic jobs.
 
-    The rules on `faults.on_loss` are those of the start of a job, so its keys have their defaults.
+    The rules on `faults.on_loss` apply to the start of a job, so its keys have their defaults.
     """
     parallel = replace(cfg.parallel, world_size=world_size, elastic=True)
     changed = replace(cfg, parallel=parallel, faults=replace(cfg.faults, on_loss="stop", min_ranks=1))

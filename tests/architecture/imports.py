@@ -98,7 +98,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(package: Path, module: str) -> Loaded:
-    """Return what the import of a module loads: its imports outside of functions, and those of what it imports."""
+    """Return what the import of a module loads: its imports outside of functions, and what these import in turn."""
     files = modules(package)
     found = Loaded({"__init__"}, set())
     waiting = [module]

@@ -29,7 +29,7 @@ def test_budgets_of_the_code():
     assert rules.unexcused(found, limits["exceptions"]) == []
 
 
-def test_the_budgets_are_those_of_the_house():
+def test_the_budgets_equal_the_house():
     limits = rules.settings()
     limits.pop("exceptions")
     assert limits == {"file_lines": 800, "function_lines": 80, "parameters": 8, "nesting": 4, "class_members": 25}

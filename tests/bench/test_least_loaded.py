@@ -24,7 +24,7 @@ def _measure() -> list[DispatchMeasurement]:
 
 
 @pytest.mark.parity
-def test_measurements_are_those_of_the_busiest_rank(pool):
+def test_measurements_are_from_the_busiest_rank(pool):
     ranks = pool.run(4, _measure)
     assert all(found == ranks[0] for found in ranks)
     found = {(m.skew, m.dispatcher): m for m in ranks[0]}

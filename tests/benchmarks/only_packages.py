@@ -13,7 +13,7 @@ BROUGHT_ALONG = ("triton", "pytest-xdist")
 
 
 def hide_others() -> None:
-    """Make all packages but those of the stages of tests, and what they require, impossible to find."""
+    """Make packages impossible to find, except the packages of the stages of tests and what these require."""
     kept = set()
     todo = [*TEST_LIBRARIES.values(), *BROUGHT_ALONG]
     while todo:

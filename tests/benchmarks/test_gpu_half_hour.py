@@ -293,7 +293,7 @@ def test_the_stages_of_tests_need_their_packages_alone():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
-def test_a_relative_folder_is_that_of_the_caller(tmp_path, monkeypatch):
+def test_a_relative_folder_is_relative_to_the_caller(tmp_path, monkeypatch):
     """The stages run in the root of the repository."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_half_hour, "suite_stages", lambda *args, **kwargs: [_stage("x", "print('here')")])

@@ -146,7 +146,7 @@ def test_the_report_of_the_probe_is_rows_of_the_page():
     assert "| probe | GEMM bfloat16, fitted | 1 ms |" in page
 
 
-def test_the_stored_plans_are_those_of_the_planner(tmp_path):
+def test_the_stored_plans_equal_the_planner(tmp_path):
     stage = gpu_stages.Stage(torch.device("cuda", 0), is_tiny=False, rows=tmp_path / "rows.jsonl")
     for kind in KINDS:
         device = load_device(kind)
@@ -218,7 +218,7 @@ print(json.dumps(shares))
 
 
 @pytest.mark.slow
-def test_shares_of_layers_are_those_of_the_estimate():
+def test_shares_of_layers_equal_the_estimate():
     """The share of a rate is by how much the estimate falls where the rate rises."""
     pytest.importorskip("triton")
     found = run_uninterpreted("-c", SHARES)

@@ -102,7 +102,7 @@ def test_a_part_of_the_contact_can_be_chosen(tmp_path, capsys):
     assert "the stage env has none" in capsys.readouterr().err
 
 
-def test_the_allocator_is_that_of_the_trainer(tmp_path, monkeypatch):
+def test_the_stages_have_the_allocator_of_the_trainer(tmp_path, monkeypatch):
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu_stages, "STAGES", {"env": lambda stage: None})

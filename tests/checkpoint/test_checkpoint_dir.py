@@ -242,7 +242,7 @@ def test_later_checkpoints_that_a_resume_passed_over_count_for_nothing(tmp_path)
     assert names(tmp_path) == ["step-000010", "step-000015", "step-000020"]
 
 
-def test_those_of_every_so_many_steps_are_kept_too(tmp_path):
+def test_checkpoints_of_every_so_many_steps_are_kept_too(tmp_path):
     for step in (5, 10, 15, 20, 25):
         write(tmp_path, step)
     remove_older(step_path(tmp_path, 25), 1, 10)

@@ -75,7 +75,7 @@ def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, 
         after_saves += newest > before
         since = "the first checkpoint" if saves_first else "the start"
         print(f"{deaths}: {killed} killed {life_s:.2f} s after {since}; drafts: {sorted(drafts)}; newest: {newest}")
-    # Nothing ends the last life, which needs no save but that of its end.
+    # Nothing ends the last life, which needs no save but the save at its end.
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=cfg.run.steps))
     pool.run(RANKS, _train, cfg, timeout_s=LAST_LIFE_S)
     return {"deaths": deaths, "in saves": in_saves, "after saves": after_saves}

@@ -60,7 +60,7 @@ def _saver(cfg: Config) -> CheckpointSaver:
 
 
 def _save_under_a_lock(cfg: Config) -> dict[str, bool]:
-    """Whether the folder, which is that of the run too, is locked after each of these."""
+    """Return whether the folder, which is the run's folder too, is locked after each of these actions."""
     folder = Path(cfg.run.dir)
     held = {}
     with FolderLock(folder, "run.dir", 0):
@@ -209,7 +209,7 @@ def test_a_job_replaces_what_it_wrote_and_what_it_found(pool, tmp_path):
     for _ in range(2):
         assert pool.run(1, _replace_own, cfg) == [["", "", ""]]
     for path in complete_checkpoints(tmp_path / "checkpoints"):
-        # Those of earlier versions name no job.
+        # Checkpoints of earlier versions name no job.
         (path / WRITER_FILE).unlink()
     assert pool.run(1, _replace_own, cfg) == [["", "", ""]]
 

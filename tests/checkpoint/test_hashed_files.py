@@ -17,7 +17,7 @@ def test_a_thread_hashes_blocks_in_order_however_many_wait():
     assert [digest.hexdigest() for digest in digests] == expected
 
 
-def test_digests_of_written_files_are_those_of_the_files_read_back(tmp_path):
+def test_digests_of_written_files_equal_the_digests_of_the_files_read_back(tmp_path):
     values = {"one": torch.randn(300, 700), "two": torch.randn(5).bfloat16()}
     chunks = [TensorChunk("one", 0, 100), TensorChunk("one", 100, 300), TensorChunk("two", 0, 5)]
     digests = write_chunks(

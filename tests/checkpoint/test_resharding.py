@@ -1,4 +1,4 @@
-"""Save under one mapping, load under another: the next steps are those of the oracle that was never interrupted."""
+"""Save under one mapping, load under another: the next steps equal an uninterrupted oracle's."""
 
 from dataclasses import replace
 from itertools import permutations

@@ -47,7 +47,7 @@ def check_command(line: str) -> None:
         assert set(keys) <= set(key_types(section)), line
     config_from_dict(tree)
     for word in words:
-        # Where a recipe was written by `moefold init`, it is that of the repository.
+        # A recipe that `moefold init` has written is the repository's.
         recipe = ROOT / word if word.startswith("recipes/") else ROOT / "recipes" / word
         if word.startswith("recipes/"):
             assert recipe.is_file(), line

@@ -1,4 +1,4 @@
-"""The completion scripts: in bash as a shell calls it; those of other shells are read by the shell where it exists."""
+"""The completion scripts: bash's is called as bash calls it; every other shell, where it exists, reads its script."""
 
 import os
 import shutil

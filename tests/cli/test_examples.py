@@ -1,4 +1,4 @@
-"""Every command that the help texts show is one that moefold takes; tests/docs has those of the documentation."""
+"""Every command that the help texts show is one that moefold takes; tests/docs checks the documentation's commands."""
 
 import ast
 import re

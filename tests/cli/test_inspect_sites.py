@@ -1,4 +1,4 @@
-"""`moefold inspect` on a site's run: how its weights and its routing differ from those of the other sites."""
+"""`moefold inspect` on a site's run: how its weights and its routing differ from the other sites."""
 
 import json
 

@@ -108,7 +108,7 @@ def test_large_tables_keep_to_the_width_and_leave_the_middle_out(capsys, world_s
 
 @pytest.mark.parametrize("gpus_per_node", [1, 3, 4, 5, 8, 12])
 @pytest.mark.parametrize("words", [["tp=2", "cp=3", "pp=2", "ep=4"], ["tp=6", "ep=2", "etp=3", "order=pp-tp-cp-dp"]])
-def test_the_nodes_of_a_group_are_those_of_its_widest(capsys, words, gpus_per_node):
+def test_the_nodes_of_an_axis_are_the_nodes_of_its_widest_group(capsys, words, gpus_per_node):
     assert run(["world_size=48", *words, f"gpus_per_node={gpus_per_node}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.split("groups", 1)[1].splitlines()]
     layout, _ = parse_layout(["world_size=48", *words])

@@ -30,7 +30,7 @@ def test_the_table_fits_a_terminal_and_has_the_figures_of_the_json(capsys):
     assert f"none of it is measured on GPUs: {STATED_ERROR}" in " ".join(lines)
 
 
-def test_without_lengths_that_of_the_question_is_compared(capsys):
+def test_without_lengths_the_length_of_the_question_is_compared(capsys):
     assert main([*SMALL, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["comparisons"]
     assert found["seq_len"] == 64

@@ -39,7 +39,7 @@ def simulated(capsys, *words) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_numbers_are_those_of_the_schedule(recipe, capsys):
+def test_the_numbers_equal_the_schedule(recipe, capsys):
     step = simulated(capsys, recipe)
     assert [rank["pp_rank"] for rank in step["ranks"]] == [0, 1, 2, 3]
     assert [rank["in_flight"] for rank in step["ranks"]] == [4, 3, 2, 1]

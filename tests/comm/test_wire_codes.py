@@ -21,7 +21,7 @@ def vector(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "fp4"])
-def test_size_and_type_are_those_of_the_formula(name, numel):
+def test_size_and_type_equal_the_formula(name, numel):
     x = vector(numel)
     code = make_wire_code(name, torch.float32)
     coded = code.encode(x)
@@ -97,7 +97,7 @@ def sparse_by_hand(x: list[float], kept: int, bits: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("density", "bits"), SPARSE)
-def test_top_k_is_that_of_a_loop_over_elements(density, bits):
+def test_top_k_equals_a_loop_over_elements(density, bits):
     code = make_wire_code("float32", torch.float32, density=density, values=bits)
     for numel in (0, 1, 100, CHUNK + 77):
         x = vector(numel)

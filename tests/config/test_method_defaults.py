@@ -44,7 +44,7 @@ def test_the_learning_rate_follows_from_the_method_and_a_given_one_stays(name):
     assert (given.cfg.train.lr, "train.lr" in given.left_out) == (3e-4, False)
 
 
-def test_the_default_of_the_class_is_that_of_pretraining():
+def test_the_class_has_the_default_of_pretraining():
     assert TrainConfig().lr == METHODS[0].all_weights
 
 

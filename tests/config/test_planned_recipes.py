@@ -84,7 +84,7 @@ def settings(cfg: Config) -> Config:
     return replace(cfg, train=train, parallel=parallel, sites=sites, run=replace(cfg.run, device="auto"))
 
 
-def test_the_table_of_the_page_is_that_of_the_recipes():
+def test_the_table_of_the_page_equals_the_recipes():
     page = PAGE.read_text()
     assert page == page_with_table(page)
 

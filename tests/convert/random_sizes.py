@@ -13,7 +13,7 @@ _ONE_CHOICE = {"norm_topk_prob": False, "num_experts_per_tok": 1}
 
 
 def random_sizes(family: str, seed: int, *, is_cut: bool) -> Sizes:
-    """Sizes on top of those of `hf_models.MODELS`.
+    """Return sizes that are laid over the sizes of `hf_models.MODELS`.
 
     Args:
         family: a name there.
@@ -70,7 +70,7 @@ def _experts(rng: random.Random, is_cut: bool) -> tuple[int, int, int]:
 
 
 def _weights(rng: random.Random) -> Sizes:
-    """Whether those of the chosen experts sum to 1; of one, whose router is to learn, they must not."""
+    """Choose whether weights of chosen experts sum to 1; a single expert's must not, as its router is to learn."""
     return rng.choice([{"norm_topk_prob": True}, {"norm_topk_prob": False}, _ONE_CHOICE])
 
 
@@ -134,7 +134,7 @@ def _deepseek(rng: random.Random, is_cut: bool) -> Sizes:
         "kv_lora_rank": rng.choice([5, 11]),
         "qk_nope_head_dim": rng.choice([3, 7]),
         "qk_rope_head_dim": rotated,
-        # That of the rotation.
+        # The width of the rotated part.
         "head_dim": rotated,
         "v_head_dim": rng.choice([4, 5, 16]),
         "n_routed_experts": 2 * groups * rng.choice([1, 2]),
@@ -481,7 +481,7 @@ NEWER_FAMILIES = {
     "deepseek-v32": _deepseek_v32,
     "glm-moe-dsa": _glm_moe_dsa,
 }
-"""Likewise; their blocks are those of the families below, so that most of their tests are slow."""
+"""How each newer family draws its own sizes; its blocks are in the families below, so most of its tests are slow."""
 FAMILIES = {
     "llama": _dense_biased,
     "qwen2": _dense,

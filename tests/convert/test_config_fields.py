@@ -36,7 +36,7 @@ FAMILY_OF = {
     "deepseek-v3.2": "deepseek_v32",
     "glm-5": "glm_moe_dsa",
     "qwen3-next": "qwen3_next",
-    # Its computation is that of Qwen3-Next, the first family that expresses it.
+    # It computes as Qwen3-Next does, the first family that expresses it.
     "qwen3.5": "qwen3_next",
     "kimi-linear": "kimi_linear",
     "lfm2": "lfm2_moe",

@@ -1,4 +1,4 @@
-"""Random models of every family: logits, gradients and ten steps of AdamW are those of transformers, on any mapping."""
+"""Random models of every family: logits, gradients and ten steps of AdamW are as in transformers, on any mapping."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,7 +28,7 @@ from tests.slow import slow
 
 @pytest.mark.parametrize("seed", [0, *slow([(1,), (2,), (3,)])])
 @pytest.mark.parametrize("family", [*FAMILIES, *slow((family,) for family in NEWER_FAMILIES)])
-def test_logits_and_gradients_equal_those_of_transformers(tmp_path, family, seed):
+def test_logits_and_gradients_equal_transformers(tmp_path, family, seed):
     theirs = make_model(family, **random_sizes(family, seed, is_cut=False))
     folder = save_model(theirs, tmp_path / "hf")
     cfg = recipe(folder, folder)

@@ -142,7 +142,7 @@ def assert_mtp_loss_of_transformers(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
-def test_the_further_loss_is_that_of_transformers(tmp_path, name):
+def test_the_further_loss_equals_transformers(tmp_path, name):
     """The layers that a folder holds predict the second next token as transformers' drafting layers do."""
     made = published(tmp_path / "hf", layers=1, name=name)
     assert_mtp_loss_of_transformers(made)
@@ -201,7 +201,7 @@ def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_pat
     made = published(tmp_path / "hf", layers=1, num_hidden_layers=61, n_routed_experts=3, n_group=1, topk_group=1)
     assert_loads(made.folder, made.model, monkeypatch, caplog)
     assert main(["import", str(made.folder), str(tmp_path / "ckpt")]) == 0
-    # Without what came along, the files are cut as those of a run.
+    # Without the files that came along, an export cuts its files as for a run.
     for file in (tmp_path / "ckpt" / "hf").iterdir():
         file.unlink()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--check"]) == 0

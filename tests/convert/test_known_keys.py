@@ -132,7 +132,7 @@ def _model_of_keys(family: str) -> ModelConfig:
     return _inspect(_keys(family))[0]
 
 
-def test_the_table_is_that_of_the_installed_transformers():
+def test_the_table_equals_the_installed_transformers():
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
     table = declared_keys()
     known = [name for name in MODEL_TYPES if name in table.families]

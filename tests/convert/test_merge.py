@@ -70,7 +70,7 @@ def test_one_checkpoint_alone_keeps_every_bit(runs, tmp_path):
     assert not any(tensor.name.startswith("optimizer.") for tensor in stored_tensors(merged))
 
 
-def test_the_mean_is_that_of_numpy(runs, tmp_path):
+def test_the_mean_equals_numpy(runs, tmp_path):
     merged = _weights(
         _merge(tmp_path / "merged", *(runs / name for name in ("start", "math", "code")), weights=(1, 2, 5))
     )
@@ -213,7 +213,7 @@ def test_permuted_experts_under_one_embedding_are_named():
     permuted = _Weights(embedding_weight=embedding, layers_1_ffn_router_weight=router[[1, 0, 3, 2, 5, 4, 7, 6]])
     assert unaligned_reasons([first, near]) == []
     (reason,) = unaligned_reasons([first, near, permuted])
-    assert "of 8 experts only 0 have a router row that resembles that of the same expert most" in reason
+    assert "of 8 experts only 0 have a router row that resembles the row of the same expert most" in reason
 
 
 def test_other_seeds_are_refused(runs, tmp_path, capsys):

@@ -124,7 +124,7 @@ def _delta(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
 @pytest.mark.parametrize("matrices", ["w_gate w_up w_down", "w_gate w_down", "w_up", "w_down"])
 @pytest.mark.parametrize("name", ["qwen2-moe", "granite-moe", "kimi-linear", "gpt-oss", "llama4"])
 def test_adapters_of_stacked_experts_are_written(tmp_path, name, matrices):
-    """B A of a parameter has that of each of our matrices at its place, else 0; and it is read as it was written."""
+    """B A of a parameter has B A of each of our matrices at its place, else 0; and it is read as it was written."""
     made = make_model(name)
     made.config.save_pretrained(tmp_path)
     model = read_model_config(tmp_path)
@@ -201,7 +201,7 @@ def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
     for name, shape in first.shapes.items():
         region = tuple(slice(0, size) for size in shape)
         assert torch.equal(first.read(name, region), second.read(name, region)), name
-    # The model was made for longer sequences than those of the run.
+    # The model was made for longer sequences than the run has.
     longest = json.loads((folder / "moe" / "config.json").read_text())["max_position_embeddings"]
     assert find_source(run).context == longest > 16
     capsys.readouterr()
@@ -256,7 +256,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
     assert main(["import", str(RECORDED), "out", "--base", str(folder / "moe")]) == 2
     assert "has adapters of modules that this model lacks or that cannot be adapted: " in capsys.readouterr().err
     assert main(["import", str(RECORDED), "out"]) == 2
-    assert "which is no folder here; name that of the model with --base DIR" in capsys.readouterr().err
+    assert "which is not a folder here; name the model's folder with --base DIR" in capsys.readouterr().err
     _spoil(folder, tmp_path / "part")
     tensors = load_file(RECORDED / "adapter_model.safetensors")
     kept = {name: values for name, values in tensors.items() if ".layers.2." not in name}
@@ -311,7 +311,7 @@ def test_what_has_no_effect_or_fits_nothing_is_refused(folder, monkeypatch, caps
     ],
 )
 def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name, target):
-    """Train adapters, and compare the logits of PEFT's model with those of the merged export, and the way back."""
+    """Train adapters, and compare the logits of PEFT's model with the merged export's logits; then import again."""
     peft = pytest.importorskip("peft", reason="pip install peft")
     from transformers import AutoModelForCausalLM
 

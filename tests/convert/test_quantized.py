@@ -111,7 +111,7 @@ def test_a_quantised_folder_is_its_bfloat16_folder(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["minimax-m2", "gpt-oss"])
-def test_any_part_of_a_weight_is_that_of_the_whole(tmp_path, name):
+def test_any_part_of_a_weight_equals_the_part_of_the_whole(tmp_path, name):
     source = HfSource(open_hf_folder(FOLDERS[name](tmp_path)[0]))
     for key, shape in source.shapes.items():
         whole = source.read(key, full_region(shape))
@@ -121,7 +121,7 @@ def test_any_part_of_a_weight_is_that_of_the_whole(tmp_path, name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_export_quantises_what_it_read(tmp_path, name):
-    """Codes of MXFP4 stand for the same values again; those of FP8 have other blocks and differ by their precision."""
+    """Codes of MXFP4 stand for the same values again; codes of FP8 have other blocks and differ by their precision."""
     quantized, plain = FOLDERS[name](tmp_path)
     kind = "mxfp4" if name == "gpt-oss" else "fp8"
     assert main(["import", str(quantized), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0
@@ -139,7 +139,7 @@ def test_an_export_quantises_what_it_read(tmp_path, name):
         torch.testing.assert_close(found, expected, rtol=0.04 if kind == "fp8" else 0.0, atol=tolerance)
 
 
-def test_fp8_blocks_are_those_of_the_definition(monkeypatch):
+def test_fp8_blocks_equal_the_definition(monkeypatch):
     monkeypatch.setattr(quantize, "FP8_BLOCK", 16)
     weight = torch.randn(40, 23, generator=torch.Generator().manual_seed(3))
     weight[:16, :16] = 0.0

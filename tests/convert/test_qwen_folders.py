@@ -56,7 +56,7 @@ def published(folder: Path, name: str, **counted: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("name", COUNT_KEYS)
-def test_the_loss_of_the_mtp_layer_is_that_of_transformers(tmp_path, name):
+def test_the_loss_of_the_mtp_layer_equals_transformers(tmp_path, name):
     made = published(tmp_path / "hf", name)
     assert_mtp_loss_of_transformers(made)
 

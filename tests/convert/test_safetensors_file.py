@@ -43,7 +43,7 @@ def test_what_the_library_wrote_is_read(tmp_path):
     "index",
     [(slice(1, 2, 1), slice(0, 3, 1), slice(0, 4, 1)), (slice(0, 2, 1), slice(2, 3, 1), slice(1, 4, 2))],
 )
-def test_parts_are_those_of_the_whole(tmp_path, index):
+def test_parts_equal_the_whole(tmp_path, index):
     save_file(tensors(), tmp_path / "x.safetensors")
     stored = read_header(tmp_path / "x.safetensors")["F32.3"]
     assert torch.equal(read_part(stored, index), tensors()["F32.3"][index])

@@ -265,7 +265,7 @@ def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
     assert "note" not in capsys.readouterr().out
 
 
-def test_the_tokenizer_of_a_run_is_that_of_the_recipe(dense, tmp_path, monkeypatch, capsys):
+def test_the_tokenizer_of_a_run_comes_from_the_recipe(dense, tmp_path, monkeypatch, capsys):
     """A run from scratch has its tokenizer by path, nothing beside its checkpoints."""
     monkeypatch.chdir(tmp_path)
     for name, tokenizer in (("text", "words/tokenizer.json"), ("letters", "bytes")):

@@ -1,4 +1,4 @@
-"""Hugging Face folders read into models: the logits are those of transformers, under any mapping."""
+"""Hugging Face folders read into models: the logits equal transformers' logits, under any mapping."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_logits_equal_those_of_transformers(tmp_path, name):
+def test_logits_equal_transformers(tmp_path, name):
     theirs = make_model(name)
     folder = save_model(theirs, tmp_path / name)
     tokens = tokens_of(2, SEQ_LEN)

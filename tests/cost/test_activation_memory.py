@@ -181,7 +181,7 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
     assert ActivationMemory(replace(cfg, train=replace(cfg.train, loss_chunk=0))).head_gradient_sum == 0
 
 
-def test_sizes_of_the_loss_and_of_chunks_are_those_of_the_runtime():
+def test_sizes_of_the_loss_and_of_chunks_equal_the_runtime():
     assert MAX_BLOCK_ELEMENTS == sparse_attention.MAX_BLOCK_ELEMENTS
     assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
     assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS

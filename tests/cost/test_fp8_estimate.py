@@ -1,4 +1,4 @@
-"""The estimate of FP8 against bfloat16 is that of docs/fp8.md, worked by hand."""
+"""The estimate of FP8 against bfloat16 equals the estimate of docs/fp8.md, worked by hand."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_large_experts_pay_from_some_rows_on(micro_batches, rows):
         assert (" faster than bfloat16" in other.message) == is_faster
 
 
-def test_rows_and_widths_are_those_of_a_rank():
+def test_rows_and_widths_are_for_one_rank():
     cfg = load_config(None, ["model.preset=mixtral-8x7b"])
     cfg = replace(
         cfg,

@@ -46,7 +46,7 @@ def _allocated(cfg: Config, has_router: bool) -> int:
     ],
 )
 @pytest.mark.parametrize("mode", ["attention", "attention_router"])
-def test_bytes_at_fixed_addresses_are_those_of_the_formula(pool, mode, model, dtype, mapping):
+def test_bytes_at_fixed_addresses_equal_the_formula(pool, mode, model, dtype, mapping):
     cfg = tiny(model=model, train={"micro_batch_size": 2, "global_batch_size": 8}, **mapping)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="plain"))
     allocated = pool.run(cfg.parallel.world_size, _allocated, cfg, mode == "attention_router")

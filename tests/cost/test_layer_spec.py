@@ -78,7 +78,7 @@ def test_names_of_blocks_agree() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names_and_shapes_are_those_of_the_module(name: str) -> None:
+def test_names_and_shapes_equal_the_module(name: str) -> None:
     """Build the model on the meta device and compare every parameter, in order, and every buffer."""
     model = replace(MODELS[name], num_layers=min(8, MODELS[name].num_layers))
     with torch.device("meta"):

@@ -44,7 +44,7 @@ def recipe(model: str, mapping: dict[str, object], **sites: object) -> Config:
     ],
     ids=str,
 )
-def test_bytes_of_a_site_are_those_of_the_boxes_of_its_ranks(model, keys):
+def test_bytes_of_a_site_equal_the_boxes_of_its_ranks(model, keys):
     """A coded parameter takes whole blocks on each rank that has a part of it; a bias is sent by every rank."""
     num_checked = 0
     for mapping in MAPPINGS:

@@ -1,4 +1,4 @@
-"""Bytes of weights and optimizer state by formula are those of the real sharded model, of any rank, to the byte."""
+"""Bytes of weights and optimizer state by formula equal the real sharded model's, on any rank, to the byte."""
 
 import math
 import random
@@ -76,7 +76,7 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     layout = fold(world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp)
     rank = 0 if seed % 3 == 0 else random.Random(seed).randrange(p.world_size)
     if cfg.model.vocab_size % p.tp:
-        # The formula is that of the tp rank with the most rows of the vocabulary.
+        # The formula is for the tp rank with the most rows of the vocabulary.
         rank -= layout.attention.coordinate(rank, "tp")
     dense = sorted(layout.attention.group(rank, "dp", "cp")).index(rank)
     expert = sorted(layout.moe.group(rank, "edp")).index(rank)

@@ -46,7 +46,7 @@ def test_ids_of_megatron_have_the_dtype_of_the_index(tmp_path, code, dtype):
     assert np.array_equal(_read(tmp_path), np.concatenate(_sequences(dtype)))
 
 
-def test_documents_of_megatron_are_those_of_the_index(tmp_path):
+def test_documents_of_megatron_are_the_documents_of_the_index(tmp_path):
     path = _write_megatron(tmp_path, 4, "<i4")
     total = sum(LENGTHS)
     ends = open_document_ends(path, total)

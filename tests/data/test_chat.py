@@ -154,7 +154,7 @@ DATES = {
 
 @pytest.mark.parametrize("source", DATES)
 def test_the_date_of_a_template_is_the_same_every_day(source: str):
-    """As gpt-oss and Llama write it; a conversation of today is that of tomorrow."""
+    """As gpt-oss and Llama write it; a conversation is rendered tomorrow as it is today."""
     assert template(source).render(CHAT, None, "f:1").text == DATES[source]
 
 

@@ -1,4 +1,4 @@
-"""Targets of conversations are those of transformers, and prompts are those of inference or a warning says so."""
+"""Conversations have the targets of transformers; their prompts equal inference's, or a warning says so."""
 
 import json
 import logging
@@ -73,7 +73,7 @@ def targets(opened: tuple[TokenizedConversations, Any], number: int = 0) -> str:
 
 @pytest.mark.parametrize("rows", [[U, A], [U, A, U, {"role": "assistant", "content": " ☃ the end"}]])
 @pytest.mark.parametrize("template", [SPACE, SPACE.replace("A: ", "A:\n\n"), SPACE.replace("\nA: ", "<|im_start|>")])
-def test_marked_turns_are_those_of_transformers(tmp_path: Path, tokenizer_file: Path, template: str, rows: list[Any]):
+def test_marked_turns_equal_transformers(tmp_path: Path, tokenizer_file: Path, template: str, rows: list[Any]):
     transformers = pytest.importorskip("transformers")
     opened = open_rows(tmp_path, [{"messages": rows}], template, tokenizer_file)
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer_file.parent)

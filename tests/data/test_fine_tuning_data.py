@@ -177,7 +177,7 @@ def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
-def test_tokens_and_targets_are_those_of_transformers(
+def test_tokens_and_targets_equal_transformers(
     tmp_path: Path, make_tokenizer_file: Callable[..., Path], has_marks: bool
 ):
     transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ def recipe(folder: Path, **changes: object) -> DataConfig:
     return DataConfig(**{"kind": "tokens", "path": str(folder), **changes})
 
 
-def test_names_are_those_of_the_recipe(folder, monkeypatch):
+def test_names_equal_the_names_in_the_recipe(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     looks = fingerprint(recipe(Path(folder.name)))
     assert list(looks) == [f"{folder.name}/{i}.npy" for i in range(3)]

@@ -127,7 +127,7 @@ def _open(folder: Path, rows: list[dict[str, object]], seq_len: int = 40, method
 
 
 def _texts(sample, number: int) -> tuple[str, str]:
-    """Return the text of a document of a sample, and that of its targets."""
+    """Return the text of a document of a sample, and the text of its targets."""
     is_in = sample.document_ids == number
     is_target = np.concatenate(([False], sample.token_columns["sequence_ids"] == number))
     return bytes(sample.tokens[is_in].astype(np.uint8)).decode(), bytes(

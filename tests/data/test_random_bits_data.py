@@ -3,7 +3,7 @@ import numpy as np
 from moefold.data.index_shuffle import draw_bits, hash_ints, splitmix64
 
 
-def test_draws_are_those_of_the_published_generator():
+def test_draws_equal_the_published_generator():
     # Reference outputs of SplitMix64: seed 0, and the first of seed 1234567.
     assert [int(x) for x in draw_bits(0, 3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert int(draw_bits(1234567, 1)[0]) == 6457827717110365317

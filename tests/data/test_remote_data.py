@@ -1,4 +1,4 @@
-"""Data of a remote folder: the samples are those of the same files on this machine."""
+"""Data of a remote folder: the same samples as from the same files on this machine."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def _write(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "text", "sft", "huggingface"])
-def test_samples_are_those_of_local_files(place, kind):
+def test_samples_equal_local_files(place, kind):
     _write(kind, place / "files")
     url = f"memory://data-{place.name}/{kind}"
     upload_folder(place / "files", RemotePath(url), last=())

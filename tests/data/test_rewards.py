@@ -77,7 +77,7 @@ BAD_ROWS = [{**ROWS[0], "reward": None}, {"prompt": "q0", "reward": 9.0}, {**ROW
 
 
 @pytest.mark.parametrize("method", ["filter", "weight", "condition"])
-def test_rewards_are_those_of_the_rows_that_are_left_when_bad_ones_are_skipped(files: Path, method, caplog):
+def test_rewards_belong_to_the_rows_that_are_left_when_bad_ones_are_skipped(files: Path, method, caplog):
     template = "{% if messages[-1].content == 'BAD' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     (files / "template.jinja").write_text(template)
     seq_len = 64 if method == "condition" else 24

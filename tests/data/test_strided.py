@@ -1,4 +1,4 @@
-"""Samples of sites: disjoint, and together those of one run."""
+"""Samples of sites: disjoint, and together the samples of one run."""
 
 import numpy as np
 import pytest

@@ -229,7 +229,7 @@ def test_a_folder_has_the_splits_that_the_package_finds(tmp_path: Path, name: st
         documents(folder, "nosuch")
 
 
-def test_the_rules_for_folders_are_those_of_the_package(tmp_path: Path):
+def test_the_rules_for_folders_equal_the_package(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     for name, (files, splits) in FOLDERS.items():
         folder = write_folder(tmp_path / name.replace(" ", "-"), files)

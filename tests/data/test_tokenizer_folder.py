@@ -276,7 +276,7 @@ def test_what_cannot_be_followed_is_noted(tmp_path: Path, sources: dict[str, str
     assert "transformers has a class BertTokenizer for it, whose code may replace parts of it" in note
 
 
-def test_the_table_of_classes_is_that_of_the_installed_transformers():
+def test_the_table_of_classes_equals_the_installed_transformers():
     made, shipped = make_table(), ClassTable.load()
     for name, entry in made["classes"].items():
         assert entry == shipped.classes[name], "python -m moefold.data.tokenizer_classes > .../tokenizer_classes.json"

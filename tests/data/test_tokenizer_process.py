@@ -64,7 +64,7 @@ def test_a_file_that_takes_too_much_is_refused(tmp_path):
         JsonTokenizer(file, LITTLE_MEMORY)
 
 
-def test_ids_offsets_and_text_are_those_of_the_package(make_tokenizer_file, monkeypatch):
+def test_ids_offsets_and_text_equal_the_package(make_tokenizer_file, monkeypatch):
     import tokenizers
 
     file = make_tokenizer_file("<s>", "<|endoftext|>")
@@ -111,7 +111,7 @@ def test_threads_forks_and_copies_share_no_answers(make_tokenizer_file):
     assert tokenizer.encode(texts[7]).tolist() == expected[7]
 
 
-def test_the_answer_to_an_interrupted_request_is_not_that_of_the_next(make_tokenizer_file, monkeypatch):
+def test_the_answer_to_an_interrupted_request_is_not_given_to_the_next(make_tokenizer_file, monkeypatch):
     tokenizer = JsonTokenizer(make_tokenizer_file("<eos>"))
     expected = tokenizer.encode("some words").tolist()
 

@@ -127,7 +127,7 @@ def search(site: Path, queries: Sequence[str], profile: Path) -> dict[str, list[
 
 
 def _posted_by(program: str, site: Path, profile: Path) -> Any:
-    """Open a page next to those of the site and return what it posts."""
+    """Open a page next to the pages of the site and return what it posts."""
     page = site / "page-of-a-test.html"
     page.write_text(program)
     try:

@@ -89,7 +89,7 @@ FILES = [
     for path in (ROOT / folder).rglob("*.py")
 ]
 OTHERS = ROOT / "docs/comparison.md"
-"""Its paths are those of other projects."""
+"""Its paths belong to other projects."""
 
 
 @pytest.mark.parametrize("page", [page for page in CURRENT if page != OTHERS], ids=name_of)

@@ -60,7 +60,7 @@ def browser() -> str:
     return found
 
 
-def test_markdown_of_code_hosts_becomes_that_of_the_site():
+def test_markdown_of_code_hosts_becomes_markdown_of_the_site():
     adapt = load("hooks").adapt
     text = "Words:\n* one\n  goes on\n* two\n\n```\nx:\n* y\n[a](../src)\n```\nTable\n| a |\n| --- |\n## b\n"
     adapted = adapt(text, "docs/page.md", "page.md")

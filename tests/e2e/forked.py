@@ -97,7 +97,7 @@ def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environme
     os.environ.update(environment)
     for stream, path in zip((sys.stdout, sys.stderr), printed, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
-        # As PYTHONUNBUFFERED has it in a process of its own: the order of the lines of several ranks is that of time.
+        # As PYTHONUNBUFFERED has it in a process of its own: lines of several ranks are in order of time.
         stream.reconfigure(write_through=True)
     sys.argv = ["moefold", *words]
     sys.exit(main(words))

@@ -56,7 +56,7 @@ def test_a_prompt_is_continued_the_same_on_one_rank_and_on_two(one_rank):
     assert alone.stderr == ""
 
 
-def test_several_prompts_are_objects_and_the_text_of_one_is_that_of_the_stream(one_rank):
+def test_several_prompts_are_objects_and_the_text_of_one_equals_the_stream(one_rank):
     words = [str(one_rank), "--temperature", "0", "--max-tokens", "5", "--device", "cpu", "--tokenizer", "bytes"]
     done = moefold("generate", *words, "abc", "zé", "--json")
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def test_a_killed_rank_is_started_again_and_resumes(tmp_path: Path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     assert main(["template", "slurm", str(recipe), "--nodes", "2", "--gpus-per-node", "2", "--time", "1:00:00"]) == 0
-    # The template refuses folders in /tmp, where those of tests are.
+    # The template refuses folders in /tmp, where the folders of tests are.
     run_dir = tmp_path / "run"
     recipe.write_text(RECIPE.replace("/shared/run", str(run_dir)))
     variables = environment() | {
@@ -110,7 +110,7 @@ def test_ray_train_starts_the_workers_again_after_one_is_killed(tmp_path: Path, 
     recipe.write_text(RECIPE.replace("world_size = 4", "world_size = 2"))
     assert main(["template", "ray", str(recipe), "--nodes", "1", "--gpus-per-node", "2"]) == 0
     program = capsys.readouterr().out
-    # A Ray cluster of this machine, without GPUs; the template refuses folders in /tmp, where those of tests are.
+    # A Ray cluster of this machine, without GPUs; the template refuses folders in /tmp, where the folders of tests are.
     run_dir = tmp_path / "run"
     recipe.write_text(recipe.read_text().replace("/shared/run", str(run_dir)))
     program = program.replace("USE_GPU = True", "USE_GPU = False").replace('"/shared/ray"', f'"{tmp_path}/ray"')

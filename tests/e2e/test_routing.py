@@ -43,7 +43,7 @@ def test_a_run_resumed_under_another_mapping_leaves_the_same_trace_and_counts(tm
     assert (run_dir / "expert_counts.bin").read_bytes() == (whole / "expert_counts.bin").read_bytes()
 
 
-def test_the_counts_are_those_of_the_trace(whole):
+def test_the_counts_equal_the_trace(whole):
     counts, trace = read_expert_counts(whole), RoutingTrace(whole, "")
     assert counts is not None
     assert counts.steps.tolist() == trace.steps == [1, 2, 3, 4]

@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 
-def test_float32_losses_equal_those_of_the_cpu():
+def test_float32_losses_equal_the_cpu():
     cfg = small_recipe("float32")
     cpu, gpu = losses_on(cfg, "cpu", 5), losses_on(cfg, "cuda", 5)
     assert gpu == pytest.approx(cpu, rel=1e-4)
@@ -30,7 +30,7 @@ def test_routing_state_follows_the_device():
         assert gpu == pytest.approx(cpu, rel=1e-4)
 
 
-def test_latent_attention_and_further_tokens_equal_those_of_the_cpu():
+def test_latent_attention_and_further_tokens_equal_the_cpu():
     cfg = small_recipe("float32")
     sizes = {"attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
     model = replace(cfg.model, v_head_dim=24, mtp_layers=1, rope_interleaved=True, **sizes)
@@ -40,7 +40,7 @@ def test_latent_attention_and_further_tokens_equal_those_of_the_cpu():
 
 
 @pytest.mark.parametrize("document_end", [-1, 2])
-def test_gpt_oss_equals_that_of_the_cpu(document_end):
+def test_gpt_oss_equals_the_cpu(document_end):
     """Sinks, windows tile by tile and by mask, biases and the clamped gate; with and without documents."""
     cfg = small_recipe("float32")
     attention = {"attention_sinks": True, "attention_pattern": "WF", "attention_output_bias": True, "qkv_bias": True}

@@ -39,7 +39,7 @@ COPIES = {
 }  # fmt: skip
 """Operators that may have tensors of both devices."""
 IN_PLACE = {"copy_", "_foreach_copy_", "set_"}
-"""Those of them that leave their result where it is."""
+"""Operators of `COPIES` that leave their result where it is."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 """Operators that take indices of the CPU for a CUDA tensor."""
 INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
@@ -84,8 +84,8 @@ class _Place(threading.local):
     """The device on which operators of this thread put tensors that they make.
 
     Attributes:
-        forced: that of the running Python function, None if it names none.
-        inherited: that of the tensors of the running function, for operators without tensors inside it.
+        forced: the device of the running Python function, None if it names none.
+        inherited: the device of the tensors of the running function, for operators without tensors inside it.
     """
 
     forced: ClassVar[bool | None] = None

@@ -73,7 +73,7 @@ class PretendedEvent:
 
 
 class Nothing:
-    """A context that does nothing, such as that of a stream."""
+    """A context that does nothing, such as the context of a stream."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass

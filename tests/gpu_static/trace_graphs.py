@@ -44,7 +44,7 @@ class CountedGraphs:
         self.captured: list[Event] = []
 
     def run(self, function: Callable[[], object]) -> None:
-        """Run a function, whose events are those of a first step."""
+        """Run a function and set aside its events, which only a first step has."""
         self._set_aside(function)
 
     def record(self, function: Callable[[], T]) -> tuple[T, Replay]:

@@ -53,7 +53,7 @@ def test_first_node_of_a_list(nodes, first):
     assert read_rank_env({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_address == first
 
 
-def test_a_step_that_names_no_nodes_is_on_those_of_its_job_or_here():
+def test_a_step_that_names_no_nodes_is_on_the_nodes_of_its_job_or_here():
     job = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NODELIST"}
     assert read_rank_env({**job, "SLURM_JOB_NODELIST": "b1,b2"}).master_address == "b1"
     assert read_rank_env(job).master_address == "127.0.0.1"
@@ -91,7 +91,7 @@ def test_an_environment_without_sense_is_refused(change, message):
         read_rank_env({**TORCHRUN, **change})
 
 
-def test_the_world_must_be_that_of_the_recipe():
+def test_the_world_must_match_the_recipe():
     place = read_rank_env(TORCHRUN)
     check_world_size(place, 8)
     with pytest.raises(ConfigError, match="parallel.world_size=4 must equal the 8 processes"):

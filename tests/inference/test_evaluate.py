@@ -1,4 +1,4 @@
-"""Loss and logits of evaluation equal those of transformers on the same weights, under every axis."""
+"""Evaluation gives the loss and logits of transformers on the same weights, under every axis."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,7 +45,7 @@ def expected(family: str, ids: np.ndarray) -> tuple[float, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda mapping: "-".join(f"{k}{v}" for k, v in mapping.items()))
-def test_loss_and_logits_equal_those_of_transformers(pool, mixtral, tmp_path, mapping):
+def test_loss_and_logits_equal_transformers(pool, mixtral, tmp_path, mapping):
     ids, file = row_of_ids(7 * S + 5), tmp_path / "logits.npy"
     # In float32 the two differ by more than 1e-5 on some processors.
     wide = mapping | {"dtype": "float64"}
@@ -80,7 +80,7 @@ def test_included_tail_is_one_more_shorter_sequence(pool, mixtral, mapping):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("bfloat16", 1e-2)])
-def test_another_type_than_that_of_the_weights(pool, mixtral, dtype, tolerance):
+def test_another_type_than_the_weights_have(pool, mixtral, dtype, tolerance):
     ids = row_of_ids(7 * S)
     mapping = {"world_size": 2, "tp": 2, "ep": 2}
     single, found = (

@@ -210,7 +210,7 @@ FAST_SAMPLED = [
 @pytest.mark.parametrize(
     ("model", "dtype", "settings"), [*FAST_SAMPLED, *slow([case for case in SAMPLED if case not in FAST_SAMPLED])]
 )
-def test_every_log_probability_is_that_of_training(pool, model, dtype, settings):
+def test_every_log_probability_equals_training(pool, model, dtype, settings):
     cfg = recipe(model, dtype)
     assert inexact_settings(replace(cfg, rollout=replace(cfg.rollout, cache="heads")), "cpu") == ()
     ((equal, largest, count),) = pool.run(1, compare, recipe(model, dtype), SETTINGS[settings])

@@ -26,7 +26,7 @@ def continue_greedily(folder):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in NEWER_MODELS if name not in FAST)])
-def test_decoding_equals_that_of_transformers(pool, tmp_path, name):
+def test_decoding_equals_transformers(pool, tmp_path, name):
     theirs = make_model(name, max_position_embeddings=128)
     folder = save_model(theirs, tmp_path / name)
     (completions,) = pool.run(1, continue_greedily, folder)

@@ -1,4 +1,4 @@
-"""Decoding with a cache computes what the whole sequence gives: logits, greedy tokens, and those of transformers."""
+"""Decoding with a cache gives the logits and greedy tokens of the whole sequence, and transformers' greedy tokens."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def run_without_cache(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=name)
-def test_logits_with_a_cache_equal_those_of_the_whole_text(pool, mixtral, mapping):
+def test_logits_with_a_cache_equal_the_logits_of_the_whole_text(pool, mixtral, mapping):
     pieces = [5, 1, 3, 1, 1]
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_logits_with_a_cache_equal_those_of_the_whole_text(pool, mixtral, mappin
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS[:2], ids=name)
-def test_greedy_tokens_equal_those_of_transformers(pool, mixtral, mapping):
+def test_greedy_tokens_equal_transformers(pool, mixtral, mapping):
     model = theirs(recipe("mixtral", Path("unused")), "mixtral")
     for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY):
         for prompt, found in zip(PROMPTS, rank, strict=True):

@@ -1,4 +1,4 @@
-"""Our models under lm-eval: log-likelihoods are the sums of log-softmax, ours and those of transformers."""
+"""Our models under lm-eval: log-likelihoods are the sums of log-softmax, of our logits and of transformers' logits."""
 
 import json
 import math

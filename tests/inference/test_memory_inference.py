@@ -40,7 +40,7 @@ def test_the_cache_and_the_weights_are_as_large_as_computed(pool, tmp_path, kind
     for num_ranks, mapping in ((1, {"dtype": "float32"}), (2, {"tp": 2, "ep": 2}), (2, {"pp": 2})):
         for cache in ("latents", "heads")[: 1 + (kind == "deepseek-v3")]:
             for rank, (there, computed) in enumerate(pool.run(num_ranks, kept_bytes, tmp_path, mapping, cache)):
-                # Of a pipeline the cache is that of the rank that has most layers.
+                # For a pipeline the computed cache is the cache of the rank that has most layers.
                 assert there[0] == computed[0] or (there[0] < computed[0] and "pp" in mapping)
                 # The last tp rank has a row less of a vocabulary that tp does not divide.
                 is_short = kind == "windows" and "tp" in mapping and rank == 1
@@ -69,7 +69,7 @@ def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys,
     assert message in err
 
 
-def test_the_states_of_linear_attention_are_those_of_the_prompts(tmp_path, capsys):
+def test_the_states_of_linear_attention_grow_with_the_prompts(tmp_path, capsys):
     """`generate` has no option for the number of slots: its message must not name one."""
     described_run(tmp_path, model={"preset": "tiny", "attention_pattern": "LF"})
     sizes = []

@@ -48,7 +48,7 @@ def test_errors_of_memory_are_known_whoever_raises_them(name):
     assert "\n" not in text
 
 
-def test_those_of_a_gpu_say_nothing_of_the_host():
+def test_memory_errors_of_a_gpu_say_nothing_of_the_host():
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 5 is free."
     )

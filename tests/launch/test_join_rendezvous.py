@@ -118,7 +118,7 @@ def test_ranks_that_are_awaited_are_named_long_before_the_limit(monkeypatch, cap
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # One line for each machine: that of its first rank.
+    # One line for each machine: the line of its first rank.
     with pytest.raises(RunError, match=f"{missing} of 3 did not come"):
         join_rendezvous(RankEnv(rank, 0, RANKS, "127.0.0.1", port), 1.0)
     assert capfd.readouterr().err == (

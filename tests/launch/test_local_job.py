@@ -1,4 +1,4 @@
-"""Temporary folders: those of a process that was killed go with the next start, and no others."""
+"""Temporary folders: the next start removes the folders of a process that was killed, and no others."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def _claimed(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_folders_of_the_dead_go_and_those_of_the_living_and_of_others_stay(tmp_path):
+def test_folders_of_the_dead_go_and_folders_of_the_living_and_of_others_stay(tmp_path):
     living, dead = _claimed(tmp_path / "living"), _claimed(tmp_path / "dead")
     try:
         dead.kill()

@@ -148,7 +148,7 @@ def test_site_that_missed_a_round_is_told_so():
 
 
 def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_that_round_alone():
-    """The others said hello before the round, with other weights than those of its checkpoint after the round."""
+    """The others said hello before the round, with other weights than its checkpoint has after the round."""
     point = Point(2)
     point.all_here(2)
     for site in range(2):
@@ -177,7 +177,7 @@ def test_odd_weights_and_nonfinite_sites_are_named():
     point.all_here(3)
     point.round(0, 1)
     point.round(1, 1, digest=6)
-    assert "site 1 are not those of the other sites" in point.round(2, 1)["error"]
+    assert "site 1 differ from the weights of the other sites" in point.round(2, 1)["error"]
     point = Point(2)
     point.all_here(2)
     point.round(0, 1, finite=False)
@@ -195,8 +195,8 @@ def test_odd_weights_and_nonfinite_sites_are_named():
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"settings": {"run.seed": 1}}, "run.seed=1 must be that of site 0, 0"),
-        ({"weights": 8}, "its outer weights are not those of site 0 after 0 rounds"),
+        ({"settings": {"run.seed": 1}}, "run.seed=1 must equal the value of site 0, 0"),
+        ({"weights": 8}, "its outer weights differ from the weights of site 0 after 0 rounds"),
         ({"address": "127.0.0.1"}, "it comes from 127.0.0.1, and site 0 from 10.0.0.1"),
     ],
 )
@@ -509,7 +509,7 @@ def test_sites_learn_that_another_one_was_refused():
     point = Point(3)
     point.hello(0)
     point.hello(1, settings={"run.seed": 1})
-    why = "run.seed=1 must be that of site 0, 0; start all sites with the same recipe and the same base weights"
+    why = "run.seed=1 must equal the value of site 0, 0; start all sites with the same recipe and the same base weights"
     assert point.hello(0) == {"missing": [1, 2], "refused_sites": {"1": why}}
     # A further job with the number of a site that is here has not replaced it.
     point.hello(0, connection=7)

@@ -81,7 +81,7 @@ def _press(folder: Path, ranks: int, times: int) -> None:
         time.sleep(0.3)
 
 
-def test_the_largest_status_of_a_rank_is_that_of_the_job():
+def test_the_largest_status_of_a_rank_is_the_status_of_the_job():
     assert spawn_ranks(_status, 3, "cpu") == 20
     assert spawn_ranks(_status, 1, "cpu") == 7
 

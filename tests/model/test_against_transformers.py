@@ -141,7 +141,7 @@ def _their_tensor(name: str, weights: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_equal_those_of_transformers(family):
+def test_logits_and_gradients_equal_transformers(family):
     model, class_name, sizes = FAMILIES[family]
     cfg, ours = _ours(model)
     config = getattr(transformers, f"{class_name}Config")(**SHARED | sizes)

@@ -311,7 +311,7 @@ def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatc
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_choices_are_recorded_and_replaced_as_those_of_the_modules(replaces):
+def test_choices_are_recorded_and_replaced_as_in_the_modules(replaces):
     stage = build(recipe({}))
     num_experts = stage.cfg.model.num_experts if replaces else 0
     chosen = []

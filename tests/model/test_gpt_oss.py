@@ -128,7 +128,7 @@ def _their_tensor(name: str, weights: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_logits_and_gradients_equal_those_of_transformers(sizes):
+def test_logits_and_gradients_equal_transformers(sizes):
     model = _model(sizes)
     ours = _ours(model)
     theirs = _theirs(model, ours.cfg.model.layer_windows)

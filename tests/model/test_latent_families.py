@@ -173,7 +173,7 @@ def random_tokens(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_logits_and_gradients_equal_those_of_transformers(kind, seed):
+def test_logits_and_gradients_equal_transformers(kind, seed):
     model, sizes = FAMILIES[kind](random.Random(seed))
     _, ours = ours_of(model, seed)
     theirs = theirs_of(kind, sizes, ours)
@@ -192,7 +192,7 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_multi_token_prediction_equals_that_of_transformers(seed):
+def test_multi_token_prediction_equals_transformers(seed):
     """The loss of two further tokens, and its gradients, through the layers that transformers drafts tokens with."""
     from transformers.modeling_layers import MtpModel
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies and pairs, against those of transformers and against the definition."""
+"""Rotary frequencies and pairs, against transformers and against the definition."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def _model(**keys: Any) -> ModelConfig:
 
 
 def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
-    """A legal setting in our words and in those of transformers."""
+    """Return a legal setting in our words and in the words of transformers."""
     rng = random.Random(seed)
     theirs: dict[str, Any] = {
         "rope_type": "yarn",
@@ -50,7 +50,7 @@ def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_yarn_equals_that_of_transformers(seed):
+def test_yarn_equals_transformers(seed):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     cfg, theirs = _random_yarn(seed)
@@ -67,7 +67,7 @@ def test_yarn_equals_that_of_transformers(seed):
     assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
-def test_llama3_without_a_blend_equals_that_of_transformers():
+def test_llama3_without_a_blend_equals_transformers():
     """Llama 4 Scout gives both factors as 1: each frequency is scaled in full or not at all."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -92,7 +92,7 @@ def test_yarn_by_hand():
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_scores_equal_those_of_the_oracle(is_interleaved, fraction):
+def test_scores_equal_the_oracle(is_interleaved, fraction):
     """The order in which pairs come out is free, the products of queries and keys are not."""
     keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 20, "rope_theta": 50.0}
     cfg = _model(head_dim=8, rope_interleaved=is_interleaved, rope_fraction=fraction, **keys)
@@ -114,7 +114,7 @@ def test_the_two_kinds_of_pairs_differ():
 
 @pytest.mark.parametrize("seq_len", [64, 65])
 @pytest.mark.parametrize("attention_factor_given", [None, 1.7])
-def test_longrope_equals_that_of_transformers(seq_len, attention_factor_given):
+def test_longrope_equals_transformers(seq_len, attention_factor_given):
     """Within the original context of 64 tokens, and beyond it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -163,7 +163,7 @@ def test_settings_out_of_range_are_refused(settings):
 
 @pytest.mark.parametrize("objective", FORMULAS)
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
-def test_the_gradient_over_all_texts_is_that_of_the_expected_reward(objective, baseline):
+def test_the_gradient_over_all_texts_equals_the_gradient_of_the_expected_reward(objective, baseline):
     """Enumerate the 8 texts of 3 tokens over a vocabulary of 2, each weighted by its probability."""
     cfg = tiny(model={"vocab_size": 2}, moe={"aux_loss": 0.0, "z_loss": 0.0}, train={"seq_len": 4})
     model = build_model(cfg).double()
@@ -185,7 +185,7 @@ def test_the_gradient_over_all_texts_is_that_of_the_expected_reward(objective, b
 
     columns = {
         "labels": labels,
-        # The gradient of a geometric mean is that of a whole text over its length, for each of its tokens.
+        # For each token of a text, the gradient of a geometric mean is the gradient of the whole text over its length.
         "weights": probability.detach()[:, None] * is_sampled,
         "advantages": (rewards - baseline)[:, None].expand(8, 4),
         "old_log_probs": log_probs.detach(),

@@ -207,7 +207,7 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
         return x.sum()
 
     _passes(offload, forward, _vector(2.0).requires_grad_())
-    # Each when the gradient of a part has passed: by then that of the part before was asked for too.
+    # Each entry was made when the gradient of a part had passed: by then the values of the part before were asked for.
     assert asked == [(3, 2), (2, 3), (1, 4), (0, 4)]
     assert tier.loaded == [2.0**8, 2.0**4, 2.0**2, 2.0]
 

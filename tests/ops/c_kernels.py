@@ -24,7 +24,7 @@ in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
 
 
 def recipe(dtype: str, kernels: str, **words: Any) -> Config:
-    """A tiny one, computed in a type by some kernels; `words` are those of `tiny`."""
+    """Return a tiny recipe, computed in a type by some kernels; `words` are passed to `tiny`."""
     cfg = tiny(**words)
     return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
 

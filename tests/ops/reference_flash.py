@@ -90,7 +90,7 @@ def _bound(schema, args: tuple, kwargs: dict) -> dict:
 
 
 def _sequences(given: dict) -> list[dict]:
-    """The arguments of each sequence of variable length, as those of a batch of one; or of the whole batch."""
+    """Return the arguments of each sequence of variable length as a batch of one; return a whole batch as given."""
     if given["query"].dim() == 4:
         return [given]
     parts = []

@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_sorted_definition_is_that_of_python(dtype):
+def test_the_sorted_definition_equals_python(dtype):
     for case in cases(30, 14, dtype):
         found = sorted_topk(case.scores, case.k, starts=case.starts, stops=case.stops)
         assert torch.equal(found, by_definition(case))

@@ -9,7 +9,7 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", [(7, 24), (3, 2, 5, 16), (0, 8)])
-def test_values_and_gradients_are_those_of_float64(dtype, shape):
+def test_values_and_gradients_equal_float64(dtype, shape):
     exact = [torch.randn(shape, dtype=torch.float64), torch.randn(shape[-1], dtype=torch.float64)]
     grad = torch.randn(shape, dtype=torch.float64)
     narrow = [t.to(dtype).requires_grad_() for t in exact]

@@ -84,7 +84,7 @@ def _assert_same_gradients(found: Tensor, expected: Tensor, tensors: list[Tensor
 
 @pytest.mark.usefixtures("block_elements")
 @pytest.mark.parametrize("top_k", [K, S + 3])
-def test_selection_is_that_of_a_sort(top_k):
+def test_selection_equals_a_sort(top_k):
     index = _index()
     selected = select_keys(index, _causal(), top_k)
     scores = _scores(index).detach()

@@ -33,7 +33,7 @@ def test_a_part_has_the_numbers_of_the_whole():
         assert not torch.isclose(other, whole).any()
 
 
-def test_moments_are_those_of_the_normal_law():
+def test_moments_follow_the_normal_law():
     x = normal_rows(2**63 - 1, 1, torch.arange(1000), slice(0, 500)).double()
     # Within five standard errors of 500,000 numbers.
     assert abs(float(x.mean())) < 5 * 500_000**-0.5

@@ -13,7 +13,7 @@ from moefold.validate.config import check_config
 
 
 @pytest.mark.parametrize("correction", [0.0, 1.0, 0.3])
-def test_updates_are_those_of_the_step_before(correction):
+def test_each_update_belongs_to_the_step_before(correction):
     """u(t) is the update of an optimizer that gets the gradients without a delay, at the weights of the delayed run."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in range(5)]

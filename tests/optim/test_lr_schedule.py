@@ -215,7 +215,7 @@ def test_a_resume_with_another_schedule_states_the_rates_and_what_they_mean(sett
     before, after = (config(count, **settings) for count in steps)
     assert describe_schedule_change(schedule_settings(before), after, at) == line
     rates = [learning_rate(before.train, steps[0], at), learning_rate(after.train, steps[1], at + 1)]
-    # Independent of the words: the numbers of the line are those of the steps.
+    # Independent of the wording: the line has the numbers of the steps.
     assert all(f"{rate:.3g}" in line for rate in rates)
 
 

@@ -78,7 +78,7 @@ def test_the_oracle_takes_the_same_matrices():
 
 
 @pytest.mark.parametrize(("name", "rows"), [("wkv_down", 6 + 16), ("wkv_up", 3 * (4 + 32)), ("wq_up", 5)])
-def test_logical_matrices_are_those_of_the_oracle(name, rows):
+def test_logical_matrices_equal_the_oracle(name, rows):
     whole = torch.arange(rows * 2.0).view(rows, 2)
     views = logical_matrices(model_weights(LATENT)[f"layers.0.attention.{name}"], whole)
     mine = [part.flatten(0, -2) for part in views]
@@ -96,7 +96,7 @@ def parameters() -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def test_the_root_mean_square_of_an_update_is_that_of_adamw():
+def test_the_root_mean_square_of_an_update_is_as_in_adamw():
     given = parameters()
     cfg = Config(model=MODEL, train=TrainConfig(optimizer="muon", lr=1.0, weight_decay=0.0))
     optimizer = build_muon(given, cfg, ALONE)

@@ -84,7 +84,7 @@ def test_mean_of_adam_steps_is_no_step_of_the_mean_gradient():
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_is_that_of_torch_sgd(nesterov):
+def test_momentum_equals_torch_sgd(nesterov):
     settings = SitesConfig(count=2, lr=0.7, momentum=0.9, nesterov=nesterov)
     sites = [Site(settings) for _ in range(2)]
     reference = [nn.Parameter(p.detach().clone()) for p in sites[0].parameters.values()]

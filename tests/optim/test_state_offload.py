@@ -86,7 +86,7 @@ def _resident_bytes() -> int:
 
 
 class DelayedLink(CopyEngine):
-    """A device with memory of its own, in that of this process, which copies nothing home before it is waited for."""
+    """A device with its own memory, inside the memory of this process; copies to the host are made when awaited."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -114,7 +114,7 @@ def test_moments_go_home_while_the_next_are_updated():
     moments = [[home.zeros(torch.zeros(5), torch.float32) for _ in range(2)] for _ in range(4)]
     for step in (1, 2):
         for i, here in enumerate(home.prefetch(moments)):
-            # Those of the parameter before are still under way, and no others.
+            # Only the moments of the parameter before are still being copied to the host.
             assert len(link.pending) == (2 if i else 0)
             for moment in here:
                 assert torch.equal(moment, torch.full((5,), (step - 1) * (i + 1.0)))

@@ -1,4 +1,4 @@
-"""Copies of the weights in the compute dtype, cast once a step: the numbers are those of a cast at each use."""
+"""Copies of the weights in the compute dtype, cast once a step: a cast at each use gives the same numbers."""
 
 from dataclasses import replace
 
@@ -120,7 +120,7 @@ def _copied_bytes(cfg: Config):
 
 
 @pytest.mark.parametrize("name", ["plain", "accumulated, tied embeddings, prediction of more tokens"])
-def test_the_bytes_of_the_copies_are_those_of_the_formula(pool, tmp_path, name):
+def test_the_bytes_of_the_copies_equal_the_formula(pool, tmp_path, name):
     cfg = _recipe(name, tmp_path)
     ((found, tracked),) = pool.run(1, _copied_bytes, cfg)
     assert found == tracked == compute_rank_memory(cfg)[0].states.gathered

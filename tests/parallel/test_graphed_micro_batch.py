@@ -1,6 +1,6 @@
 """Whole micro-batches replayed from one graph have the bits of eager ones: gradients, statistics, weights and losses.
 
-The graphs are those of `recorded_graphs`. On a CPU the host knows the counts of the experts, which a graph must not
+The graphs come from `recorded_graphs`. On a CPU the host knows the counts of the experts, which a graph must not
 read: shapes are padded to the capacity, or the counts are on the device, as on a GPU.
 """
 

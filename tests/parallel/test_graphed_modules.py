@@ -1,6 +1,6 @@
 """Attention and routers replayed from graphs have the gradients of eager ones, with as few graphs as a schedule needs.
 
-The graphs are those of `recorded_graphs`: what the host decided while it recorded them does not change, and a value
+The graphs come from `recorded_graphs`: what the host decided while it recorded them does not change, and a value
 that is read after the next replay has overwritten it is wrong.
 """
 
@@ -82,7 +82,7 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
 @pytest.mark.parametrize(
     ("model", "moe", "mapping", "captures"),
     [
-        # The noise of each step differs, and no gradient but those of the chosen probabilities arrives.
+        # The noise of each step differs, and only the gradients of the chosen probabilities arrive.
         ({}, {"input_jitter": 0.3, "aux_loss": 0.0, "z_loss": 0.0}, {}, [4]),
         ({"router_score": "sigmoid", "expert_bias": True, "router_bias": True}, {"input_jitter": 0.3}, {}, [4]),
         ({}, {"choice": "sinkhorn"}, {"world_size": 2, "zero": 2, "ep": 2}, [4, 4]),

@@ -94,7 +94,7 @@ class CountingStage(nn.Module):
 
 
 def run_counted(rows, stage_ranks: tuple[int, ...], count: int, splits: bool) -> tuple[list[int], list[int], float]:
-    """Run a step on this rank: the messages alive in each pass, those of the plan, and the loss."""
+    """Run a step on this rank; return the counts of messages alive in each pass, the plan's counts, and the loss."""
     rank = dist.get_rank()
     observed: list[int] = []
     messages = CountedMessages()
@@ -155,7 +155,7 @@ def test_what_is_alive_is_what_the_plan_says(pool, schedule, chunks):
         loss = sum(SIZE * (i + len(ranks)) for i in range(count))
         assert sum(total for *_, total in found) == loss
         most.append([max(observed) for observed, *_ in found])
-    # The inputs in flight are among them, which are those of all micro-batches under gpipe alone.
+    # The counts include the inputs in flight; under gpipe alone the inputs of all micro-batches are in flight.
     assert (most[0] == most[1] == most[2]) == (schedule != "gpipe")
 
 

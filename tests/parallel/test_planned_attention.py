@@ -112,7 +112,7 @@ def _expected(each: Round) -> list[torch.Tensor]:
 
 
 def _assemble(ranks: list[tuple]) -> list[torch.Tensor]:
-    """Tensors of all tokens from those of the ranks, and the sum of the gradients of the sinks."""
+    """Return tensors of all tokens, joined from the ranks' tensors, and the sum of the gradients of the sinks."""
     tokens = np.concatenate([rank[0] for rank in ranks])
     assert sorted(tokens) == list(range(SHAPE.num_tokens))
     order = np.argsort(tokens)

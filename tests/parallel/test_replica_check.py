@@ -268,7 +268,7 @@ PRODUCTS = [
 
 @pytest.mark.parity
 @pytest.mark.parametrize("parallel", PRODUCTS)
-def test_dispersion_and_cosine_are_those_of_replicas_computed_alone(pool, parallel):
+def test_dispersion_and_cosine_equal_replicas_computed_alone(pool, parallel):
     dp = parallel["world_size"] // parallel.get("cp", 1) // parallel.get("pp", 1)
     train = {"micro_batch_size": 2, "global_batch_size": 2 * dp}
     if parallel.get("pp", 1) > 1:

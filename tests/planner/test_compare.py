@@ -38,7 +38,7 @@ def question(
 
 
 @pytest.mark.parametrize("fixed", [{"pp": 1}, {"tp": 2, "pp": 2}], ids=str)
-def test_the_figures_are_those_of_separate_plans(fixed):
+def test_the_figures_equal_separate_plans(fixed):
     asked = question(fixed=fixed)
     (found,) = compare_by_seq_len(asked, [64])
     for method, plan in (("folding", found.folded), (COUPLED_WITH_CP, found.coupled), (COUPLED, found.within_dp)):

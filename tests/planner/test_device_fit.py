@@ -78,7 +78,7 @@ def test_the_peak_of_the_vendor_stays_where_it_is_above_the_rate():
     assert slower.gemm_fraction["bf16"] == 1.0
 
 
-def test_what_was_not_measured_is_that_of_the_base():
+def test_what_was_not_measured_is_taken_from_the_base():
     base = load_device("h100")
     measured = replace(_machine(base), collectives=(), host_bytes_per_s=None)
     found = fit_device(base, measured, "found")

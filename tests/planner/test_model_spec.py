@@ -25,7 +25,7 @@ from moefold.validate.config import check_config
 
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("causal", [False, True])
-def test_operations_are_those_of_the_runtime(name, causal):
+def test_operations_equal_the_runtime(name, causal):
     model = load_config(None, [f"model.preset={name}"]).model
     counted = train_flops_per_token(model, 4096, causal=causal).total
     # The gate of a shared expert is the one product that a shape leaves out.
@@ -33,7 +33,7 @@ def test_operations_are_those_of_the_runtime(name, causal):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_parameters_are_those_of_the_runtime(name):
+def test_parameters_equal_the_runtime(name):
     model = load_config(None, [f"model.preset={name}"]).model
     assert all_parameters(model_spec_from_config(model)) == pytest.approx(count_parameters(model).total, rel=2e-3)
 

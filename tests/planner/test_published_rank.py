@@ -114,7 +114,7 @@ def test_a_published_mapping_is_among_the_best_tenth(name):
     assert ahead < 0.1
 
 
-def test_the_cases_are_those_of_the_table():
+def test_the_cases_equal_the_table():
     assert len(CASES) > 30
     assert sum(case.gpu == "h100" for case in CASES.values()) > 5
     for case in CASES.values():

@@ -148,7 +148,7 @@ def _planner(recipe, num_gpus: int):
     return make_planner(request, None)
 
 
-def test_pairs_are_sorted_and_their_copies_are_those_of_the_plan(recipe):
+def test_pairs_are_sorted_and_have_the_copies_of_the_plan(recipe):
     planner = _planner(recipe, 8)
     lengths = RolloutLengths(prompt=64, new=32)
     plans = plan_rollouts(planner, lengths)

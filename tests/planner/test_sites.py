@@ -70,10 +70,10 @@ def site_cost(bytes_per_s: float, step_s: float, volumes: list[float], count: in
         (671e9, 20.0, 100, (4.3, 16.0, 41.0)),
     ],
 )
-def test_bandwidth_is_that_of_the_scaling_laws_of_diloco(parameters, step_s, every, published):
+def test_bandwidth_equals_the_scaling_laws_of_diloco(parameters, step_s, every, published):
     """Table 6 of arXiv:2503.09799: Gbit/s for a utilisation of 50, 80 and 90 %, in bfloat16; every=1 is data parallel.
 
-    Its simulation hides a part of DiLoCo's exchange, and not quite all of that of data parallelism.
+    The paper's simulation hides a part of DiLoCo's exchange, and not quite all of the exchange of data parallelism.
     """
 
     def utilisation(bytes_per_s: float) -> float:
@@ -252,8 +252,8 @@ def test_what_a_method_fixes_stays(tmp_path):
     assert plan.cost.volumes["float32"][0].num_bytes == 3 * sum(part.num_coded for part in site_traffic(kept)) * 4
 
 
-def test_the_time_of_coding_is_that_of_the_fullest_rank(tmp_path):
-    """It encodes its vector, decodes those of all members, and its own again."""
+def test_the_fullest_rank_sets_the_time_of_coding(tmp_path):
+    """A rank encodes its vector, decodes the vectors of all members, and its own again."""
     cfg, plan = planned(tmp_path, bytes_per_s=1e4)
     (part,) = site_traffic(cfg, "fp4")
     encode_s, decode_s = CODING_S["fp4"]

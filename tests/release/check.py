@@ -47,7 +47,7 @@ def report(topic: str, text: str) -> None:
 
 
 def check_tree() -> None:
-    """Refuse changes that are not committed: the files of the release are those of the commit."""
+    """Refuse changes that are not committed: a release has the files of its commit."""
     changed = run(["git", "status", "--porcelain"], ROOT).strip()
     if changed:
         raise ReleaseError(f"the tree has changes, commit them first:\n{changed}")
@@ -85,7 +85,7 @@ def build(folder: Path) -> Path:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Compare the files of a wheel with those of the checkout that an installed moefold needs."""
+    """Compare the files of a wheel with the files of the checkout that an installed moefold needs."""
     held = set(zipfile.ZipFile(wheel).namelist())
     missing = [name for name in expected_files() if name not in held]
     if missing:
@@ -94,7 +94,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def expected_files() -> list[str]:
-    """Return the files that a wheel must hold: those of the package that are committed, and the recipes."""
+    """Return the files that a wheel must hold: the committed files of the package, and the recipes."""
     files = run(["git", "ls-files", "src/moefold", "recipes"], ROOT).splitlines()
     return [re.sub("^recipes/", "moefold/recipes/", name).removeprefix("src/") for name in files]
 

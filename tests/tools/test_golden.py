@@ -74,7 +74,7 @@ def test_every_subject_of_the_sheet_has_a_change_that_it_notices():
     assert all(set(row) == in_sheet for row in rows.values())
 
 
-def test_losses_are_those_of_the_sheet_and_another_seed_is_noticed():
+def test_losses_equal_the_sheet_and_another_seed_is_noticed():
     name = "recipes/quickstart.toml"
     recipe = golden.Recipe(golden.ROOT, name)
     stored = golden.read_sheet(golden.SHEET)[name]["losses"]
@@ -130,7 +130,7 @@ def test_bits_are_no_part_of_the_sheet(words):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_fact_is_that_of_the_sheet(capsys):
+def test_every_fact_equals_the_sheet(capsys):
     assert golden.main(["--full"]) == 0, capsys.readouterr().out
 
 

@@ -91,7 +91,7 @@ def test_time_passes_as_order_and_needs_allow(read):
     assert span_s(SPLIT) < 9.0
 
 
-def test_needs_are_those_of_the_chain_rule():
+def test_needs_follow_the_chain_rule():
     assert Action(1, "F", 2).consumes(3) == ((0, "F", 2),)
     assert Action(1, "B", 2).consumes(3) == ((1, "F", 2), (2, "I", 2))
     assert Action(2, "I", 2).consumes(3) == ((2, "F", 2),)

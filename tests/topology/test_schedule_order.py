@@ -1,4 +1,4 @@
-"""The rows of the built-in schedules are those of torch's own classes of these schedules."""
+"""The rows of the built-in schedules equal the rows of torch's own classes of these schedules."""
 
 import re
 from collections.abc import Iterator

@@ -269,7 +269,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, st
 
 @pytest.mark.slow
 def test_after_a_rollback_rounds_with_the_prompts_of_the_faulty_step_are_left_out(pool, tmp_path):
-    """Step 5 has the prompts 16 to 19, and the checkpoint of step 4 their rollouts and those of step 6."""
+    """Step 5 has the prompts 16 to 19, and the checkpoint of step 4 has their rollouts and the rollouts of step 6."""
     cfg = asynchronous(tmp_path, 8, 2, {"ranks": 1}, world_size=2)
     cfg = replace(cfg, faults=replace(cfg.faults, nonfinite="rollback"))
     other = in_turn(cfg, tmp_path)

@@ -35,7 +35,7 @@ def _step(cfg: Config) -> tuple[AttentionMetrics | None, list[tuple[tuple[int, .
 
 
 @pytest.mark.parity
-def test_metrics_are_those_of_the_plans(pool):
+def test_metrics_equal_the_plans(pool):
     hosts = {"attention_hosts": "balanced", "attention_tolerance": 0.0, "attention_block": 1}
     ranks = pool.run(4, _step, _recipe(ep=4, **hosts))
     metrics = ranks[0][0]

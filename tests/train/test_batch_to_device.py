@@ -1,4 +1,4 @@
-"""The batch is copied to CUDA once, without a wait; the copies are those of the CPU."""
+"""The batch is copied to CUDA once, without a wait; the copies have the types and shapes of the tensors on the CPU."""
 
 from dataclasses import replace
 

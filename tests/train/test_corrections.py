@@ -23,8 +23,8 @@ TWO_UPDATES = {"updates": 2, "objective": "clip", "clip_low": 0.02, "clip_high":
     ],
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
-def test_the_trainer_log_probs_are_those_of_the_weights_that_sampled(pool, tmp_path, mapping):
-    """In float64 they are the sampler's, also for the second update; those of newer weights would differ from them."""
+def test_the_trainer_log_probs_come_from_the_weights_that_sampled(pool, tmp_path, mapping):
+    """In float64 they equal the sampler's, also for the second update; newer weights would give other ones."""
     cfg = recipe(tmp_path, 2, correction="clamp", kl=0.1, **TWO_UPDATES)
     pool.run(1, _train, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)

@@ -49,7 +49,7 @@ def test_the_log_begins_with_what_runs(tmp_path):
         (["checkpoint.every=0", "checkpoint.keep=0"], "at the end, all stay"),
         (
             ["checkpoint.at_end=false", "checkpoint.every=2000", "checkpoint.keep=3", "checkpoint.keep_every=10000"],
-            "every 2,000 steps, the newest 3 stay, and those of every 10,000 steps",
+            "every 2,000 steps, the newest 3 stay, and one every 10,000 steps",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def base(pool, tmp_path_factory) -> str:
     ],
 )
 def test_adapters_resume_under_another_mapping_and_merge(pool, tmp_path, base, before, after):
-    """The losses are those of an uninterrupted run, and the merged weights have its loss on the held-out samples."""
+    """The losses equal an uninterrupted run's, and the merged weights have its loss on the held-out samples."""
     straight = _recipe(tmp_path, "straight", base)
     pool.run(1, _train, straight)
     first = _recipe(tmp_path, "resumed", base, **before)

@@ -10,7 +10,7 @@ FOUR = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
 
 
 def snapshots(rank: int, *steps: int, generation: int = 1) -> PeerSnapshots:
-    """What rank `rank` of four has after some steps: its own shards, and those of the rank before it."""
+    """Return what rank `rank` of four has after some steps: its own shards, and the shards of the rank before it."""
     made = PeerSnapshots("node")
     made.generation, made.rank, made.layout = generation, rank, FOUR
     made._slots = [Snapshot(step, None, {}, {(rank - 1) % 4: {}}) for step in steps]

@@ -57,7 +57,7 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
 @pytest.mark.parametrize(
     "sections", [{}, {"moe": {"weight_in_expert": True}}, {"train": {"recompute": ["moe"]}}], ids=str
 )
-def test_steps_equal_those_of_the_all_to_all(pool, sections):
+def test_steps_equal_the_steps_of_the_all_to_all(pool, sections):
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
     sections = sections | {"train": train | sections.get("train", {})}
     found, expected = (pool.run(2, _train, _recipe(name, **sections)) for name in ("symm_mem", "alltoall"))

@@ -104,7 +104,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("make", "name", "parallel"), CASES, ids=[f"{make.__name__}-{name}" for make, name, _ in CASES]
 )
-def test_tokens_are_those_of_the_texts_under_every_mapping(
+def test_tokens_equal_the_texts_under_every_mapping(
     pool, tmp_path, make: Callable[[Path], tuple[list[str], int]], name: str, parallel: dict[str, Any]
 ):
     words, expected = make(tmp_path)

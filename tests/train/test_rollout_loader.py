@@ -156,12 +156,12 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
         for key in ("reward", "mixed_groups", "length_mean"):
             assert found["rl"][key] == expected["rl"][key]
     for one in (cfg, other):
-        _assert_counts_are_those_of_the_rollouts(one)
+        _assert_counts_equal_the_rollouts(one)
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
 
 
-def _assert_counts_are_those_of_the_rollouts(cfg: Config) -> None:
+def _assert_counts_equal_the_rollouts(cfg: Config) -> None:
     """Tokens of prompts and completions, and the rate at which all ranks have sampled."""
     rollouts = records(cfg, "rollouts.jsonl")
     total = 0
@@ -528,7 +528,7 @@ def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
     assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
 
 
-def test_a_run_may_go_on_without_its_reset_reference_and_with_that_of_its_start(pool, tmp_path):
+def test_a_run_may_go_on_without_its_reset_reference_and_with_the_reference_of_its_start(pool, tmp_path):
     cfg = recipe(tmp_path, 3, kl=0.1, reset_patience=1)
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-9), checkpoint=CheckpointConfig(every=1))
     pool.run(1, _train, cfg)

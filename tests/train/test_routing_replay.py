@@ -43,7 +43,7 @@ def test_exact_sampling_has_the_same_gradients_with_and_without_replay(pool, tmp
 
 
 def _flipped(fetch: Any) -> Any:
-    """Replace the recorded choices by those of other experts before they are sent."""
+    """Replace the recorded choices by other experts before they are sent."""
 
     def fetch_flipped(self: Any, tokens: Any, recorded: Any) -> Any:
         return fetch(self, tokens, {number: 3 - ids for number, ids in recorded.items()})

@@ -164,7 +164,7 @@ def test_a_checkpoint_that_is_named_is_continued_where_it_is(tmp_path):
     assert chosen(tmp_path / "run", named)[0] == "run"
 
 
-def test_checkpoints_of_a_folder_of_their_own_are_those_of_the_run_started_last(tmp_path):
+def test_checkpoints_of_a_folder_of_their_own_belong_to_the_run_started_last(tmp_path):
     apart = f"checkpoint.dir={tmp_path}/saved"
     write_run(tmp_path / "run", apart, steps=3, saved=None)
     write_run(tmp_path / "run-2", apart, steps=6, saved=5)

@@ -1,4 +1,4 @@
-"""A batch that is not finite, under every axis: the weights are those of a run that never had it."""
+"""A batch that is not finite, under every axis: the weights equal the weights of a run that never had it."""
 
 import json
 import math
@@ -119,7 +119,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("action", "parallel"), CASES)
-def test_weights_are_those_of_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
+def test_weights_equal_a_run_that_lacks_the_batch(pool, tmp_path, without, action, parallel):
     data = write_tokens(tmp_path / "data.npy")
     steps = 7 if action == "skip" else 6
     cfg = recipe(tmp_path / "run", data, steps, {"nonfinite": action}, **parallel)
@@ -378,7 +378,8 @@ def test_rollback_forgets_the_round_under_way(pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=(5 * BATCH,))
     cfg = recipe(tmp_path / "run", data, 8, {"nonfinite": "rollback"})
     cfg = replace(cfg, sites=SitesConfig(method="diloco", lr=0.7, momentum=0.9, every=5, overlap=2))
-    # The round of step 5 is under way when step 6 fails; the checkpoint of step 4 is damaged, that of step 2 loads.
+    # The round of step 5 is under way when step 6 fails; the checkpoint of step 4 is damaged, so the checkpoint of
+    # step 2 loads.
     assert pool.run(1, train, cfg, _Damage(tmp_path / "run" / "checkpoints", 2)) == [""]
     assert [fault["step"] for fault in read_faults(tmp_path / "run")] == [6]
     saved = {step: read_meta(tmp_path / "run" / "checkpoints" / f"step-{step:06d}").sites for step in (4, 8)}

@@ -29,8 +29,8 @@ def site_records(tmp_path, number: int) -> dict[int, dict[str, Any]]:
 @pytest.mark.parity
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}])
-def test_loss_of_the_outer_weights_is_that_of_the_oracle(pool, tmp_path, mapping):
-    """The sites go on from mixed weights: the validation loss of phi is another one than that of the site."""
+def test_loss_of_the_outer_weights_equals_the_oracle(pool, tmp_path, mapping):
+    """The sites go on from mixed weights: the validation loss of phi is another one than the site's."""
     cfg = recipe(tmp_path, 4, STREAMING, every=1, **mapping)
     cfg = replace(
         cfg,
@@ -59,7 +59,7 @@ def test_loss_of_the_outer_weights_is_that_of_the_oracle(pool, tmp_path, mapping
 @pytest.mark.parametrize(
     ("mapping", "batch"), [({}, 4), ({"world_size": 4, "tp": 2, "ep": 4}, 4), ({"world_size": 4, "pp": 2, "cp": 2}, 16)]
 )
-def test_routing_of_equal_sites_is_equal_and_that_of_trained_ones_is_not(pool, tmp_path, mapping, batch):
+def test_routing_is_equal_on_equal_sites_and_differs_on_trained_ones(pool, tmp_path, mapping, batch):
     for lr in (1e-13, 3e-2):
         cfg = recipe(tmp_path / str(lr), 2, {"count": 2, "every": 2}, **mapping)
         train = replace(cfg.train, lr=lr, eval_every=100, global_batch_size=batch)

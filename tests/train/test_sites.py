@@ -228,7 +228,9 @@ def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
         hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "round": 0}
         hello["version"] = 0
         assert "missing" in first.ask(hello)
-        with pytest.raises(WorkerError, match="the hash of the frozen weights=[0-9]+ must be that of site 0, 1"):
+        with pytest.raises(
+            WorkerError, match="the hash of the frozen weights=[0-9]+ must equal the value of site 0, 1"
+        ):
             pool.run(1, train, of_site(cfg, 1, server.port), timeout_s=60.0)
         first.close()
 
@@ -490,7 +492,7 @@ def test_sites_with_other_numbers_of_rounds_are_refused(pool, tmp_path):
             ):
                 pool.run(1, train, first, timeout_s=60.0)
         refused.close()
-    assert f"{ROUNDS_SETTING}=[4, 0] must be that of site 0, [2, 0]" in answer.result()["refused"]
+    assert f"{ROUNDS_SETTING}=[4, 0] must equal the value of site 0, [2, 0]" in answer.result()["refused"]
 
 
 def train_and_come_back(cfg: Config, go: Path, at: int) -> str:
@@ -575,9 +577,9 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
 
 def test_the_log_says_for_what_a_site_waits():
     assert describe_wait({"missing": [1]}, "host:1") == "waiting for site 1 at host:1"
-    refused = {"missing": [1], "refused_sites": {"1": "run.seed=1 must be that of site 0, 0"}}
+    refused = {"missing": [1], "refused_sites": {"1": "run.seed=1 must equal the value of site 0, 0"}}
     assert describe_wait(refused, "host:1").endswith(
-        "site 1 at host:1; site 1 cannot take part: run.seed=1 must be that of site 0, 0"
+        "site 1 at host:1; site 1 cannot take part: run.seed=1 must equal the value of site 0, 0"
     )
     assert describe_wait({"wait": True}, "host:1") == "waiting for the state of another site at host:1"
     reason = "the meeting point host:1 did not answer (Connection refused)"

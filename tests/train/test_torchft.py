@@ -1,4 +1,4 @@
-"""Streaming DiLoCo of two sites against that of torchft (`torchft.local_sgd.DiLoCo`)."""
+"""Streaming DiLoCo of two sites against torchft's DiLoCo (`torchft.local_sgd.DiLoCo`)."""
 
 import math
 from dataclasses import replace
@@ -107,7 +107,7 @@ class Replica:
         ]
         outer = [torch.optim.SGD(f.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True) for f in fragments]
         self.diloco = torchft.DiLoCo(
-            # Our first round is that of the last fragment.
+            # Our first round is the round of the last fragment.
             Manager(begun, NUM_FRAGMENTS - 1),
             fragments,
             self.inner,
@@ -127,7 +127,7 @@ class Replica:
         return found
 
 
-def test_streaming_rounds_are_those_of_torchft(pool, tmp_path):
+def test_streaming_rounds_equal_torchft(pool, tmp_path):
     """Five rounds of two fragments, with an overlap of two steps and half of the local weights kept."""
     torchft = pytest.importorskip("torchft.local_sgd", reason="pip install torchft-nightly")
     settings = {"count": 2, "every": EVERY, "fragment_layers": 1, "overlap": OVERLAP, "keep_local": KEEP_LOCAL}

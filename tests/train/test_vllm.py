@@ -63,7 +63,7 @@ def by_vllm(cfg: Config, server: StandIn, **rollout) -> Config:
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
 def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served, mapping):
-    """In float64 its log-probabilities are those of training, also those of rollouts after an optimizer step."""
+    """In float64 its log-probabilities equal the trainer's, also for rollouts after an optimizer step."""
     with stand_in(recipe(tmp_path, 2), served) as server:
         cfg = under(by_vllm(recipe(tmp_path, 2), server), tmp_path / "run", **mapping)
         pool.run(mapping["world_size"], _train, cfg)
@@ -87,7 +87,7 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
     ],
     ids=str,
 )
-def test_another_law_than_that_of_training_ends_the_run_before_the_update(pool, tmp_path, served, damage, rl, step):
+def test_another_law_than_in_training_ends_the_run_before_the_update(pool, tmp_path, served, damage, rl, step):
     with stand_in(recipe(tmp_path, 2), served) as server:
         for name, value in damage.items():
             setattr(server, name, value)

@@ -1,6 +1,6 @@
 """A server with the interface of vLLM 0.32.0 and 0.33.0 that rollouts use; it computes with moefold's own engine.
 
-It refuses what vLLM's own request schemas refuse: the names below are those of `GenerateRequest` and `SamplingParams`.
+It refuses what vLLM's own request schemas refuse: the names below are from `GenerateRequest` and `SamplingParams`.
 """
 
 import base64

@@ -36,10 +36,11 @@ SIZES = {
         "...so that some frequencies are scaled and some are not; choose 7 to 2010619"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_mscale=1": (
-        "model.rope_mscale=1.0 is divided by that of model.rope_mscale_all_dim, not given; give both or neither"
+        "model.rope_mscale=1.0 is divided by the factor of model.rope_mscale_all_dim, not given; give both or neither"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_mscale_all_dim=1": (
-        "model.rope_mscale_all_dim=1.0 divides that of model.rope_mscale, which is not given; give both or neither"
+        "model.rope_mscale_all_dim=1.0 divides the factor of model.rope_mscale, which is not given; give both or "
+        "neither"
     ),
     "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_attention_factor=1.1 model.rope_mscale=1 "
     "model.rope_mscale_all_dim=1": (

@@ -37,7 +37,7 @@ def test_dispatch_in_few_bits_rounds_as_coarsely_in_any_dtype():
     assert mismatch_limit(cfg, is_exact=False) == 0.1
 
 
-def test_the_causes_are_those_of_the_sampler():
+def test_the_causes_depend_on_the_sampler():
     own = Config(run=RunConfig(dtype="bfloat16"))
     served = replace(own, rollout=RolloutConfig(engine="vllm", folder="hf"))
     assert "rl.replay='on'" in mismatch_advice(own)

@@ -35,7 +35,7 @@ def test_the_width_of_dense_layers_does_not_matter_without_them():
 
 
 @pytest.mark.parametrize(("pp", "count", "legal"), [(4, 10, True), (4, 3, True), (4, 9, False), (4, 8, True)])
-def test_interleaved_rounds_are_those_of_torch(pp, count, legal):
+def test_interleaved_rounds_equal_torch(pp, count, legal):
     # The first two are the examples that torch.distributed.pipelining.ScheduleInterleaved1F1B gives itself.
     overrides = ranks(pp, pp=pp, schedule="interleaved", virtual_stages=2)
     assert accepts(*overrides, "model.num_layers=8", f"train.global_batch_size={count}") == legal

@@ -49,7 +49,10 @@ REFUSED = [
         (*TWO, "sites.method=sparseloco", "sites.momentum=0.9"),
         "sites.momentum=0.9 and sites.residual=0.95 with sites.density=0.015625 would count a difference twice",
     ),
-    ((*TWO, "sites.moments=average", "sites.overlap=1"), "sites.moments='average' would replace moments by those of"),
+    (
+        (*TWO, "sites.moments=average", "sites.overlap=1"),
+        "sites.moments='average' would replace moments by the moments of",
+    ),
     (
         (*TWO, "sites.moments=reset", "sites.fragment_layers=1", "model.num_layers=2"),
         "sites.moments='reset' resets the moments of all layers",

@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(feature: str, fast: Iterable[Settings], slow: Iterable[Settings] = (), steps: int = 2) -> list[Case]:
-    """Return the cases of a feature: those of `make test`, then those of `make parity`."""
+    """Return the cases of a feature: the cases of `make test`, then the cases of `make parity`."""
     return [
         *(Case(feature, _two_micro_batches(settings), is_slow=False, steps=steps) for settings in fast),
         *(Case(feature, _two_micro_batches(settings), is_slow=True, steps=steps) for settings in slow),

@@ -16,7 +16,7 @@ from tests.verify.cases import (
 from tests.verify.covering import covering_rows
 from tests.verify.recipes import LATENT, legal_mappings
 
-# Mappings: every legal one of one and two ranks, and a spread of those of four and eight ranks.
+# Mappings: every legal mapping of one and two ranks, and a spread of the legal mappings of four and eight ranks.
 
 CONTEXTS = ("ring", "allgather", "ulysses")
 DISPATCHERS = ("alltoall", "allgather")

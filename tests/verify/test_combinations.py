@@ -41,7 +41,7 @@ PRECISIONS = ("dtype", "fp8-blockwise", "mxfp8", "nvfp4")
 DTYPES = ("bfloat16", "float32", "float64")
 MODEL = {"num_layers": 4, "layer_pattern": "DM", "num_experts": 4}
 APART = 3.0
-"""Distance of two right answers, in units of that of one of them from exact maths; 1.7 was seen."""
+"""Distance of two right answers, in units of the distance of one of them from exact maths; 1.7 was seen."""
 FACTORS = {
     "schedule": tuple(STAGES),
     "zero": ("0", "1", "2", "3"),
@@ -152,7 +152,7 @@ def plain_run(pool):
 
 
 def _distances(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """The norm of the difference of each tensor over that of `theirs`."""
+    """Return the norm of the difference of each tensor over the norm of the tensor in `theirs`."""
     assert set(mine) == set(theirs)
     return {name: _distance(mine[name], tensor) for name, tensor in theirs.items()}
 

@@ -35,7 +35,7 @@ class PackedRollouts(Sampler):
         return 64
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index`; log-probabilities are near those of an untrained model, on both sides of the clips."""
+        """Return sample `index`; log-probabilities are near an untrained model's, on both sides of the clips."""
         rng = np.random.default_rng(index)
         ends = np.sort(rng.choice(np.arange(4, S), 2, replace=False))
         documents = np.searchsorted(ends, np.arange(S + 1), side="right")
@@ -194,7 +194,7 @@ def test_scaled_losses_equal_the_oracle(pool, mapping):
 
 
 def _run_without_context_sum(cfg, steps: int, loss: Loss) -> DistributedRecord:
-    """As if each context-parallel rank took the sum over its own tokens for that of the sequence."""
+    """As if each context-parallel rank took the sum over its own tokens for the sum over the sequence."""
     from moefold.parallel import context_parallel
 
     context_parallel.ContextParallelSum.sum_over_context = lambda self, x: x

@@ -126,7 +126,7 @@ def test_no_branch_of_the_oracle_has_a_default_over_names():
     assert [found for tree in SOURCES for found in _comparisons(tree)] == []
 
 
-def test_letters_are_those_of_the_schema():
+def test_letters_equal_the_schema():
     assert {key: set(letters) for key, letters in LETTERS.items()} == {
         "layer_pattern": set(model_kinds.LAYER_KINDS) | set(FEED_FORWARDS),
         "attention_pattern": set(model_kinds.ATTENTION_KINDS),
@@ -378,7 +378,7 @@ def test_verify_says_what_it_does_not_compare(monkeypatch, capsys, words, note):
 
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(TrainConfig)["lr_schedule"]))
-def test_the_learning_rate_is_that_of_training(kind):
+def test_the_learning_rate_equals_training(kind):
     for warmup, decay, steps in product((0, 1, 3, 12), (0, 2, 9), (1, 2, 10, 11)):
         train = TrainConfig(lr_schedule=kind, lr=0.3, min_lr=0.1, warmup_steps=warmup, decay_steps=decay)
         for step in range(1, steps + 3):

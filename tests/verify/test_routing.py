@@ -142,7 +142,7 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
 
 @pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])], ids=str)
 def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
-    """Two data-parallel ranks, four micro-batches each, recomputed: counts are those of the global batch, once."""
+    """Two data-parallel ranks, four micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
     model = {"router_score": "sigmoid", "expert_bias": True, "num_layers": 2}
     cfg = tiny(

@@ -71,5 +71,5 @@ def _is_sharded_alike_on_the_host() -> bool:
     return True
 
 
-def test_the_mesh_of_moments_on_the_host_shards_as_that_of_the_weights(pool):
+def test_the_mesh_of_moments_on_the_host_shards_as_the_mesh_of_the_weights(pool):
     assert all(pool.run(4, _is_sharded_alike_on_the_host))

@@ -64,7 +64,7 @@ def _run_with_the_target_of_own_heads(cfg: Config) -> DistributedRecord:
 
 
 def _run_without_keys_of_other_ranks(cfg: Config) -> DistributedRecord:
-    """As if each rank selected with index keys of zeros in place of those of other ranks."""
+    """As if each rank selected with index keys of zeros in place of other ranks' keys."""
     from moefold.parallel.context_parallel import ContextKeys
 
     gather = ContextKeys.gather

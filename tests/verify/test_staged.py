@@ -34,7 +34,7 @@ WIDE = [
     {"world_size": 4, "cp": 2, "ep": 4, "overlap_experts": True},
 ]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
-"""Relative differences of losses and gradient norms; in low precision those of sums in another order."""
+"""Relative differences of losses and gradient norms; in low precision the differences of sums in another order."""
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ class StepBreakdown:
         cfg: the recipe.
         part: the benchmarked part: whole model, layer stack or MoE layer.
         device: device of the parts.
-        x: input states of the router, [S, B, H], so that its choices are those of the measured step.
+        x: input states of the router, [S, B, H], so that it chooses as in the measured step.
         router: weight of the router, [E, H].
     """
 

@@ -191,7 +191,7 @@ class _CoreCall:
 
 
 class _RecordingCore:
-    """Core attention that keeps the arguments of its calls; other attributes are those of the core attention."""
+    """Core attention that keeps the arguments of its calls; other attributes are read from the core attention."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -247,7 +247,7 @@ class _MethodTrainer:
         self._wait()
 
     def count_sent_bytes(self) -> float:
-        """Return the bytes that this rank sends in `attend`, without those of the wait at its end."""
+        """Return the bytes that this rank sends in `attend`, without the bytes of the wait at its end."""
         with SentBytesCounter() as counter:
             self._wait()
         waiting = counter.sent_bytes

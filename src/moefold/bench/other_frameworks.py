@@ -98,7 +98,7 @@ def build_peer_layer(peer: Peer, ours: MoELayer, cfg: Config, x: Tensor) -> nn.M
 
 
 def num_weight_copies(cfg: Config, part: BenchPart, device: torch.device) -> int:
-    """Return the number of weight copies in memory: ours, transformers' and those of each compared peer."""
+    """Return the number of weight copies in memory: our copy, transformers' and each compared peer's."""
     return 2 + sum(not unavailable_reason(peer, cfg, part, device) for peer in PEERS)
 
 

@@ -101,7 +101,7 @@ class OpCpuTimer(TorchDispatchMode):
         self.cpu_s = dict.fromkeys(CATEGORIES, 0.0)
 
     def time_call(self, category: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call that is not dispatched by torch, and add its time without that of operations inside it."""
+        """Run a call that is not dispatched by torch, and add its time without the time of operations inside it."""
         before_s = sum(self.cpu_s.values())
         started_s = time.thread_time()
         result = compute(*args, **kwargs)

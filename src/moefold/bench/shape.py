@@ -61,7 +61,7 @@ def bench_config(
         shape: one of `bench_shapes()`.
         dtype: compute dtype; also the dtype of the weights, unless the shape is a whole model.
         tokens: tokens of a step; 0: the shape's default.
-        experts: experts of each layer; 0: those of the model.
+        experts: experts of each layer; 0: as many as the model has.
         device: "cpu" or "cuda".
         seed: seed of weights and data.
 
@@ -119,7 +119,7 @@ def count_weights(model: ModelConfig, part: BenchPart) -> int:
 def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 2) -> int:
     """Return the number of experts that fit into memory, by halving the model's until weights and gradients fit.
 
-    There are `num_copies` of the weights, ours and those of the peers, each with gradients, and for a whole model with
+    There are `num_copies` copies of the weights, ours and the peers', each with gradients, and for a whole model with
     moments. A third of the memory is left for activations.
 
     Raises:

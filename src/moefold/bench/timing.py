@@ -213,7 +213,7 @@ def describe_device(device: torch.device) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in lines}
-    # On a virtual machine the model name is often only that of the vendor.
+    # On a virtual machine the model name is often only the name of the vendor.
     numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
     family = f" ({', '.join(numbers)})" if numbers else ""
     parts = (

@@ -26,7 +26,7 @@ NOT_SCALAR = ("step", "expert_load", "moe_layers", "memory_by_part", "nonfinite"
 MEASURED = frozenset(field.name for field in fields(StepMetrics) if field.type in (float, float | None))
 """Metrics that are no counts, even if all their values are integers."""
 MAX_MEAN_POINTS = 300
-"""Points that a smoothed curve adds at most to those of the values, so that its own extremes are kept."""
+"""Most points that a smoothed curve adds to the points of its values, so that its own extremes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class MetricTable:
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics, in the order of their first appearance; those of a section are "section.name"."""
+        """Names of the metrics, in the order of their first appearance; metrics of a section are "section.name"."""
         return list(self._columns)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:

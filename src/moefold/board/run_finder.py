@@ -64,7 +64,7 @@ def name_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has readable files of a run; config.json alone must be that of moefold."""
+    """Return whether a folder has readable files of a run; config.json alone must be moefold's."""
     path = folder / SETTINGS_FILE
     try:
         if (folder / METRICS_FILE).is_file():

@@ -405,7 +405,7 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 
 
 def _version_problem(settings: Mapping[str, Any]) -> str:
-    """Return how the keys of a run differ from those of this version of moefold; empty if they do not."""
+    """Return how the keys of a run differ from the keys of this version of moefold; empty if they do not."""
     known = {f"{section}.{key}" for section, keys in config_to_dict(Config()).items() for key in keys}
     parts = [
         f"{words} {format_list(sorted(keys))}"

@@ -29,7 +29,7 @@ def adapter_settings(cfg: Config, base: str, base_digest: str) -> dict[str, Any]
 
 
 def check_adapter_settings(settings: Any) -> None:
-    """Raise TypeError for values of other types than those of `adapter_settings`; {} means no adapters."""
+    """Raise TypeError for values of other types than `adapter_settings` returns; {} means no adapters."""
     if not isinstance(settings, dict):
         raise TypeError("lora is no object")
     if not settings:

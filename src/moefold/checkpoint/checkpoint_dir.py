@@ -64,7 +64,7 @@ class TrainState:
     """Tokens trained on: input tokens without padding, of the updates that were applied. In checkpoints without
     `tokens_consumed`, of old versions: with padding, and of skipped updates too."""
     tokens_consumed: int | None = None
-    """Input tokens without padding of all steps, those of skipped updates included; None in old checkpoints."""
+    """Input tokens without padding of all steps, skipped updates included; None in old checkpoints."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """Settings of the learning-rate schedule (`schedule_settings`); empty in old checkpoints."""
     stream: Any = None
@@ -180,7 +180,7 @@ def sample_order(cfg: Config) -> dict[str, Any]:
 
 
 def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
-    """Describe how the samples of a checkpoint's run differ from those of a recipe; empty if they are the same.
+    """Describe how the samples of a checkpoint's run differ from the samples of a recipe; empty if they are the same.
 
     Files count by their content, wherever they are: other names with the same fingerprints are no difference.
     Token files that have become corrupt or missing since are no difference under data.corrupt="skip": see
@@ -243,7 +243,7 @@ def relocated(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str]
 
 
 def moved_data_message(meta: CheckpointMeta, cfg: Config) -> str:
-    """Return a message about data of the same content at other paths than those of a checkpoint; empty if none moved.
+    """Return a message about data of the same content at other paths than in a checkpoint; empty if none moved.
 
     Args:
         meta: metadata of the checkpoint.
@@ -563,7 +563,7 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
     Raises:
         ConfigError: the checkpoint is of another model; "auto" found one of other data; a named one is of data that has
             lost files, and could continue without them; its step ends no round of rl.updates; or the folder already has
-            checkpoints of later steps, which a later "auto" would take for those of this run.
+            checkpoints of later steps, which a later "auto" would take for checkpoints of this run.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
@@ -588,7 +588,7 @@ def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None
     if later:
         raise ConfigError(
             f"checkpoint.resume={cfg.checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
-            f"steps, such as {str(later[-1])!r}, which would count as those of this run; move them away, "
+            f"steps, such as {str(later[-1])!r}, which would count as this run's; move them away, "
             f"or set another {checkpoint_folder_key(cfg)}"
         )
 

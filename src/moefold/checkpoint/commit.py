@@ -39,7 +39,7 @@ def remove_older(
     """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
 
     Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
-    The same holds for checkpoints without a description. Those of another job stay.
+    The same holds for checkpoints without a description. Checkpoints of another job stay.
 
     Args:
         newest: the checkpoint that was just written; it stays.

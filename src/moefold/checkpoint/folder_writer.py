@@ -1,4 +1,4 @@
-"""The job that writes a folder of checkpoints, named in each of them: no job replaces those of another. Torch-free.
+"""The job that writes a folder of checkpoints, named in each of them: no job replaces another's. Torch-free.
 
 The lock of the folder keeps a second job out. The names hold where there is none: in an object store, on a file system
 without locks, or after the lock of a host that was given up was removed. In a local folder each job also writes to a
@@ -179,7 +179,7 @@ def _stamp(path: Path) -> tuple[object, ...]:
 
 
 def _read_mark(path: Path) -> _Mark | None:
-    """Return the job that wrote a checkpoint; None in those of earlier versions."""
+    """Return the job that wrote a checkpoint; None for checkpoints of earlier versions."""
     try:
         fields = read_json(regular_file(path, WRITER_FILE), MAX_DESCRIPTION_BYTES)
         job, owner = fields["job"], Owner.from_json(fields["owner"])

@@ -1,4 +1,4 @@
-"""Snapshots of a rank's state in its own host memory and in that of a peer, and their restore under another mapping.
+"""Snapshots of a rank's state in its own host memory and in a peer's, and their restore under another mapping.
 
 After every `checkpoint.peer_every` steps each rank copies its shards to host memory, and sends those that no rank of
 another node has to one peer. After the loss of ranks the others still have every shard, and a new mapping of fewer
@@ -209,11 +209,11 @@ class PeerSnapshots:
     """The snapshots of this process: of the last two steps that were taken, so that one is always complete.
 
     It lives as long as the process, over several mappings, and holds no process group but through the plan of the
-    present mapping, which `forget_groups` drops. The snapshots of one mapping are a *generation*. Those of the mapping
-    before are kept until every rank has the first snapshot of the new one.
+    present mapping, which `forget_groups` drops. The snapshots of one mapping are a *generation*. The generation before
+    is kept until every rank has the first snapshot of the new one.
 
     After the loss of ranks, the survivors first agree on a generation: each tells the others its `generation`, and
-    calls `settle` with the largest. Then `held`, `rank` and `layout` are those of this generation.
+    calls `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
 
     Args:
         node: the machine of this process; None: its host name.

@@ -109,7 +109,7 @@ def _changed_snapshots(
 def _differing_parts(
     snapshots: PeerSnapshots, shards: Mapping[BoxKey, Tensor], hasher: TensorHasher, groups: ParallelGroups
 ) -> list[str]:
-    """Return the parts of this rank whose bytes differ from those of the rank that they came from; collective."""
+    """Return the parts of this rank whose bytes differ from the bytes on the rank that they came from; collective."""
     world = groups.world
     transfers = snapshots.restored_parts
     targets = {name: (box, values) for (name, box), values in shards.items()}
@@ -126,7 +126,9 @@ def _differing_parts(
         box, values = targets[transfer.name]
         if list(_digest(hasher, values[transfer.box.index_in(box)])) != digest:
             old = snapshots.old_rank_of(transfer.source)
-            faults.append(f"{transfer.name} on rank {world.rank} differs from that of rank {old} of the old mapping")
+            faults.append(
+                f"{transfer.name} on rank {world.rank} differs from its value on rank {old} of the old mapping"
+            )
     return faults
 
 

@@ -28,7 +28,7 @@ zsh: add to ~/.zshrc, after compinit
   eval "$(moefold completion zsh)"
 fish: add to ~/.config/fish/config.fish
   source (moefold completion fish | psub)
-The keys are those of this version: print the script again after an upgrade.
+The script has the keys of this version: print it again after an upgrade.
 """
 
 # In bash, = ends a word: what is completed after it is the value of the key in front of it.

@@ -198,7 +198,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 
 
 def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
-    """Draw a panel for each curve of reinforcement learning; the held-out reward in that of the reward."""
+    """Draw a panel for each curve of reinforcement learning; the held-out reward in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     held_out = next((one for one in curves if one.name == HELD_OUT), None)
     for axes, curve in zip(_draw_panels(figure, panels, RL_CURVES), panels, strict=True):

@@ -163,8 +163,7 @@ BAR_WIDTH = 20
 def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
     """Print the pipeline layout, and a row for each stage: its pp rank, parts, weights and FLOPs.
 
-    The FLOPs are those of the forward pass, relative to the busiest stage; the weights are those of one rank. Both need
-    a recipe.
+    FLOPs count the forward pass, relative to the busiest stage; weights are counted on one rank. Both need a recipe.
     """
     table = Table(
         title=f"stages, {plan.layout}",

@@ -12,14 +12,14 @@ from moefold.terminal import print_escaped
 
 USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"
 DESCRIPTION = """Run the tasks of lm-eval (the extra `eval`) on a checkpoint, a run folder or a Hugging Face
-folder. All options are those of lm_eval's own command line except --model, which is moefold. --model_args takes
+folder. All options come from lm_eval's own command line except --model, which is moefold. --model_args takes
 
   path=MODEL        the model
   tp, pp, ep, etp   the mapping (1); the ranks are started on this machine, or joined under torchrun or srun
   world_size        ranks in all (as many as the others need)
   dtype, device     as in `moefold eval` (auto)
   batch_size        texts at once (8)
-  max_length        longest text in tokens (the trained sequence length, or that of config.json)
+  max_length        longest text in tokens (the trained sequence length, or the length in config.json)
   max_gen_toks      most new tokens where a task sets no limit (256)
   tokenizer         bytes or a tokenizer.json, not the model's
   chat_template     a file, not the model's template, for --apply_chat_template

@@ -155,7 +155,7 @@ def _report_formulas(
     print_escaped(
         "the weights or optimizer states of the built model differ from the formulas:\n  " + "\n  ".join(faults)
         if faults
-        else f"weights, moments and buffers are those of the sharded model, of {layout.world_size} ranks, to the byte"
+        else f"weights, moments and buffers match the sharded model, of {layout.world_size} ranks, to the byte"
     )
     return bool(faults)
 

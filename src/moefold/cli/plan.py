@@ -26,7 +26,7 @@ EPILOG = (
 batch, the number of GPUs and its other settings wherever no option is given. For a recipe of reinforcement learning,
 the fastest training mappings are paired with the best mapping for sampling on the same GPUs; decoding is not
 calibrated.
-With --sites, the GPUs and the batch are those of one site.
+With --sites, the GPUs and the batch belong to one site.
 
 methods, the baselines of arXiv:2504.14960 as parts of the search:
 """

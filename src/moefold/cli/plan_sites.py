@@ -19,7 +19,7 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sites", type=int, metavar="N", help="number of sites (default: the recipe's sites.count)")
     help_ = "bandwidth of a site, one way (default: [site_link] of the device)"
     group.add_argument("--site-link", type=float, metavar="BYTES_PER_S", help=help_)
-    help_ = "latency of a message between sites (default: that of the device, or 0)"
+    help_ = "latency of a message between sites (default: the device's latency, or 0)"
     group.add_argument("--site-latency", type=float, metavar="S", help=help_)
 
 

@@ -26,7 +26,7 @@ KEPT_KEYS = "sync_s, tiles, quantize_passes and precisions below 16 bits"
 EPILOG = """The ranks measure what the planner prices: copies, GEMMs of several depths, attention at several lengths,
 grouped experts, kernel launches, and all-gather and all-to-all by size of group and message, with the kernels and the
 threads of a training run and all ranks busy at the same time. Start it with torchrun or srun to measure the network
-between machines. Numbers that are not measured stay those of the base device; the file names them.
+between machines. Numbers that are not measured are kept from the base device; the file names them.
 
 examples:
   moefold probe this-machine.toml --ranks 8
@@ -110,7 +110,7 @@ def _write(
         f"Measured by moefold {__version__} probe in {measured.dtype}; ranks: {rank_env.world_size}, "
         f"{rank_env.local_world_size} a machine.",
         f"{machine}.",
-        f"Not measured, but those of {base.name}: {kept}.",
+        f"Not measured, but copied from {base.name}: {kept}.",
     ]
     found = list(predictions(device, measured))
     try:

@@ -29,7 +29,7 @@ def command_parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     """
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
-        # The arguments of lm-eval are those of lm_eval's own command line.
+        # lm-eval takes the arguments of lm_eval's own command line.
         parser = module._help_parser() if name == "lm-eval" else module._parser()
         yield name, summary, parser
         for action in parser._actions:

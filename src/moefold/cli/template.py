@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpu", default="", metavar="NAME", help="name of the GPU, such as H100 (skypilot)")
     parser.add_argument(
-        "--cpus-per-task", type=int, metavar="C", help="CPU cores of a rank (slurm: those of the node, shared)"
+        "--cpus-per-task", type=int, metavar="C", help="CPU cores of a rank (slurm: the cores of the node, shared)"
     )
     parser.add_argument(
         "--mem", default="", metavar="M", help="memory of a node, such as 512G, in GiB; not ray (slurm: all)"

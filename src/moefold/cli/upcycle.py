@@ -62,7 +62,7 @@ def upcycled_model(
 ) -> ModelConfig:
     """Return the config of the upcycled model, from the dense model and the command's overrides.
 
-    `ignored_keys` are those of a Hugging Face folder that may have any value.
+    `ignored_keys` are keys of a Hugging Face folder that may have any value.
 
     Raises:
         ConfigError: an override is wrong, or the dense model cannot be upcycled to that model.
@@ -72,7 +72,7 @@ def upcycled_model(
             raise ConfigError(f"{word!r} is no key of [model]; overrides are such as model.num_experts=8")
     given = {word.removeprefix("model.").partition("=")[0] for word in overrides}
     if "preset" in given:
-        raise ConfigError("model.preset has no effect on moefold upcycle: the sizes are those of DENSE; leave it out")
+        raise ConfigError("model.preset has no effect on moefold upcycle: the sizes come from DENSE; leave it out")
     if "upcycle_from" in given:
         raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
     dense_model = read_model(dense, ignored_keys)

@@ -36,7 +36,7 @@ RANKS_TIMEOUT_S = 6 * 3600.0
 MAX_LISTED_DIFFERENCES = 10
 """Most differences to list, worst first."""
 
-SITES_NOTE = "NOT covered: the rounds of [sites]; the steps are those of one site between two rounds"
+SITES_NOTE = "NOT covered: the rounds of [sites]; the steps belong to one site, between two rounds"
 """Note on a recipe of sites."""
 
 RL_NOTE = "NOT covered: the rollouts and the loss of [rl]; the steps predict the next tokens"

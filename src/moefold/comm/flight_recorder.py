@@ -64,7 +64,7 @@ class FlightRecorder:
     def __init__(self, hang_timeout_s: float = 0.0, file: Path | None = None) -> None:
         self.hang_timeout_s = hang_timeout_s
         self.clock = RunningClock()
-        """Clock of all times but those of snapshots: a process that is stopped makes no progress, and does not hang."""
+        """Clock of all times except snapshot times: a process that is stopped makes no progress, and does not hang."""
         self.first_rank = 0
         """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
         self.members: Sequence[int] | None = None
@@ -202,7 +202,7 @@ torch's clocks go on while a job is stopped: with a shorter limit, its collectiv
 
 
 def group_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the limit of connecting, and of collectives where no watchdog runs: much longer than that of a hang."""
+    """Return the limit of connecting, and of collectives where no watchdog runs: much longer than a hang's."""
     return timedelta(seconds=2 * hang_timeout_s + 60)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 GATHER_TAG = 2
 REDUCE_TAG = 3
-"""Message tags, apart from those of ring communication in `comm/collectives.py`."""
+"""Tags of messages; ring communication in `comm/collectives.py` has others."""
 
 NO_TIMEOUT = timedelta(0)
 """As torch has it: the timeout of the process group."""

@@ -26,7 +26,7 @@ class _Segment:
     pid: int
     descriptor: int
     identity: tuple[int, int]
-    """Device and inode of the segment, which tell it from that of a process with the same number elsewhere."""
+    """Device and inode of the segment, which tell it from the segment of a process with the same number elsewhere."""
 
 
 def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:

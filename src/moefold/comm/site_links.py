@@ -1,8 +1,8 @@
 """Exchange between the equal ranks of several sites, each of which is a job with process groups of its own.
 
 Rank r of a site has one gloo process group with rank r of the other sites of a round, built directly on a key-value
-store apart from those of the jobs. A thread exchanges and sums a vector in parts of bounded size, while training may go
-on. Every member adds the parts in the order of the members, so all of them get the same bits.
+store apart from the stores of the jobs. A thread exchanges and sums a vector in parts of bounded size, while training
+may go on. Every member adds the parts in the order of the members, so all of them get the same bits.
 """
 
 import time
@@ -137,8 +137,8 @@ class SiteLinks:
                 before the exchange is done.
             num_coded: elements at the start of the vector that are sent as a code; the others are sent as they are.
             code: the code.
-            num_gathered: the last of the coded elements, of which no mean is taken: the result has those of each
-                member, and its mean is not defined there.
+            num_gathered: the last of the coded elements, of which no mean is taken: the result has these elements of
+                each member, and its mean is not defined there.
             probe: exchanged too; all members have one, or none has.
         """
         return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered, probe)

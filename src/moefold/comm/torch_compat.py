@@ -46,7 +46,7 @@ CAST_OP = torch.ops.aten._to_copy.default
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage object, which differs from those of all other storages that are alive."""
+    """Return the address of a storage object, which differs from the addresses of all other storages alive."""
     return storage._cdata
 
 
@@ -72,7 +72,7 @@ def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
 
 
 def work_from_future(future: torch.futures.Future[Any]) -> Any:
-    """Return a handle of a collective whose result is that of a future."""
+    """Return a handle of a collective whose result is the result of a future."""
     return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
@@ -222,7 +222,7 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
     Args:
         timeout: the group's timeout; torch warns if its options have another one.
         is_high_priority: whether its kernels run on a stream of high priority: a waiting block of theirs is scheduled
-            before those of GEMMs.
+            before blocks of GEMMs.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high_priority)
     options._timeout = timeout

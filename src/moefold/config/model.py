@@ -96,7 +96,7 @@ class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
     preset: Annotated[str, SAME_TENSORS] = ""
-    """Named model shape (see `moefold train --keys`); keys of the recipe win over those of the preset."""
+    """Named model shape (see `moefold train --keys`); keys of the recipe win over keys of the preset."""
     num_layers: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 4
     """Transformer layers, L."""
     hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 256
@@ -121,8 +121,8 @@ class ModelConfig:
     v_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a value head (mla)."""
     mla_scale_latents: bool = False
-    """Multiply the normalised latents by sqrt(hidden_size / rank), the query latent by that of q_lora_rank and the
-    key-value latent by that of kv_lora_rank (mla; LongCat-Flash)."""
+    """Multiply the normalised latents by sqrt(hidden_size / rank): rank is q_lora_rank for the query latent and
+    kv_lora_rank for the key-value latent (mla; LongCat-Flash)."""
     ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 1024
     """Inner width of the SwiGLU of dense layers."""
     vocab_size: Annotated[int, at_least(1), Most(2**31)] = 256
@@ -174,16 +174,16 @@ class ModelConfig:
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     swiglu_alpha: Annotated[float, POSITIVE] = 1.702
-    """Gain a of the sigmoid of clamped_swiglu; the default is that of gpt-oss."""
+    """Gain a of the sigmoid of clamped_swiglu; the default is gpt-oss's."""
     swiglu_limit: Annotated[float, POSITIVE] = 7.0
-    """Limit l of clamped_swiglu; the default is that of gpt-oss."""
+    """Limit l of clamped_swiglu; the default is gpt-oss's."""
     router_probs_on_input: bool = False
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     router_bias: bool = False
     """Learned bias on the router's logits (gpt-oss)."""
     moe_shortcut: bool = False
-    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; that of
-    the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
+    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
+    output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
     shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
@@ -249,7 +249,7 @@ class ModelConfig:
     index_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Heads of the indexer of sparse attention, J."""
     index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
-    """Width of a head of the indexer; its first dims have RoPE, as many as those of a head of attention."""
+    """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
     index_pattern: Annotated[str, SAME_TENSORS] = "F"
     """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
     them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
@@ -257,7 +257,7 @@ class ModelConfig:
     index_rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Norms of the residual stream, the last one and those of MTP layers included: RMSNorm, or LayerNorm with a weight
+    """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
@@ -277,7 +277,7 @@ class ModelConfig:
     """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
     Qwen3-Next); the norm inside linear attention by its weight."""
     norm_eps: Annotated[float, POSITIVE] = 1e-6
-    """Epsilon of every norm except those of latents (mla), where it is 1e-6."""
+    """Epsilon of every norm except the norms of latents (mla), where it is 1e-6."""
     rope_theta: Annotated[float, Bound("must be greater than 1", lambda base: base > 1)] = 10000.0
     """Base of the rotary frequencies."""
     rope_fraction: Annotated[float, SHARE] = 1.0
@@ -384,7 +384,7 @@ class ModelConfig:
 
     @property
     def all_layer_kinds(self) -> tuple[str, ...]:
-        """`layer_kinds` followed by those of the MTP (multi-token prediction) layers."""
+        """`layer_kinds` followed by the kinds of the MTP (multi-token prediction) layers."""
         return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
 
     @property
@@ -424,12 +424,12 @@ class ModelConfig:
 
     @property
     def all_block_kinds(self) -> tuple[str, ...]:
-        """`block_kinds` followed by those of the MTP (multi-token prediction) layers."""
+        """`block_kinds` followed by the kinds of the MTP (multi-token prediction) layers."""
         return self.block_kinds + (self.mtp_block_kind,) * self.mtp_layers
 
     @property
     def mtp_block_kind(self) -> str:
-        """Kind of the MTP (multi-token prediction) layers: that of the last layer, with an indexer of their own."""
+        """Kind of the MTP (multi-token prediction) layers: the last layer's, with an indexer of their own."""
         return self.block_kinds[-1].removesuffix("S")
 
     @property
@@ -469,12 +469,12 @@ class ModelConfig:
 
     @property
     def all_layer_chunks(self) -> tuple[int, ...]:
-        """`layer_chunks` followed by those of the MTP (multi-token prediction) layers."""
+        """`layer_chunks` followed by the chunks of the MTP (multi-token prediction) layers."""
         return self.layer_chunks + self.layer_chunks[-1:] * self.mtp_layers
 
     @property
     def all_layer_windows(self) -> tuple[int, ...]:
-        """`layer_windows` followed by those of the MTP (multi-token prediction) layers."""
+        """`layer_windows` followed by the windows of the MTP (multi-token prediction) layers."""
         return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
 
 

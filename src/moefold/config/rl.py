@@ -54,7 +54,7 @@ class RLConfig:
     weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;
     the log says which."""
     mismatch_limit: Annotated[float, at_least(0, "0: by dtype and sampler")] = 0.0
-    """Largest mean difference between the log-probabilities of the sampler and those of training, in nats, of a step on
+    """Largest mean difference between the log-probabilities of the sampler and of training, in nats, of a step on
     rollouts of its own weights; beyond it the run ends before the update
     ([rl.md](rl.md#the-limit-of-the-mismatch)). 0: 1e-6 where sampling is exact or run.dtype is float64, else 0.01 in
     float32, and 0.1 in bfloat16 or with moe.dispatch_precision. On rollouts of older weights (staleness) the limit is
@@ -100,17 +100,17 @@ class RolloutConfig:
     """Maximum time in which the vLLM server loads weights, or samples the rollouts of a round."""
     ranks: Annotated[int, at_least(0, "0: the training ranks sample")] = 0
     """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
-    The degrees below are those of these ranks. 0: the ranks that train sample in turn."""
+    The degrees below apply to these ranks. 0: the ranks that train sample in turn."""
     tp: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Tensor-parallel degree of sampling; 0: that of training. If one of tp, pp, ep and etp differs from training, the
+    """Tensor-parallel degree of sampling; 0: as in training. If one of tp, pp, ep and etp differs from training, the
     weights are copied to a second model under this mapping of the same ranks after each round
     ([rl.md](rl.md#another-mapping-for-sampling)); the other ranks are dp."""
     pp: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Pipeline ranks of sampling; 0: those of training."""
+    """Pipeline ranks of sampling; 0: as in training."""
     ep: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Expert-parallel degree of sampling; 0: that of training."""
+    """Expert-parallel degree of sampling; 0: as in training."""
     etp: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Expert-tensor-parallel degree of sampling; 0: that of training."""
+    """Expert-tensor-parallel degree of sampling; 0: as in training."""
     experts: Literal["exchange", "fetch", "whole"] = "exchange"
     """How ranks that sample reach the experts. exchange: tokens are sent to the ranks of their experts, so
     data-parallel ranks that share experts step together. whole: each rank holds all experts (ep = etp = 1). fetch: each

@@ -56,7 +56,7 @@ class RunConfig:
     deterministic: bool = False
     """Bitwise reproducible runs: refuse every kernel without a deterministic implementation."""
     check_memory: bool = True
-    """Before any rank starts, refuse a step whose estimated peak memory exceeds that of this machine or its GPUs
+    """Before any rank starts, refuse a step whose estimated peak memory exceeds the memory of this machine or its GPUs
     ([memory.md](memory.md#what-is-refused-before-it-starts)). false: start it anyway."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     """Kernels of experts and routing ([kernels.md](kernels.md)). plain: torch operations. triton: fused kernels. c: CPU
@@ -65,7 +65,7 @@ class RunConfig:
     choice."""
     compile: Literal["none", "blocks"] = "none"
     """blocks: fuse element-wise parts of the layers by torch.compile in training: QK norm with RoPE, and the SwiGLU of
-    dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). They replace those of run.kernels."""
+    dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). They replace the kernels of run.kernels."""
     cuda_graphs: Literal["none", "attention", "attention_router", "full"] = "none"
     """Replay passes from CUDA graphs, without the host's launches ([kernels.md](kernels.md#cuda-graphs)). attention: of
     each attention. attention_router: of each attention and each router. full: of a whole micro-batch, on one GPU. For
@@ -115,8 +115,8 @@ class ParallelConfig:
     deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
     waits for the host, for GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
     receive_factor: Annotated[float, at_least(1)] = 2.0
-    """Dispatcher symm_mem: rows that an ep rank has room to receive in a micro-batch, over those of balanced routing. A
-    step that needs more stops the run."""
+    """Dispatcher symm_mem: rows that an ep rank has room to receive in a micro-batch, over the rows of balanced
+    routing. A step that needs more stops the run."""
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
@@ -171,7 +171,7 @@ class MoEConfig:
             lambda factor: factor >= 0 or factor == -1,
         ),
     ] = -1.0
-    """Capacity factor of evaluation; -1: that of training. 0: dropless."""
+    """Capacity factor of evaluation; -1: as in training. 0: dropless."""
     drop_policy: Literal["probs", "position"] = "probs"
     """Routed tokens that an expert over capacity keeps: the most probable ones (a later token may then displace an
     earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
@@ -457,8 +457,8 @@ class CheckpointConfig:
     async_save: bool = False
     """Write during training from a copy in host memory, which is as large as a rank's weights and moments."""
     peer_every: Annotated[int, at_least(0, "0: never")] = 0
-    """Copy each rank's state to its host memory, and its shards to that of a rank of another replica, every this many
-    steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
+    """Copy each rank's state to its host memory, and its shards to the host memory of a rank of another replica, every
+    this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
     init_from: str = ""
@@ -531,7 +531,7 @@ class FaultsConfig:
     """Handling of a NaN or infinite loss or gradient norm, which never reaches the weights. stop: end the run and
     report the location. skip: skip the step. rollback: load the newest checkpoint and continue without that batch."""
     spike: Literal["ignore", "log", "skip", "rollback", "stop"] = "log"
-    """Handling of a loss or gradient norm far above those of the last steps, as in `nonfinite`; log: report it and
+    """Handling of a loss or gradient norm far above the last steps' values, as in `nonfinite`; log: report it and
     continue."""
     spike_factor: Annotated[float, POSITIVE] = 10.0
     """Spike threshold: standard deviations above the median of the last steps; the deviation is estimated from the
@@ -606,7 +606,7 @@ class Config:
 
     @property
     def freezes_weights(self) -> bool:
-        """Return whether the weights of the model are frozen, except for those of indexers in their warm-up stage."""
+        """Return whether the weights of the model are frozen, except for indexers' weights in their warm-up stage."""
         return self.trains_indexers_only or self.trains_adapters_only
 
     @property
@@ -616,7 +616,7 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per data-parallel rank and step, with those of padding alone."""
+        """Micro-batches per data-parallel rank and step, including micro-batches of padding alone."""
         return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp))
 
     @property

@@ -96,8 +96,8 @@ class SitesConfig:
     """Numbers that are sent. int8 and fp4 (sign and exponent) have a float32 scale for each 256. Sums are float32.
     float32: float64 in runs of run.dtype float64."""
     density: Annotated[float, Bound("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1)] = 1.0
-    """Share of each 4096 differences that is sent, those of the largest magnitudes (top-k), with indices of 12 bits; 1:
-    all are sent, in `precision`."""
+    """Share of each 4096 differences that is sent, the differences of the largest magnitudes (top-k), with indices of
+    12 bits; 1: all are sent, in `precision`."""
     values: Literal[32, 8, 2] = 32
     """Bits of a value that is sent with density below 1. 32: float32 (float64 in runs of run.dtype float64); 8: int8
     with a scale for each 4096; 2: the mean of one of four bins."""
@@ -115,7 +115,7 @@ class SitesConfig:
     clip: Annotated[float, at_least(0, "0: no limit")] = 0.0
     """Largest magnitude of an element of the momentum; 0: no limit."""
     moments: Literal["keep", "average", "reset"] = "keep"
-    """Moments of the inner optimizer after a round: keep those of the site, average over the sites (sent in full), or
+    """Moments of the inner optimizer after a round: keep the site's own, average over the sites (sent in full), or
     reset to zero."""
     weigh: Literal["tokens", "even"] = "tokens"
     """Weights of the sites in a mean: tokens since their last round, or all the same."""

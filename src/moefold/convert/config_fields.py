@@ -196,7 +196,7 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class AttentionBias:
-    """`attention_bias`: biases on the query, key and value projections, and on that of the output if `has_output`."""
+    """`attention_bias`: biases on the query, key and value projections, and on the output's if `has_output`."""
 
     has_output: bool
     hf_key: str = "attention_bias"
@@ -289,7 +289,7 @@ class HunyuanSharedExpert:
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; another width reads back as that of a routed expert."""
+        """Return no keys; another width reads back as the width of a routed expert."""
         return {}
 
 
@@ -397,7 +397,7 @@ class LatentHeadSizes:
     """Write head_dim, by which the family's class in transformers rotates (LongCat)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject other sizes than those of the parts of a head."""
+        """Reject other sizes than the sizes of the parts of a head."""
         rotated = hf_config.get("qk_rope_head_dim")
         plain_size = hf_config.get("qk_nope_head_dim")
         if is_int(rotated) and is_int(plain_size):

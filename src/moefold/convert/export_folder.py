@@ -125,7 +125,7 @@ def write_config(
 ) -> None:
     """Write config.json: the original one if it still describes the model, else a new one with its token ids.
 
-    `more_keys`, token ids and the quantisation, override those of the original.
+    `more_keys`, token ids and the quantisation, override the original's keys.
     """
     original = origin.read_config()
     dtype = _folder_dtype(dtypes)
@@ -283,7 +283,7 @@ def _exported_model(
 
 
 def _duplicate_tensors(model: ModelConfig, family: Family, imported: Manifest | None) -> dict[str, str]:
-    """Return the duplicate tensors to write: those of the imported folder, else those of released folders."""
+    """Return the duplicate tensors to write: of the imported folder, else of released folders."""
     duplicates = find_duplicate_tensors(model, family)
     if imported is None:
         return {name: original for name, original in duplicates.items() if name != HEAD_NAME}
@@ -319,7 +319,7 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
     if model.mtp_layers and families_for(plain):
         raise ConfigError(
             f"no family of Hugging Face models has layers of multi-token prediction (model.mtp_layers="
-            f"{model.mtp_layers}) after those of this one; --without-mtp leaves them out"
+            f"{model.mtp_layers}) after the layers of this model; --without-mtp leaves them out"
         )
     reasons = [f"{family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
     raise ConfigError(

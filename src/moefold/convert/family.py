@@ -191,7 +191,7 @@ MTP = layer_rules(
         "output_norm.weight": "shared_head.norm.weight",
     }
 )
-"""Tensors that a multi-token prediction (MTP) layer adds to those of an ordinary layer."""
+"""Tensors that a multi-token prediction (MTP) layer adds to the tensors of an ordinary layer."""
 
 
 def family_sizes(

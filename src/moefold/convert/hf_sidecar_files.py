@@ -21,7 +21,7 @@ RECIPE_FILE = "recipe.toml"
 def find_sidecar_dir(checkpoint: Path) -> Path | None:
     """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if there is none.
 
-    Those of a remote checkpoint are copied to this machine.
+    Files of a remote checkpoint are copied to this machine.
     """
     for folder in (checkpoint / SIDECAR_DIR, checkpoint.parent / SIDECAR_DIR):
         if folder.is_dir():

@@ -61,7 +61,7 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
 
     Returns:
         A description of the loaded weights, on the first rank with a note if the run reads text with another tokenizer
-        than that of the weights; "" if the initial weights stay random.
+        than the tokenizer of the weights; "" if the initial weights stay random.
 
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
@@ -141,7 +141,7 @@ SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")
 
 
 class UpcycledSource:
-    """Initial weights of a model with experts, computed from those of a dense model.
+    """Initial weights of a model with experts, computed from the weights of a dense model.
 
     Args:
         dense: the weights of the dense model.

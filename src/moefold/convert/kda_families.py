@@ -204,7 +204,7 @@ class LingLayers:
         return KimiLinearSizes().read(overlay(hf_config, {**sizes, "layer_types": types or []}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the keys of transformers and those of released folders."""
+        """Write the keys of transformers and of released folders."""
         written = KimiLinearSizes().write(model)
         return written | {
             "head_dim": written["linear_head_dim"],

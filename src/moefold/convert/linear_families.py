@@ -221,7 +221,7 @@ _QWEN_MTP: dict[str, TensorRule] = {
     "layers.{l}.hidden_norm.weight": RenamedTensor("mtp.pre_fc_norm_hidden.weight"),
     "layers.{l}.output_norm.weight": RenamedTensor("mtp.norm.weight"),
 }
-"""Tensors that the one MTP layer of a Qwen folder adds to those of an ordinary layer."""
+"""Tensors that the one MTP layer of a Qwen folder adds to the tensors of an ordinary layer."""
 
 
 @dataclass(frozen=True)

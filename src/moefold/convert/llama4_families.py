@@ -26,7 +26,7 @@ class ChunkedLayers:
     """`no_rope_layers`, `layer_types` and `attention_chunk_size`; `use_qk_norm` and the attention temperature.
 
     By default every `no_rope_layer_interval`-th layer has no RoPE, and the layers with RoPE attend within chunks. The
-    norms of queries and keys are those of layers with RoPE, the attention temperature is that of the others.
+    layers with RoPE have norms of queries and keys, the other layers the attention temperature.
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:

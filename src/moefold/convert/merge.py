@@ -3,7 +3,7 @@
 A mean makes sense only between weights that were trained from the same ancestor. Two independent initialisations have
 their hidden dimensions and their experts in unrelated orders, so that a mean of them computes nothing. The checkpoints
 themselves show it: under a common ancestor the embedding of a token, and the router row of an expert, resemble
-those of the same token and expert in the other checkpoint more than any other row.
+the row of the same token or expert in the other checkpoint more than any other row.
 """
 
 import math
@@ -149,15 +149,15 @@ def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
         matched, total = _matched_embeddings(first, other)
         if matched < MIN_MATCHED_FRACTION * total:
             reasons.append(
-                f"{pair}: of {total} token embeddings only {matched} resemble that of the same token most, so the "
-                f"hidden dimensions are in unrelated orders; {way_out}"
+                f"{pair}: of {total} token embeddings only {matched} resemble the embedding of the same token "
+                f"most, so the hidden dimensions are in unrelated orders; {way_out}"
             )
             continue
         matched, total = _matched_experts(first, other)
         if matched < MIN_MATCHED_FRACTION * total:
             reasons.append(
-                f"{pair}: of {total} experts only {matched} have a router row that resembles that of the same expert "
-                f"most, so their experts are not aligned; {way_out}"
+                f"{pair}: of {total} experts only {matched} have a router row that resembles the row of the same "
+                f"expert most, so their experts are not aligned; {way_out}"
             )
     return reasons
 

@@ -80,7 +80,7 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
     cfg = find_run_config(checkpoint, model)
     loss, eval_loss = None, None
     run_dir = checkpoint.parent.parent
-    # The folder above a remote one is not that of a run.
+    # The folder above a remote one is not the folder of a run.
     if not is_remote(checkpoint) and (run_dir / CONFIG_FILE).is_file():
         for _, record in read_records(run_dir / METRICS_FILE):
             step = None if record is None else record.get("step")

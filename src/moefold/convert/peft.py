@@ -143,7 +143,7 @@ def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
 def _parameters_to_stack(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters whose adapters are written stacked, by their module; empty: those of experts are not.
+    """Return the parameters whose adapters are written stacked, by their module; empty: adapters of experts are not.
 
     Transformers stacks experts. PEFT stacks the adapters of single experts when it loads them, as released adapters
     have them, but of some families only, and of gate and up projections both or none.
@@ -357,7 +357,7 @@ def _read_adapters(
 
 
 def _rename_to_folder(stored: dict[str, TensorLocation], modules: list[PeftModule], family: Family) -> None:
-    """Give tensors the names of a folder where they have those of transformers' model, as PEFT saves them."""
+    """Give tensors the names of a folder where they have the names of transformers' model, as PEFT saves them."""
     for module in modules:
         in_model = replace(module, module=family.name_in_transformers(module.module))
         for name, name_in_model in zip(module.tensor_names, in_model.tensor_names, strict=True):

@@ -137,8 +137,8 @@ def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Pa
             return resolve_weights_folder(path)
     key = "--base" if base is not None else "base_model_name_or_path"
     raise ConfigError(
-        f"{str(folder)!r} has adapters of {key}={named!r}, which is no folder here; name that of the model with "
-        "--base DIR"
+        f"{str(folder)!r} has adapters of {key}={named!r}, which is not a folder here; name the model's folder "
+        "with --base DIR"
     )
 
 

@@ -1,4 +1,4 @@
-"""Adapters of stacked experts in PEFT's files: those of all experts of a layer in two matrices for each parameter.
+"""Adapters of stacked experts in PEFT's files: of all experts of a layer in two matrices for each parameter.
 
 Where a model stacks its experts in one parameter [E, out, in], PEFT has A as [E * r, in], by expert, and B as
 [out, r * E], by the index of the rank (`ParamWrapper.get_delta_weight`). If a module has two such parameters, the
@@ -57,7 +57,7 @@ class StackedParameter:
         return len(a) == len(b) == 2 and (a[1], b[0], a[0]) == (*sizes, b[1])
 
     def stack(self, adapters: Mapping[str, Pair]) -> Pair:
-        """Return A and B of PEFT, given those of our matrices, A [E, in, r] and B [E, r, out], by name."""
+        """Return A and B of PEFT, given A [E, in, r] and B [E, r, out] of our matrices, by name."""
         parts = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
         experts, _, rank = parts[0][1].shape
         a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in parts], dim=1)
@@ -111,7 +111,7 @@ def stacked_parameters(
 
     Args:
         model: the model.
-        family: its family; of several layouts with stacked experts, the last is that of transformers' model.
+        family: its family; of several layouts with stacked experts, the last is transformers' model's.
         weights: the matrices that may have adapters, by name.
     """
     found: dict[str, list[StackedParameter]] = {}
@@ -144,7 +144,7 @@ def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[St
     """Return the tensors of PEFT for adapters of experts.
 
     Args:
-        adapters: those of our matrices, A [E, in, r] and B [E, r, out], by name.
+        adapters: of our matrices, A [E, in, r] and B [E, r, out], by name.
         parameters: as returned by `stacked_parameters`; those without an adapter are left out.
     """
     found: dict[str, Tensor] = {}
@@ -163,7 +163,7 @@ def read_stacked(
     """Return the adapters of stacked experts by our names.
 
     Args:
-        tensors: those of `stacked_names`.
+        tensors: the tensors of `stacked_names`.
         parameters: as returned by `stacked_parameters`.
         rank: r of adapter_config.json.
 

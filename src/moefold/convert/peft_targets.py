@@ -1,4 +1,4 @@
-"""Targets of an exported folder of PEFT: modules, and weights that PEFT would take for those of experts. Torch-free."""
+"""Targets of an exported folder of PEFT: modules, and weights that PEFT would take for experts' weights. Torch-free."""
 
 from collections.abc import Collection
 
@@ -13,8 +13,8 @@ def split_targets(
 
     For models that transformers 5 stacks the experts of, PEFT takes every target named like a matrix of an expert for
     the stacked parameters, in whatever part of the model it is (PEFT 0.21, `_convert_peft_config_moe`). Other modules
-    of such a name are therefore targeted by their weights, which PEFT leaves alone. PEFT renames tensors as those of a
-    folder, and targets not: modules have both names, that of a folder and that of transformers' model.
+    of such a name are therefore targeted by their weights, which PEFT leaves alone. PEFT renames tensors like the
+    tensors of a folder, but not targets: modules have both names, in a folder and in transformers' model.
 
     Args:
         modules: names of the modules with adapters, experts apart.

@@ -231,7 +231,7 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
 def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
     """Return the model of some weights without its layers of multi-token prediction, if a recipe has none of them.
 
-    They read the model's last hidden states and change nothing in it, so the other weights are those of the recipe.
+    They read the model's last hidden states and change nothing in it, so the other weights are the recipe's.
     """
     return weights if model.mtp_layers else replace(weights, mtp_layers=0)
 

@@ -103,7 +103,7 @@ def _pair_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, TensorLocati
 class DequantizedTensor(TensorLocation, ABC):
     """A bfloat16 tensor that is computed from quantised values and their scales while it is read.
 
-    `file` and `start` are those of the values.
+    `file` and `start` locate the values.
     """
 
     values: TensorLocation

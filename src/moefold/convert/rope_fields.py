@@ -182,7 +182,7 @@ _ROPE_KEYS = (
     "mrope_section",
     "mrope_interleaved",
 )
-"""Keys of all scalings, of which each uses some; those of Qwen's multimodal RoPE are void for text."""
+"""Keys of all scalings, of which each uses some; the keys of Qwen's multimodal RoPE are void for text."""
 _ALPHA = Renamed("alpha", "rope_scaling_factor")
 _FACTOR = Renamed("factor", "rope_scaling_factor")
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")

@@ -166,7 +166,7 @@ def read_part(location: TensorLocation, index: Sequence[slice], on_rows: OnRows 
         location: the tensor.
         index: a slice of every dim, with start, stop and step given.
         on_rows: called with the rows that were read, and the byte offset of the first within the tensor. The rows of a
-            tensor that is computed from others are not those of the file: it is not called for them.
+            tensor that is computed from others are not rows of the file: it is not called for them.
     """
     return location.read(index, on_rows)
 

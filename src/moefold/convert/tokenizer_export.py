@@ -197,7 +197,7 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
-    """Return a note if a run reads text with another tokenizer than that of its initial weights; else empty.
+    """Return a note if a run reads text with another tokenizer than its initial weights have; else empty.
 
     Args:
         data: the section [data] of the run.
@@ -258,7 +258,7 @@ def _expand_user(name: str) -> Path:
 
 
 def _is_same_tokenizer(ours: Path, trained: Path, fingerprint: str) -> bool:
-    """Return whether a tokenizer.json is that of a run, by its recorded fingerprint, else by content."""
+    """Return whether a tokenizer.json has the tokenizer of a run, by its recorded fingerprint, else by content."""
     try:
         return matches_fingerprint(ours, fingerprint) if fingerprint else have_same_ids(ours, trained)
     except OSError:

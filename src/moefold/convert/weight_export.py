@@ -28,7 +28,7 @@ WEIGHTS_DIR = "rollout_weights"
 
 @dataclass(frozen=True)
 class _Layout:
-    """Tensors to write: names, dtypes and files are those of the original folder."""
+    """Tensors to write: names, dtypes and files are as in the original folder."""
 
     mapping: StateDictMapping
     files: Mapping[str, TensorSpecs]
@@ -104,7 +104,7 @@ class WeightExport:
         return reason
 
     def _create_files(self, folder: Path, layout: _Layout) -> None:
-        """Create the files at their full size; those of an earlier run are replaced."""
+        """Create the files at their full size; files of an earlier run are replaced."""
         self.out.mkdir(exist_ok=True)
         for file in (*self.out.glob("*.safetensors"), self.out / INDEX_FILE):
             file.unlink(missing_ok=True)

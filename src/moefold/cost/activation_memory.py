@@ -39,7 +39,7 @@ class ActivationMemory(BlockSizes):
 
     Args:
         cfg: a recipe that `check_config` passed.
-        recompute: parts that are recomputed; None: those of the recipe.
+        recompute: parts that are recomputed; None: the recipe's parts.
         kernels: kernel profile of the device.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
     """
@@ -71,7 +71,7 @@ class ActivationMemory(BlockSizes):
         return saved
 
     def _saved_by_adapters(self, kind: str) -> BytesByPart:
-        """Return the bytes of the products A x that adapters save; those of experts compute them again.
+        """Return the bytes of the products A x that adapters save; adapters of experts compute them again.
 
         The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
         """
@@ -212,7 +212,7 @@ class ActivationMemory(BlockSizes):
         return {kind: self._transient_block(kind) + self.transient_norm for kind in self.saved_by_kind}
 
     def _transient_block(self, kind: str) -> BytesByPart:
-        """Return the temporary bytes of a layer in excess of those of a layer that saved all.
+        """Return the temporary bytes of a layer in excess of the bytes of a layer that saved all.
 
         While attention runs, forward or backward, the feed-forward network has saved nothing.
         """

@@ -53,7 +53,7 @@ def adapter_pair(weight: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
 def _can_adapt(weight: ParamSpec, kind: str) -> bool:
     """Return whether a parameter of a layer of one of `BLOCK_KINDS` may have an adapter.
 
-    Those of linear attention, of indexers, of the gates of shared experts and of latent projections may not.
+    Parameters of linear attention, of indexers, of the gates of shared experts and of latent projections may not.
     """
     module, _, leaf = weight.name.rpartition(".")
     if kind.endswith("L") and weight.part == "attention":
@@ -119,10 +119,10 @@ def _all_adapters(model: ModelConfig, lora: LoraConfig) -> Iterator[ParamSpec]:
 
 @lru_cache(maxsize=64)
 def training_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec]:
-    """Return every parameter of a model in training by its name: those of the model, and those of its adapters."""
+    """Return every parameter of a model in training by its name: the model's, and its adapters'."""
     return model_weights(model) | adapter_weights(model, lora)
 
 
 def expert_names(model: ModelConfig, lora: LoraConfig) -> frozenset[str]:
-    """Return the names of the parameters of routed experts in training, those of their adapters included."""
+    """Return the names of the parameters of routed experts in training, their adapters' parameters included."""
     return frozenset(name for name, weight in training_weights(model, lora).items() if weight.is_expert)

@@ -36,7 +36,7 @@ class RecomputeChoice:
     without_recompute_bytes: int
     """Memory of the fullest rank without recomputation."""
     extra_flops_fraction: float
-    """Recomputed FLOPs over those of the step, on the busiest pipeline rank."""
+    """Recomputed FLOPs over the FLOPs of the step, on the busiest pipeline rank."""
 
     @property
     def max_rank_bytes(self) -> int:
@@ -102,7 +102,7 @@ def legal_part_sets(model: ModelConfig) -> Iterator[tuple[str, ...]]:
 
 
 def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
-    """Return recomputed FLOPs over those of a step, on the pipeline rank that recomputes most."""
+    """Return recomputed FLOPs over the FLOPs of a step, on the pipeline rank that recomputes most."""
     plan = plan_stages(cfg)
     model = cfg.model
     recomputed = [0.0] * cfg.parallel.pp

@@ -17,7 +17,8 @@ WARMUP_SCORE_COPIES = 4.9, 4.3
 """Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
 measured (docs/log.md)."""
 SELECTION_COPIES = 2.25
-"""Temporary numbers of a block over those of its copied keys and values, measured (docs/log.md); more in bfloat16."""
+"""Temporary numbers of a block over the numbers of its copied keys and values, measured (docs/log.md); more in
+bfloat16."""
 
 
 def _saved_by_gqa(sizes: BlockSizes) -> BytesByPart:
@@ -276,8 +277,8 @@ def index_bytes(sizes: BlockSizes) -> BytesByPart:
 def saved_in_warmup(sizes: BlockSizes, *, has_indexer: bool) -> BytesByPart:
     """Return the bytes of a layer of sparse attention in the warm-up, in which only the indexers have gradients.
 
-    Saved are the inputs of the indexer's projections and of its norm, and the gradients of its loss: those of the keys
-    once for each block of queries.
+    Saved are the inputs of the indexer's projections and of its norm, and the gradients of its loss: the keys'
+    gradients once for each block of queries.
     """
     model = sizes.cfg.model
     saved = index_bytes(sizes)

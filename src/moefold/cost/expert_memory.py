@@ -159,7 +159,7 @@ class ExpertMemory:
     def combine_buffer(self) -> BytesByPart:
         """Return the bytes of the combine: the sum per token, and the routed tokens in float32 or better.
 
-        Those of torch's operators: the C kernel of a CPU (`ops.cpu.permute`) sums low-precision rows without a copy.
+        PyTorch's operators need them: the C kernel of a CPU (`ops.cpu.permute`) sums low-precision rows without a copy.
         """
         hidden = self._cfg.model.expert_hidden_size * self._high_precision_bytes
         num_tokens = self.expert_tokens if self.combines_locally else self.routed_tokens

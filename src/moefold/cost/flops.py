@@ -32,7 +32,7 @@ from moefold.cost.optimizers import optimizer_of
 from moefold.cost.param_spec import ModelPart, ParamSpec
 
 TRAIN_TO_FORWARD = 3
-"""FLOPs of a training step over those of its forward pass."""
+"""FLOPs of a training step over the FLOPs of its forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

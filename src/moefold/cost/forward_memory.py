@@ -1,4 +1,4 @@
-"""Activation memory of a step of forward passes alone, which save nothing: that of its largest part. Torch-free."""
+"""Activation memory of a step of forward passes alone, which save nothing: of its largest part. Torch-free."""
 
 from collections.abc import Iterator, Sequence
 
@@ -61,13 +61,13 @@ def _layer_phases(formula: ActivationMemory, kind: str) -> Iterator[BytesByPart]
         others = [part for phase in PHASES if phase != own for part in phase]
         found = BytesByPart({part: size for part, size in layer.items() if part not in others})
         if "experts" in own and layer["shared experts"]:
-            # Its output waits for that of the routed experts.
+            # Its output waits for the output of the routed experts.
             found["shared experts"] = formula.hidden_bytes
         yield found
 
 
 def _loss_workspace(formula: ActivationMemory) -> int:
-    """Return the bytes of logits in addition to those of `head`."""
+    """Return the bytes of logits in addition to the bytes of `head`."""
     if formula.loss_chunk_tokens:
         return formula.transient_logits
     logits = formula.gathered_tokens * formula.cfg.vocab_rows

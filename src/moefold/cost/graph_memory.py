@@ -36,7 +36,7 @@ def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequ
 
 
 def _attention_bytes(sizes: BlockSizes, kind: str, in_flight: int) -> int:
-    """Return the bytes of the output, both gradients, those of the weights, and gathered weights, of one layer."""
+    """Return the bytes of the output, both gradients, weight gradients, and gathered weights, of one layer."""
     weights = _num_weights(sizes, kind, "attention.")
     is_gathered = sizes.cfg.parallel.world_size > 1
     item = sizes.item_bytes if is_gathered else master_dtype_bytes(sizes.cfg)

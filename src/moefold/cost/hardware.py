@@ -19,8 +19,8 @@ GIB = 2**30
 SPINE = "spine"
 SPINE_KEYS = ("pod_gpus", "oversubscription", "latency_s")
 """Keys of [spine]: GPUs of a pod, within which the last link runs at its full bandwidth; bandwidth of their network
-cards over that of the pod's uplinks; latency of a message between pods. No device file has a spine, as networks
-differ."""
+cards over the bandwidth of the pod's uplinks; latency of a message between pods. No device file has a spine, as
+networks differ."""
 SITE_LINK = "site_link"
 
 
@@ -82,7 +82,7 @@ class Device:
     gemm_fraction: dict[str, float]
     """Fraction of the peak that large GEMMs reach in training, under the power limit; higher precisions as bf16."""
     grouped_fraction: float
-    """Speed of a grouped GEMM over that of a single one of the same size."""
+    """Speed of a grouped GEMM over the speed of a single GEMM of the same size."""
     quantize_passes: dict[str, float]
     """Bytes that quantisation moves per element of an operand below 16 bits: reads, both layouts, scales."""
     attention_forward_flops: float
@@ -115,7 +115,7 @@ class Device:
         return self.links[0].gpus
 
     def peak(self, precision: str) -> float:
-        """Return the peak FLOP/s of a precision, or that of bf16 if the device has no faster unit for it."""
+        """Return the peak FLOP/s of a precision, or of bf16 if the device has no faster unit for it."""
         return self.peak_flops.get(precision, self.peak_flops["bf16"])
 
     def dtype_slowdown(self, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""The blocks of a model by name: the parameters of each, and its FLOPs beyond those of their GEMMs. Torch-free.
+"""The blocks of a model by name: the parameters of each, and its FLOPs beyond their GEMMs. Torch-free.
 
 This is the one description of a model's parameters: sharding, counts, FLOPs, state memory, Muon's groups, the planner
 and conversion read it. The modules are in `model/`, and `model/registry.py` has a builder for each name. To add a block

@@ -36,7 +36,7 @@ class ParamSpec:
     """Name in its block, or with the block's prefix."""
     shape: tuple[int, ...]
     part: ModelPart
-    """Part of the model, by which parameters and FLOPs are counted; that of a matrix is its group of Muon."""
+    """Part of the model, by which parameters and FLOPs are counted; a matrix's part is its group of Muon."""
     tp_dim: int | None = None
     """Dim sharded by tensor parallelism; None: replicated on every tp rank."""
     tp_heads: int = 0

@@ -122,7 +122,7 @@ class FragmentTraffic:
         return sum(-(-numel // PART_ELEMENTS) for numel in numels)
 
     def num_bytes(self, code: WireFormat) -> int:
-        """Return the bytes in a format; the blocks must be those of the counted one."""
+        """Return the bytes in a format; it must have the blocks of the counted format."""
         return code.num_bytes(self.num_coded) + self.plain_bytes
 
 

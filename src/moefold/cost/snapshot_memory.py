@@ -9,7 +9,7 @@ NUM_KEPT = 2
 
 
 def snapshot_bytes(cfg: Config) -> tuple[int, ...]:
-    """Return the most bytes of snapshots on a rank of each pipeline stage: its own state, and that of one other rank.
+    """Return the most bytes of snapshots on a rank of each pipeline stage: its own state, and one other rank's.
 
     Exact but for the padding of uneven shards and for buffers. With ZeRO 1 to 3 a rank has the copy of all shards of
     another one. With ZeRO 0 the other replicas have the weights, and copies are of experts with one owner; owners that

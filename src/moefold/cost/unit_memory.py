@@ -136,7 +136,7 @@ class ShardSpec:
         return total
 
     def prefetched_bytes(self, weights: Iterable[ParamSpec]) -> int:
-        """Return the bytes of the weights that are all-gathered ahead; those of a single rank are cast at their use."""
+        """Return the bytes of weights that are all-gathered ahead; weights of a single rank are cast at their use."""
         return self.gathered_bytes(weight for weight in weights if self.degrees[weight.is_expert] > 1)
 
 

@@ -121,7 +121,7 @@ class BestFitSamples:
     """Samples of whole documents, parts of long ones, and padding.
 
     A document of n > S + 1 tokens is split into parts of S + 1 tokens and a rest. Neighbouring parts share one token:
-    every token of a document but the first is a target exactly once. Attention and positions are those of a part.
+    every token of a document but the first is a target exactly once. Attention and positions are within a part.
     Samples share no other token.
 
     Args:

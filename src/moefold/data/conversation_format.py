@@ -33,7 +33,7 @@ SHAREGPT_ROLES = {
 
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning in a message; templates read the first, and those of gpt-oss the second."""
+"""Names of the reasoning in a message; templates read the first, and gpt-oss's templates the second."""
 _TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 """Test of a template for a content that is null."""
 _WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
@@ -55,7 +55,7 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
     Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction; {"prompt", "response"}
     (or "completion"): two texts, or, as in TRL, two lists of messages, of which only the completion is trained. In each
-    a text "system" precedes the messages. Other fields are ignored; those of a message are passed to the template.
+    a text "system" precedes the messages. Other fields are ignored; in a message they are passed to the template.
 
     Raises:
         ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
@@ -203,7 +203,7 @@ def parse_messages(messages: object, location: str) -> Conversation:
 
 
 def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str) -> None:
-    """Check that roles are those of chat templates: a template writes nothing for others, or no turn to train on.
+    """Check that chat templates know the roles: a template writes nothing for others, or no turn to train on.
 
     Args:
         messages: in normal form.

@@ -1,8 +1,8 @@
 """Rendering, tokenisation and targets of a conversation, in one function.
 
-Targets are those of transformers' `return_assistant_tokens_mask` where a template marks the assistant's output: every
-token that overlaps it. Without marks they are the tokens that follow the longest common prefix of the conversation and
-the prompt that inference continues.
+Where a template marks the assistant's output, the targets are the tokens of transformers'
+`return_assistant_tokens_mask`: every token that overlaps the output. Without marks they are the tokens that follow the
+longest common prefix of the conversation and the prompt that inference continues.
 """
 
 import json
@@ -116,13 +116,13 @@ def tokenize_conversations(
     """Render and tokenise conversations, and find their targets.
 
     Args:
-        conversations: those of one row follow each other.
+        conversations: conversations of one row follow each other.
         tokenizer: the tokenizer.
         template: the chat template.
         report: gets what was noticed, and the errors of rows.
 
     Yields:
-        The tokens of each conversation; None for those of a skipped row.
+        The tokens of each conversation; None for a conversation of a skipped row.
 
     Raises:
         ConfigError: a conversation cannot be used, unless the report skips such rows.

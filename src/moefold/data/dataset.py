@@ -172,7 +172,7 @@ def prepare(
 ) -> Path | None:
     """Tokenise text into the cache and check token ids, once before ranks start.
 
-    Shows progress on stderr if the work is long. Arguments and errors are those of `open_dataset`.
+    Shows progress on stderr if the work is long. Arguments and errors are as for `open_dataset`.
 
     Returns:
         The file of tokenised text; None for kinds of data that need none, and for mixtures.

@@ -126,7 +126,7 @@ def _decode_line(line: bytes, place: str) -> str:
 
 
 def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None) -> Iterator[JsonlRecord]:
-    """Yield the objects of a file in order: one a line, or those of a JSON array; empty lines are skipped.
+    """Yield the objects of a file in order: one a line, or the objects of a JSON array; empty lines are skipped.
 
     Args:
         path: the file.

@@ -74,7 +74,7 @@ def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, 
 
 
 def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
-    """Return descriptions of how the files here differ from those of the first rank, which may have more files."""
+    """Return descriptions of how the files here differ from the files of the first rank, which may have more."""
     return list(size_differences_by_file(first, local).values())
 
 

@@ -44,7 +44,7 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
 def existing_path(key: str, name: str) -> Path:
     """Return the absolute path of a file or folder that the recipe names under `key`; `~` is the home folder.
 
-    Remote files, and files on the hub, are copied to this machine: the path is that of the copy.
+    Remote files, and files on the hub, are copied to this machine: the path is the path of the copy.
 
     Raises:
         ConfigError: it does not exist; the message suggests the most similar name in the nearest existing folder.
@@ -154,7 +154,7 @@ SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
 """Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
 ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
-"""The same, and that of Megatron's index."""
+"""The same, and the suffix of Megatron's index."""
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
@@ -179,7 +179,7 @@ def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> di
 
 
 def has_same_content(saved: str, current: str) -> bool:
-    """Return whether two fingerprints are of the same content; those of old versions have no hash of all bytes."""
+    """Return whether two fingerprints are of the same content; old versions wrote no hash of all bytes."""
     one = saved.split()
     other = current.split()
     length = min(len(one), len(other))

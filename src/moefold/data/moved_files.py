@@ -136,7 +136,7 @@ def _joined(root: str, relative: str) -> str:
 
 
 def comparable(then: DataFiles, now: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints without those of a tokenizer if the checkpoint, of an old version, has none of it."""
+    """Return the fingerprints, without a tokenizer's if the checkpoint, of an old version, has none of a tokenizer."""
     if TOKENIZER_FILE in then.settings:
         return dict(fingerprints)
     unknown = {name for role, name in now.settings.items() if role != "data.chat_template"}
@@ -150,7 +150,7 @@ def unmatched_locations(then: DataFiles, now: DataFiles, order: Mapping[str, Any
         then: the files of the checkpoint.
         now: the files of the recipe.
         order: settings of the checkpoint.
-        own: those of the recipe.
+        own: settings of the recipe.
     """
     wrong = []
     hub_then = [path for path, names in zip(then.paths, then.sources, strict=True) if not names]

@@ -1,6 +1,6 @@
 """Preference data: pairs of completions, or completions with a label, packed so that one row has both of a pair.
 
-Formats are those of TRL: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with the prompt as their common
+The formats are TRL's: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with the prompt as their common
 prefix, and {"prompt", "completion", "label"}; each text is a message or a list of messages.
 """
 
@@ -39,7 +39,7 @@ def preference_reader(align: AlignConfig) -> ConversationReader:
     """Return the reader of pairs: conversation 2k is chosen and 2k + 1 rejected.
 
     For kto, conversation 2k is a completion and 2k + 1 the completion of the next row with another prompt, after the
-    prompt of the former; the label bit of 2k is that of a desirable completion.
+    prompt of the former; the label bit of 2k says that the completion is desirable.
     """
     if align.method == "kto":
         return ConversationReader(("preference", "kto"), _read_labelled, _read_labelled_alone)
@@ -83,7 +83,7 @@ class PackedPairs:
         """Pack some of the pairs.
 
         Args:
-            conversations: all conversations, those of a pair one after the other.
+            conversations: all conversations, the two of a pair one after the other.
             pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
             reference: log-probabilities of all pairs.
             align: the recipe's section.
@@ -169,7 +169,7 @@ def pack_pairs(
     Args:
         data: the recipe's section: validation_fraction, overlong.
         align: the recipe's section.
-        conversations: all conversations, those of a pair one after the other.
+        conversations: all conversations, the two of a pair one after the other.
         seq_len: S.
         pad_id: id of the padding.
         reports: log how many were skipped and cut.

@@ -380,7 +380,7 @@ class Split(Sampler):
 
     @property
     def filled(self) -> float:
-        """That of the source, whose samples may be those of other parts too."""
+        """Filled share of the source, whose samples may belong to other parts too."""
         return self._source.filled if isinstance(self._source, PaddedSampleSource) else 1.0
 
     def annotated_sample(self, index: int) -> Sample:

@@ -37,7 +37,7 @@ FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
-"""Of the first token of a conversation; its meaning is that of the kind of data."""
+"""Of the first token of a conversation; its meaning depends on the kind of data."""
 _ID_MASK = np.uint32((1 << 29) - 1)
 _BATCH_ROWS = 256
 _SCAN_CHUNK_TOKENS = 2**24

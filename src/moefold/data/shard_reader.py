@@ -106,7 +106,7 @@ class ShardReader:
         return self._ids.count
 
     def __getitem__(self, part: slice) -> NDArray[np.integer]:
-        """Return the ids of a slice without a step, as for an array; errors are those of `read`."""
+        """Return the ids of a slice without a step, as for an array; errors are as for `read`."""
         start, stop, step = part.indices(len(self))
         assert step == 1
         return self.read(start, max(start, stop))
@@ -155,7 +155,7 @@ def open_ends_file(index: Path, *, shard: str) -> ShardReader:
         shard: see `TokenArraySpec`.
 
     Raises:
-        ValueError: its size is that of no index.
+        ValueError: no index has its size.
         BrokenShardError: it cannot be read.
     """
     size_bytes = index.stat().st_size

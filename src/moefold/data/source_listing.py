@@ -18,7 +18,7 @@ TOKENIZER_CONFIG_FILES = (TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)
 def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the source files of the samples in order: named files, and files in named folders.
 
-    Names are those of the recipe; below a folder the relative path is appended, so names are the same on every machine.
+    Names are as in the recipe; below a folder the relative path is appended, so names are the same on every machine.
     Data sets on the hub have none. A missing token file that data.corrupt="skip" may leave out is included.
 
     Raises:

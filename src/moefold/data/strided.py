@@ -1,6 +1,6 @@
 """Samples of one site of several: site n of count reads the samples n, n + count, n + 2 * count, ... of the run.
 
-Torch-free. The sites read disjoint samples, together those of a run with count times the batch.
+Torch-free. The sites read disjoint samples, together the samples of a run with count times the batch.
 """
 
 import math
@@ -39,7 +39,7 @@ class StridedSampler(Sampler):
 
     @property
     def filled(self) -> float:
-        """That of the source."""
+        """Filled share of the source."""
         return self._source.filled
 
     def annotated_sample(self, index: int) -> Sample:

@@ -140,7 +140,7 @@ def _named_splits(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names that match a pattern, those of the first pattern first."""
+    """Return the names that match a pattern, names that match the first pattern first."""
     from fsspec.utils import glob_translate
 
     found: dict[str, None] = {}

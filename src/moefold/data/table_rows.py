@@ -43,7 +43,7 @@ _LONG_LINE_CHARACTERS = 1 << 18
 
 
 def table_suffix(path: Path) -> str:
-    """Return the suffix of a file, ignoring that of compression."""
+    """Return the suffix of a file, ignoring a suffix of compression."""
     return path.with_suffix("").suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
 
 

@@ -108,7 +108,7 @@ class _Conversation:
         Args:
             count: number of messages.
             prompts: add the generation prompt.
-            messages: to write instead of those of the conversation.
+            messages: to write instead of the conversation's messages.
         """
         values = {
             "messages": (self._messages if messages is None else messages)[:count],

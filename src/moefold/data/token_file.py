@@ -270,7 +270,7 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
 
 
 def document_ends_path(path: Path) -> Path:
-    """Return the path of a token file's document index: int64 little-endian, no header; or that of Megatron."""
+    """Return the path of a token file's document index: int64 little-endian, no header; or of Megatron's index."""
     index = path.with_suffix(ENDS_SUFFIX)
     megatron = path.with_suffix(MEGATRON_SUFFIX)
     return megatron if path.suffix == ".bin" and not index.exists() and megatron.exists() else index
@@ -437,7 +437,7 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
 
 
 def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped: Set[str]) -> None:
-    """Check that the token files of a checkpoint are those of the recipe, with the same lengths and order.
+    """Check that the token files of a checkpoint are the recipe's, with the same lengths and order.
 
     Args:
         token_file_set: the files in the checkpoint; the dropped ones are not checked.

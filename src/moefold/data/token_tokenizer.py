@@ -8,7 +8,7 @@ from moefold.errors import ConfigError
 
 
 def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: str) -> str:
-    """Compare the tokenizer of token files with that of a run, by what makes the ids of a text.
+    """Compare the tokenizer of token files with the tokenizer of a run, by what makes the ids of a text.
 
     Args:
         files: the token files.

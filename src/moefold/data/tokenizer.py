@@ -268,7 +268,7 @@ def report_notes(tokenizer: Tokenizer) -> None:
 def reject_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
     """Check that texts of data have no NUL character with the tokenizer "bytes", whose byte 0 ends documents.
 
-    That of a chat template is no text of data: it may end a turn.
+    A NUL of a chat template is not part of a text of data: it may end a turn.
 
     Args:
         tokenizer: the tokenizer.

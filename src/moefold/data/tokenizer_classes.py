@@ -1,4 +1,4 @@
-"""Tokenizer classes of transformers that rebuild their tokenizer: the parts that replace those of a tokenizer.json.
+"""Tokenizer classes of transformers that rebuild their tokenizer: the parts that replace parts of a tokenizer.json.
 
 `AutoTokenizer` does not always use a tokenizer.json as it is: the classes of many model families keep its vocabulary,
 merges, added tokens and post-processor, and take the normaliser, the pre-tokeniser and the decoder from their own code.
@@ -76,7 +76,7 @@ class ClassTable:
         Args:
             settings: tokenizer_config.json.
             config: config.json of the model; empty if there is none.
-            is_byte_level: whether tokenizer.json is that of a byte-level tokenizer.
+            is_byte_level: whether tokenizer.json describes a byte-level tokenizer.
         """
         declared = _class_name(settings.get("tokenizer_class")) or _class_name(config.get("tokenizer_class"))
         model_type = str(config.get("model_type", ""))

@@ -24,7 +24,7 @@ _MAX_ID = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenizerLimits:
-    """Resource limits of a tokenizer: several times what those of published models take."""
+    """Resource limits of a tokenizer: several times what tokenizers of published models take."""
 
     cpu_s: float = 60.0
     """CPU time of a request, without its bytes."""
@@ -47,7 +47,7 @@ class TokenizerProcess:
         """Start the process and load the tokenizer in it.
 
         Args:
-            read: returns the content of a tokenizer.json, or those of a vocab.json and a merges.txt; called again for
+            read: returns the content of a tokenizer.json, or of a vocab.json and a merges.txt; called again for
                 each start of the process.
             limits: its limits.
 

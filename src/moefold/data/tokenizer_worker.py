@@ -41,7 +41,7 @@ class Worker:
 
     _tokenizer: tokenizers.Tokenizer
     _post_processor: Any
-    """That of the tokenizer, which encodes without one."""
+    """Post-processor of the tokenizer, which encodes without one."""
     _cleans_up: bool
     """Whether spaces before punctuation are removed from the text of ids."""
 

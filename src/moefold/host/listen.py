@@ -13,7 +13,7 @@ MAX_PORT = 2**16 - 1
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is that of the loopback interface, which only this machine can reach."""
+    """Return whether a name or an address belongs to the loopback interface, which only this machine can reach."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -45,7 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
         # A name may have several addresses; IPv4 is preferred, as clients of "localhost" try both.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        # The address :: stands for all addresses, those of IPv4 included.
+        # The address :: stands for all addresses, IPv4 addresses included.
         is_dual = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:

@@ -242,7 +242,7 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
     Kubeflow's operators set PET_* variables for torchrun. RANK and WORLD_SIZE of a PyTorchJob count pods.
 
     Raises:
-        ConfigError: the variables are those of a pod.
+        ConfigError: the variables describe a pod.
     """
     if "PET_NNODES" not in environment or "LOCAL_RANK" in environment:
         return

@@ -166,14 +166,14 @@ class GenerateJob:
     device_type: str
     """"cpu" or "cuda"."""
     tokenizer: str
-    """"bytes" or a path instead of the source's tokenizer; "" takes that of the source."""
+    """"bytes" or a path; "" takes the source's tokenizer."""
     prompts: tuple[str, ...]
     requests: tuple[Request, ...]
     """One for each prompt."""
     settings: EngineSettings
     sampling: SamplingParams
     is_chat: bool = False
-    """The prompts are messages; `ids` are those of the chat template around them."""
+    """The prompts are messages; their ids come from the chat template around them."""
     stop_string: str = ""
     """Text that ends a continuation, where no single token does."""
 

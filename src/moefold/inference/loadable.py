@@ -1,4 +1,4 @@
-"""Check that the description of a checkpoint can be read, and is that of its tensors."""
+"""Check that the description of a checkpoint can be read, and describes its tensors."""
 
 from pathlib import Path
 

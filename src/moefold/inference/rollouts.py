@@ -204,7 +204,7 @@ def stop_rule(cfg: Config, tokenizer: Tokenizer) -> StopRule:
 
 
 def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
-    """Return one record for each rollout of a group, with TRL's columns of scored completions and those of the prompt.
+    """Return one record for each rollout of a group, with TRL's columns of scored completions and the prompt's columns.
 
     The completion of a conversation is a list of one message.
     """

@@ -53,7 +53,7 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
 
 
 def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
-    """Compare the tokenizer of a file of ids of `moefold tokenize` with that of a model, if both are known.
+    """Compare the tokenizer of a file of ids of `moefold tokenize` with a model's tokenizer, if both are known.
 
     Args:
         file: the file.
@@ -104,7 +104,7 @@ def encode_prompts(source: ModelSource, tokenizer: Tokenizer, prompts: Sequence[
 
 
 def stop_token_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-text ids: those of the Hugging Face folder, else the document separator."""
+    """Return the end-of-text ids: the Hugging Face folder's ids, else the document separator."""
     separator = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     return source.eos_ids or separator
 
@@ -189,7 +189,7 @@ def encode_messages(
 ) -> tuple[tuple[int, ...], ...]:
     """Tokenise each message as a user turn followed by the start of the assistant turn.
 
-    No special tokens are added beyond those of the template.
+    No special tokens are added beyond the template's.
 
     Args:
         template: the chat template.
@@ -303,7 +303,7 @@ class TokenDataset:
 
         Returns:
             (tokens, labels, is_target, is_token), each [count, width]: inputs, next tokens, the mask of predicted
-            tokens, and that of tokens that are no padding.
+            tokens, and the mask of tokens that are not padding.
         """
         tokens = np.zeros((count, width), dtype=np.int64)
         labels = np.zeros_like(tokens)

@@ -23,7 +23,7 @@ from moefold.parallel.parallel_model import ParallelModel
 
 
 class VllmEngine:
-    """Generates completions by a vLLM server, whose weights `update` brings up to those of training.
+    """Generates completions by a vLLM server, to which `update` gives the weights of training.
 
     All methods are collective over all ranks.
 
@@ -123,10 +123,10 @@ class VllmEngine:
         return found
 
     def _check_experts(self, experts: NDArray[np.integer]) -> None:
-        """Check that experts are those of the model in training.
+        """Check that experts fit the model in training.
 
         Raises:
-            VllmError: they are not.
+            VllmError: they do not.
         """
         num_layers, top_k = experts.shape[1:]
         highest = int(experts.max(initial=0))

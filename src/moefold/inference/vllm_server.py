@@ -1,6 +1,6 @@
 """Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
 
-The interface is that of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
+It uses the interface of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
 /server_info, /collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
 """
 
@@ -316,7 +316,7 @@ def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "seed": int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1,
-            # The recipe's tokens end a rollout, not those of the folder's generation_config.json.
+            # The recipe's tokens end a rollout, not the tokens of the folder's generation_config.json.
             "ignore_eos": True,
             "stop_token_ids": sorted(request.eos_ids),
             "max_tokens": request.max_tokens,

@@ -1,7 +1,7 @@
 """Ranks inside the processes of a program: workers of Ray Train, `accelerate launch`, a notebook.
 
 The default process group of the program carries the agreement on the start and on errors. A run creates process groups
-of its own meanwhile, so those of the program stay as they are.
+of its own meanwhile, so the program's groups stay as they are.
 """
 
 import gc
@@ -77,7 +77,7 @@ class ProgramRanks:
     def agree(self, call: Callable[[], Result]) -> Result:
         """Return the result of a call on this rank, or raise an error on all ranks; collective.
 
-        A rank whose call failed raises its own exception, the others that of the first such rank.
+        A rank whose call failed raises its own exception; the others raise the exception of the first such rank.
 
         Args:
             call: does not communicate.

@@ -91,7 +91,7 @@ def check_inference(
 
 
 def local_host_capacity(cfg: Config, device_type: str, rank_env: RankEnv | None, first_rank: int = 0) -> HostCapacity:
-    """Return the memory of this machine and the pipeline ranks of those of its ranks that have a mapping.
+    """Return the memory of this machine and the pipeline ranks of its ranks that have a mapping.
 
     Args:
         cfg: a recipe with the mapping.

@@ -40,7 +40,7 @@ class DetectedMachine:
 
 
 def slowest_machine(machines: Sequence[DetectedMachine]) -> DetectedMachine:
-    """Return the machine to plan for: the device with the least memory, then the lowest peak, among those of all ranks.
+    """Return the machine to plan for: the device with the least memory, then the lowest peak, among all ranks' devices.
 
     Args:
         machines: results of `detect_machine` on each rank, in rank order.

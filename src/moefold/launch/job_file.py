@@ -36,7 +36,7 @@ REQUIRED = ("image", "claim", "gpu")
 """Options that the schedulers which read them need."""
 
 SITE_KEYS = ("partition", "account", "qos")
-"""Options whose names and values are those of sbatch."""
+"""Options with the names and values of sbatch."""
 
 DEFAULT_SLURM_TIME = "24:00:00"
 """Time limit of a SLURM job: the default of a partition may be minutes, and an ended job is submitted again."""

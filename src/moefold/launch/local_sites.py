@@ -36,7 +36,7 @@ SiteMain = Callable[[int, int], int]
 
 
 def run_local_sites(main: SiteMain, count: int, min_members: int, environments: Sequence[dict[str, str]]) -> int:
-    """Run all sites, wait for them, and return the exit status: the largest one, or that of a signal.
+    """Run all sites, wait for them, and return the exit status: the largest one, or a signal's.
 
     Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the others are ended too
     if they are too few for a round; their statuses do not count.

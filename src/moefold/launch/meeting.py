@@ -248,16 +248,16 @@ class Meeting:
                 value = theirs.settings.get(key)
                 if own_value != value:
                     return (
-                        f"{key}={own_value!r} must be that of site {other}, {value!r}; start all sites with the same "
-                        "recipe and the same base weights"
+                        f"{key}={own_value!r} must equal the value of site {other}, {value!r}; start all sites with "
+                        "the same recipe and the same base weights"
                     )
             is_known = site.weights is not None and theirs.weights is not None
             # In pairs, only the weights of the start are equal.
             is_known = is_known and (site.version == 0 or not site.is_paired)
             if site.version == theirs.version and is_known and site.weights != theirs.weights:
                 return (
-                    f"its outer weights are not those of site {other} after {site.version} rounds; start the sites "
-                    "with the same run.seed and checkpoint.init_from, or from checkpoints of the same run"
+                    f"its outer weights differ from the weights of site {other} after {site.version} rounds; start the "
+                    "sites with the same run.seed and checkpoint.init_from, or from checkpoints of the same run"
                 )
             if is_loopback(site.address) != is_loopback(theirs.address):
                 return (
@@ -417,7 +417,7 @@ class Meeting:
             common = {"skip": f"only {describe_sites(members)}, and sites.quorum needs {quorum}"}
         elif not self._sites[members[0]].is_paired and len(set(digests.values())) > 1:
             odd = describe_sites(_minority(digests))
-            common = {"error": f"the outer weights of {odd} are not those of the other sites"}
+            common = {"error": f"the outer weights of {odd} differ from the weights of the other sites"}
         if common:
             self._log(f"round {index}: {describe_sites(members)}; {common.get('skip') or common.get('error')}")
             round_.answers |= dict.fromkeys(members, common)

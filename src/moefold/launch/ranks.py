@@ -151,8 +151,8 @@ def init_split_job(
         device_type: "cpu" or "cuda".
         timeout_s: see `init_distributed`.
         on_rendezvous: see `init_distributed`.
-        open_group_store: called after it; returns the store on which the process groups connect, by default that of the
-            rendezvous.
+        open_group_store: called after it; returns the store on which the process groups connect, by default the store
+            of the rendezvous.
 
     Raises:
         RunError: a rank did not join in time, or the ranks could not connect to each other.

@@ -146,7 +146,7 @@ class Regroup:
         self.current = Generation(0, tuple(range(rank_env.world_size)))
 
     def open_first_store(self) -> dist.Store:
-        """Connect to the job's store after the rendezvous, and return that of the first generation's groups."""
+        """Connect to the job's store after the rendezvous, and return the store of the first generation's groups."""
         self._connection = dist.TCPStore(
             self._rank_env.master_address,
             self._rank_env.master_port,

@@ -71,7 +71,7 @@ class SignedLines:
         signature, _, content = line.rstrip(b"\n").partition(b" ")
         self._num_in += 1
         if not hmac.compare_digest(signature, self._signature(self._in, self._num_in, content)):
-            raise BadLineError("the signature is not that of the shared secret")
+            raise BadLineError("the signature does not fit the shared secret")
         return parse_object(content)
 
     def _signature(self, direction: bytes, number: int, content: bytes) -> bytes:

@@ -50,7 +50,7 @@ MISREAD = (
     'parameters: 4.19G are 4.19 billion, elsewhere "4.19B"',
     "lr: the last step of a decay has train.min_lr; if that is 0, it changes nothing (transformers: above 0)",
     "eval_loss: tokens are dropped as moe.eval_capacity_factor says; moefold eval drops none by default",
-    "memory_gib: the peak since the process started, not that of the step",
+    "memory_gib: the peak since the process started, not the peak of the step",
     "checkpointing blocked training for X s: of this process, not of the whole run",
 )
 """Definitions that differ from what a reader may expect; the page and the help of `moefold inspect` begin with them."""
@@ -87,7 +87,7 @@ STEP = _definitions(
         "grad_norm",
         "",
         "Euclidean norm of the gradient of the total over all parameters, before clipping. With SPSA: magnitude of the "
-        "projected gradient, whose mean square is that of the norm",
+        "projected gradient, whose mean square equals the mean square of the norm",
         "grad norm (Megatron), grad_norm (HF)",
     ),
     ("projected_gradient", "", "with SPSA: gradient along the perturbation, as rounded to a byte; else null"),
@@ -101,13 +101,13 @@ STEP = _definitions(
         "tokens",
         "tokens",
         "trained on so far: input tokens of all ranks without padding, of updates that were applied. Prompts, masked "
-        "turns, both completions of a pair and the last token of a sequence count; with sites, those of this site",
+        "turns, both completions of a pair and the last token of a sequence count; with sites, the tokens of this site",
         "num_tokens (TRL); n_tokens_seen (torchtitan) and num_input_tokens_seen (HF, by default) count padding",
     ),
     (
         "tokens_consumed",
         "tokens",
-        "the same of all steps so far, those of skipped updates included",
+        "the same of all steps so far, skipped updates included",
         "consumed samples (Megatron) x sequence length, which counts padding",
     ),
     ("step_time_s", "s", "loading, sampling of rollouts, forward, backward, update; without evaluation and saving"),
@@ -292,7 +292,7 @@ SITES = _definitions(
     ("members", "sites", "that exchanged with each other; 0 if the round was skipped, 1 if the site rested"),
     ("skipped", "", "why the round was skipped, else null"),
     ("difference", "", "norm of D over the norm of phi; of what this site sends"),
-    ("gap", "", "with `sites.penalty`: norm of the last outer step over that of g"),
+    ("gap", "", "with `sites.penalty`: norm of the last outer step over the norm of g"),
     (
         "agreement",
         "",
@@ -313,7 +313,7 @@ SITES = _definitions(
     ),
     ("merged", "", "share alpha of the merging of experts, if they were merged after the round"),
     ("spike", "nats", "change of the mean loss by the round before: up to 5 steps after it minus as many before it"),
-    ("eval_loss", "nats", "validation loss of phi; `eval_loss` of the step is that of the site's weights"),
+    ("eval_loss", "nats", "validation loss of phi; `eval_loss` of the step is the loss of the site's weights"),
     ("sent_bytes", "bytes", "that the ranks of this site sent to other sites"),
     ("exchange_s", "s", "time of the exchange"),
     ("wait_s", "s", "part of it that training waited for"),
@@ -378,7 +378,7 @@ ELSEWHERE = _definitions(
     (
         "checkpoint: samples",
         "samples",
-        "read by the steps so far, those of skipped updates included",
+        "read by the steps so far, skipped updates included",
         "consumed samples",
     ),
     (
@@ -398,7 +398,7 @@ ELSEWHERE = _definitions(
         "on one rank, without data-parallel sharding: sharded over tp, ep and etp where "
         "they are, and whole where each tp rank has all (norms, routers, latent projections)",
     ),
-    ("layout: operations", "", "forward FLOPs of a stage over those of the busiest one"),
+    ("layout: operations", "", "forward FLOPs of a stage over the FLOPs of the busiest stage"),
     ("plan: step_time_s", "s", "predicted `step_time_s`"),
     (
         "plan: mfu, tflops_per_gpu",
@@ -416,7 +416,7 @@ ELSEWHERE = _definitions(
 GROUPS = (
     DefinitionGroup(
         "A step",
-        "`metrics.jsonl` has one line for each step. Those of the global batch are equal under "
+        "`metrics.jsonl` has one line for each step. Metrics of the global batch are equal under "
         "every mapping, apart from rounding.",
         "",
         STEP,
@@ -453,14 +453,14 @@ def undefined(record: Mapping[str, Any], prefix: str = "") -> list[str]:
 
     Args:
         record: a record of metrics.jsonl, or of a group.
-        prefix: path of the record: that of its group without the dot at its end; empty for metrics.jsonl.
+        prefix: path of the record: the prefix of its group without the dot at its end; empty for metrics.jsonl.
     """
     known = {(group.prefix + one.name) for group in GROUPS for one in group.definitions}
     return [path for path in _paths(record, f"{prefix}." if prefix else "") if not _is_known(path, known)]
 
 
 def _paths(record: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the path of each key; those of dicts in a list or below a key follow it."""
+    """Yield the path of each key; paths of dicts in a list or below a key follow it."""
     for key, value in record.items():
         path = f"{prefix}{key}"
         yield path

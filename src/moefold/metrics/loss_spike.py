@@ -7,7 +7,7 @@ STEPS = 5
 
 
 class LossSpike:
-    """Mean loss of the steps after a round minus that of the steps before; `last` is that of the last round.
+    """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
 
     Args:
         gap: fewest steps between two rounds; no more steps are compared.

@@ -109,7 +109,7 @@ class ReplicaMetrics:
     ) -> Self:
         """Compute the metrics from losses and gradient dot products of the replicas.
 
-        They are those of losses and gradients per sample; replicas of padding alone are left out.
+        They describe losses and gradients per sample; replicas of padding alone are left out.
 
         Args:
             losses: loss of each replica, in any common unit, [dp].
@@ -185,7 +185,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """Metrics of one optimizer step. Those of the global batch are equal on all ranks; one rank logs them."""
+    """Metrics of one optimizer step. Metrics of the global batch are equal on all ranks; one rank logs them."""
 
     step: int
     loss: float

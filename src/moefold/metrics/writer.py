@@ -170,7 +170,7 @@ FAULTS_FILE = "faults.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 """Name of the file of rollouts in the run folder: one JSON object per rollout."""
 MISMATCH_FILE = "mismatch.jsonl"
-"""Name of the file of the rollouts at which a run ended, as the sampler is not that of training."""
+"""Name of the file of the rollouts at which a run ended, as the sampler does not match training."""
 
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:

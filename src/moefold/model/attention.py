@@ -39,7 +39,7 @@ from moefold.ops.rope import NoRope, Rope
 
 @dataclass(frozen=True)
 class AttentionMaskSpec:
-    """Limits of a query's context in addition to causality. Positions are those of the whole sample.
+    """Limits of a query's context in addition to causality. Positions refer to the whole sample.
 
     A query at position p attends to the keys at f .. p, f = max(start of its document, p - window + 1). Documents are
     contiguous, so the start of the query's document suffices, and no mask data is sent with the keys.
@@ -356,7 +356,7 @@ class CoreAttention(Protocol):
             q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
             k: keys, [S, B, G, D].
             v: values, [S, B, G, D].
-            documents: those of the *whole* samples on every rank; None: a sample is one document.
+            documents: documents of the *whole* samples on every rank; None: a sample is one document.
             sinks: a logit for each query head that takes part in the softmax, [A]; see `fold_in_sinks`.
             scale: factor of the scores; None: 1/sqrt(D).
 

@@ -31,7 +31,7 @@ ATTENTION_PARAMETERS = frozenset(
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
 )
-"""Parameters that `FusedBlock` reads, besides those of the shared expert: a layer with others keeps its modules."""
+"""Parameters that `FusedBlock` reads, besides the shared expert's: a layer with other parameters keeps its modules."""
 BLOCK_MODULES = {"attention_norm", "attention", "ffn_norm", "ffn"}
 
 
@@ -111,7 +111,7 @@ class FusedBlock:
     """Forward pass of a layer over the rows of a decoder's pass, by a kernel for the whole layer.
 
     Shared experts and dense feed-forward layers are modules, and so are routers that the kernel does not know, which
-    choose the experts between its two calls: their variants are those of training.
+    choose the experts between its two calls: they have the same variants as in training.
 
     Args:
         block: a layer that `supports_fused`; its weights must not change as long as this object is used.

@@ -42,7 +42,7 @@ class KeyGather(Protocol):
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return a tensor of all tokens in the order of the sample, [S, ...], from that of this rank's, [S/cp, ...].
+        """Return a tensor of all tokens in the order of the sample, [S, ...], from this rank's tensor, [S/cp, ...].
 
         The gradients of all ranks are summed.
         """
@@ -163,7 +163,7 @@ class LightningIndexer(nn.Module):
         return IndexTensors(query, weight, self.keys.gather(key))
 
     def project_rows(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
-        """Compute the projections of the rows of a decoder's pass, on every rank of tp those of all rows."""
+        """Compute the projections of the rows of a decoder's pass, on every rank of tp the projections of all rows."""
         query, weight, key = self._project_own(x, source)
         gather = self.sequence_parallel.gather
         query, key = gather(torch.cat((query.flatten(2), key), -1)).split((query.shape[2:].numel(), key.shape[-1]), -1)

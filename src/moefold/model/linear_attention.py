@@ -64,7 +64,7 @@ class CachedStates:
     slots_n: Tensor
     """Slots of the samples in the cache, int64 [n]."""
     previous_KnC: Tensor
-    """Tokens before those of the pass, [K-1, n, C]."""
+    """Tokens before the tokens of the pass, [K-1, n, C]."""
     state: Tensor
     """[n, A, D, Dv]."""
     num_previous_n: Tensor
@@ -156,7 +156,7 @@ class LinearAttention(TokenMixer):
 
         Args:
             projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
-            weights: those of `core_weights`.
+            weights: as `core_weights` returns them.
             preceding: what precedes the tokens.
 
         Returns:
@@ -199,7 +199,7 @@ class LinearAttention(TokenMixer):
         )
 
     def low_rank_linear(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather that of their tokens.
+        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather the low-rank product.
 
         `train.precision` leaves it in the type of x.
         """

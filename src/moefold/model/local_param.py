@@ -22,7 +22,7 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         parameter: a plain tensor, or a DTensor.
-        dtype: compute dtype; None: that of the parameter.
+        dtype: compute dtype; None: the parameter's dtype.
     """
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()

@@ -80,8 +80,8 @@ def cross_entropy(
         ops: operations on the logits.
 
     Returns:
-        [...]: the same value on each rank that shares the vocabulary; the gradient into `logits` is that of one such
-        loss.
+        [...]: the same value on each rank that shares the vocabulary; the gradient into `logits` is the gradient of
+        one such loss.
     """
     return token_losses(logits, labels, vocab_range, ops).loss
 

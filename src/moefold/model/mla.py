@@ -45,9 +45,9 @@ class LatentCacheProtocol(Protocol):
 class LatentAttention(SelfAttention):
     """Multi-head latent attention: down and up projections, partial RoPE, and core attention.
 
-    The latents are low-dimensional: each rank computes those of its own tokens, with weights replicated over tp, and
-    the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of `wq_up`
-    (or `wq`) and `wkv_up`.
+    The latents are low-dimensional: each rank computes the latents of its own tokens, with weights replicated over tp,
+    and the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of
+    `wq_up` (or `wq`) and `wkv_up`.
 
     `parallelize` also replaces `up_proj_checkpoint` (recompute heads from the latents instead of saving them). A
     decoder sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are

@@ -190,7 +190,7 @@ class PagedAttention:
         self._values = Pages(num_pages, page_positions)
         self._window = window
         self._chunk_size = chunk_size
-        # The kernel reads whole pages: it gets those of a row's chunk.
+        # The kernel reads whole pages: it gets the pages of a row's chunk.
         chunks_are_pages = chunk_size % page_positions == 0
         self._kernel = kernel if page_positions == PAGE_SIZE and chunks_are_pages else None
 

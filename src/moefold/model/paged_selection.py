@@ -97,7 +97,7 @@ class PagedSelection:
 def select_slots(
     index: IndexTensors, index_keys: Tensor, rows: PassRows, top_k: int, window: int, last: LastSelections
 ) -> Tensor:
-    """Select the cached keys of each row among those of its sample at positions up to its own.
+    """Select the cached keys of each row among the keys of its sample at positions up to its own.
 
     Args:
         index: projections of the rows, [R, 1, ...].

@@ -81,7 +81,7 @@ def exceeds_original_context(cfg: ModelConfig, seq_len: int) -> bool:
 def attention_factor(cfg: ModelConfig, seq_len: int = 0) -> float:
     """Return the factor of the rotated parts of queries and keys, given `seq_len` as for `rope_frequencies`.
 
-    YaRN's temperature (arXiv:2309.00071 sec. 3.4), or that of LongRoPE (arXiv:2402.13753 sec. 3.3).
+    YaRN's temperature (arXiv:2309.00071 sec. 3.4), or LongRoPE's factor (arXiv:2402.13753 sec. 3.3).
     """
     if cfg.rope_scaling == "longrope":
         given = cfg.rope_long_mscale if exceeds_original_context(cfg, seq_len) else cfg.rope_short_mscale

@@ -28,7 +28,7 @@ class SparseAttention(Attention):
     Args:
         cfg: as of `Attention`, and the sizes of the indexer.
         window: as of `Attention`.
-        has_indexer: whether the layer selects keys; else it attends to those of an earlier layer.
+        has_indexer: whether the layer selects keys; else it attends to the keys that an earlier layer selected.
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0, *, has_indexer: bool = True) -> None:

@@ -143,7 +143,7 @@ class Block(nn.Module):
         return hidden if isinstance(output, Tensor) else (hidden, output[1])
 
     def _add_ffn(self, x: Tensor, y: LayerOutput) -> LayerOutput:
-        """Add the output of the feed-forward network; that of a shortcut without the routed part, which is returned."""
+        """Add the output of the feed-forward network; of a shortcut, add all but the routed part, which is returned."""
         if isinstance(y, Tensor):
             return self._add(x, y, self.ffn_output_norm)
         shared, routed = y
@@ -252,7 +252,7 @@ class _Shortcut:
 
 
 class _Selections:
-    """The selection of the current layer and of those that share it; that of earlier layers is freed."""
+    """The selection of the current layer and of the layers that share it; selections of earlier layers are freed."""
 
     def __init__(self) -> None:
         self._source = -1
@@ -391,7 +391,7 @@ class Transformer(nn.Module):
         return x.requires_grad_() if self.cfg.freezes_weights and torch.is_grad_enabled() else x
 
     def _blocks(self) -> list[Block]:
-        """Return the layers of this stage, without those of multi-token prediction."""
+        """Return the layers of this stage, without the layers of multi-token prediction."""
         return [block for block in self.layers.values() if isinstance(block, Block) and not isinstance(block, MTPBlock)]
 
     def _mtp_blocks(self) -> list[MTPBlock]:
@@ -454,7 +454,7 @@ class Transformer(nn.Module):
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
-        """Names of the terms that the last stage returns: those of the loss, then of multi-token prediction, if any."""
+        """Names of the terms that the last stage returns: terms of the loss, then of multi-token prediction, if any."""
         return (*self.loss.terms, "mtp") if self.cfg.model.mtp_layers else tuple(self.loss.terms)
 
     @property

@@ -65,11 +65,11 @@ class PolicyGradientLoss:
     """Coefficient of the KL penalty; 0: none."""
     kl_kind: KLKind = "k3"
     """Estimator of each token's penalty, with d = reference_log_probs - log_probs: k3: exp(d) - d - 1; k2: d**2 / 2,
-    whose gradient is that of the KL divergence."""
+    whose gradient is the gradient of the KL divergence."""
     temperature: float = 1.0
     """Divides the logits, as the sampler does."""
     correction: Correction = "none"
-    """For a sampler whose log-probabilities differ from those of the training forward pass by more than rounding. The
+    """For a sampler whose log-probabilities differ from the training forward pass by more than rounding. The
     token's loss is multiplied by c = exp(trainer_log_probs - old_log_probs), without gradient. clamp: c is clamped to
     the bounds (truncated importance sampling). mask: 0 where c is beyond the bounds (IcePop). sequence_mask: 0 for the
     tokens of a sequence whose geometric mean of c is beyond the bounds. With the objective "policy" the
@@ -103,7 +103,7 @@ class PolicyGradientLoss:
 
     @property
     def metrics(self) -> tuple[LossMetric, ...]:
-        """Metrics that may be recorded; those of columns that a batch lacks are not."""
+        """Metrics that may be recorded; metrics of columns that a batch lacks are not."""
         return POLICY_METRICS
 
     @property

@@ -35,7 +35,7 @@ KTO_METRICS = (
 class PreferenceLoss:
     """Loss of pairs of completions that a row packs as sequences 2k (chosen) and 2k + 1 (rejected).
 
-    With the score of a completion, its log-probability minus that of the reference model:
+    With the score of a completion, its log-probability minus the log-probability of the reference model:
 
     * dpo: -log sigmoid(beta * (chosen - rejected)) (arXiv:2305.18290).
     * ipo: (chosen - rejected - 1 / (2 beta))**2 with scores per token (arXiv:2310.12036; TRL's normalisation).
@@ -115,7 +115,7 @@ class PreferenceLoss:
     def _kto_loss(
         self, output: ModelOutput, score: Tensor, mismatched: Tensor, is_pair: Tensor, is_desirable: Tensor
     ) -> Tensor:
-        """Compute the loss of each completion, [B, K / 2], from its score and that of a mismatched completion."""
+        """Compute the loss of each completion, [B, K / 2], from its score and the score of a mismatched completion."""
         num_pairs = is_pair.sum(1, keepdim=True).clamp(min=1)
         kl = (mismatched.detach().where(is_pair, 0.0).sum(1, keepdim=True) / num_pairs).clamp(min=0)
         output.metrics.record_mean("desirable_reward", self.beta * score, is_pair & is_desirable)

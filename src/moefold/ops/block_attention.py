@@ -14,7 +14,7 @@ blocks, and the backward pass of each block is exact, given the output and the l
 
 The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents as they are (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
-the window reaches back: the T queries of a block attend to its own keys and those of the previous block, so the
+the window reaches back: the T queries of a block attend to the keys of this block and of the previous one, so the
 sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
@@ -173,7 +173,7 @@ class FlashMask:
     segments: Segments | None = None
     """Documents: a query attends to the keys of its own; None: one for each sample."""
     query_segments: Segments | None = None
-    """The queries of each document, which are those of its last tokens, for B = 1; None: of all, with Sq = Sk."""
+    """The queries of each document, which belong to its last tokens, for B = 1; None: of all tokens, with Sq = Sk."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask

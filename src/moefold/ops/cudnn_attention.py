@@ -1,4 +1,4 @@
-"""Attention blocks by cuDNN, whose kernels for Hopper and Blackwell are not those of `CudaFlash`."""
+"""Attention blocks by cuDNN, which has other kernels for Hopper and Blackwell than `CudaFlash`."""
 
 from typing import Literal
 

@@ -100,9 +100,9 @@ class DecodeLayer(Protocol):
         Args:
             y_RH: residual stream, contiguous.
             normed_RH: input of the experts, as `attend` returned it.
-            ids_RK: experts of each row, int64 [R, K]; those of a row differ.
+            ids_RK: experts of each row, int64 [R, K]; the experts of a row differ.
             probs_RK: weight of each, float32 [R, K].
-            shared_RH: output of shared experts, which is added to that of the routed ones; None: there are none.
+            shared_RH: output of shared experts, which is added to the output of the routed ones; None: there are none.
         """
         ...
 

@@ -12,14 +12,14 @@ MAX_ROUND_S = 0.02
 """Time from which one round is enough: noise is a small part of a long run."""
 MODULES_GAIN = 0.95
 """Share of the kernel's time that modules may take at most: below it they are chosen. The kernel's results do not
-depend on the number of rows, those of library GEMMs may."""
+depend on the number of rows, the results of library GEMMs may."""
 
 
 class DecodeChoice:
     """The faster way to compute a layer, measured at the first pass of each number of rows; a power of two shares one.
 
-    A choice holds as long as this object: that of a model, for all its layers of a kind. So a run computes equal passes
-    alike, though another run may choose otherwise.
+    A choice holds as long as this object, which a model has for all its layers of a kind. So a run computes equal
+    passes alike, though another run may choose otherwise.
 
     Args:
         clock: returns seconds; None: the CPU time of this thread, which other processes do not lengthen.

@@ -27,7 +27,7 @@ def exact_topk(
     """Select the k largest scores of each row among its positions starts[r] <= n < stops[r].
 
     Among equal scores the lowest position is selected; -0.0 equals 0.0, and -inf and +inf are scores like others.
-    The result is that of a full sort. No gradient flows.
+    The result equals the result of a full sort. No gradient flows.
 
     Args:
         scores: [R, N], float32, bfloat16 or float64; values outside of a row's positions are not read.
@@ -35,8 +35,9 @@ def exact_topk(
         starts: first position of each row, int32 [R]; None: 0. Clamped to [0, N].
         stops: position after the last of each row, int32 [R]; None: N. Clamped to [0, N]; at or below its start, the
             row has no positions.
-        guess: positions that probably are in the result, int32 [R, G], as those of the previous row or step; it saves
-            time and never changes the result. Any content is legal: repeated positions, and ones out of range.
+        guess: positions that probably are in the result, int32 [R, G], such as the result of the previous row or
+            step; it saves time and never changes the result. Any content is legal: repeated positions, and positions
+            out of range.
 
     Returns:
         Selected positions in ascending order, int32 [R, k]; then -1 where a row has fewer than k positions.

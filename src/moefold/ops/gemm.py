@@ -72,7 +72,7 @@ class Gemm:
 
         Args:
             x_MK: [M, K], of the same dtype as w or `upcast` already; oneDNN copies it first if it is not contiguous.
-            w_NK: [N, K], whose dtype is that of the result.
+            w_NK: [N, K], in the dtype of the result.
             out_MN: output tensor of that dtype, where `supports_out`.
         """
         if is_faster_in_fp32(w_NK):
@@ -82,7 +82,7 @@ class Gemm:
         return torch.mm(x_MK, w_NK.t(), out=out_MN)
 
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
-        """Write x @ w.T into `out`; rows of x beyond those of `out` are padding."""
+        """Write x @ w.T into `out`; rows of x beyond the rows of `out` are padding."""
         if _supports_mm_out(out_MN, x_MK):
             torch.mm(x_MK, w_NK.t(), out=out_MN)
         else:

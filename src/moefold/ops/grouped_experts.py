@@ -242,7 +242,7 @@ def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor, *, has_undefined_rows:
 
 
 def _may_have_undefined_rows(options: ExpertOptions) -> bool:
-    """Return whether rows of no expert may follow: those of dropped tokens, or room for rows that did not arrive."""
+    """Return whether rows of no expert may follow: rows of dropped tokens, or room for rows that did not arrive."""
     permute_map = options.permute_map
     if permute_map is None:
         return isinstance(options.tokens_per_expert, LazyCounts)

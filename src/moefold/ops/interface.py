@@ -186,7 +186,7 @@ class ExpertGradients:
     probs_R: Tensor | None
     """None without probabilities."""
     weights: Callable[[], Sequence[Tensor | None]]
-    """Computes those of the weights in the order of `ExpertWeights`, None for an absent one; to be called once."""
+    """Computes the gradients of the weights in the order of `ExpertWeights`, None for an absent one; called once."""
 
 
 class ExpertOps(Protocol):
@@ -236,7 +236,7 @@ class ExpertOps(Protocol):
         probs_R: Tensor | None,
         saved: Sequence[Tensor],
     ) -> ExpertGradients:
-        """Compute the gradients, given those of the outputs and the tensors that `forward` saved."""
+        """Compute the gradients, given the gradients of the outputs and the tensors that `forward` saved."""
         ...
 
 

@@ -121,7 +121,7 @@ class ChunkedLinearAttention:
             v: values.
             log_decay: logarithm of the decay.
             beta: write strength.
-            state: the states before the first token, [B, A, D, Dv]; None: zeros, or those of `initial_state`.
+            state: the states before the first token, [B, A, D, Dv]; None: zeros, or the states of `initial_state`.
             is_start_SB: whether a document starts at a token, before which its state is zero, bool [S, B].
 
         Returns:
@@ -158,7 +158,7 @@ class _Documents:
     is_first: Tensor
     """Whether a token's document began before its chunk, bool [N, B, 1, C, 1]."""
     is_last: Tensor
-    """Whether a token's document is that of the last token of its chunk, bool [N, B, 1, C, 1]."""
+    """Whether a token is in the same document as the last token of its chunk, bool [N, B, 1, C, 1]."""
 
 
 def _documents(is_start_SB: Tensor | None, size: int) -> _Documents | None:
@@ -296,7 +296,7 @@ class _ChannelDecays:
     """Decays between the tokens of each chunk, one number of each key channel; as `_HeadDecays`, total [.., C, D].
 
     exp(total_i - total_j) is a product of two factors relative to a point between i and j, both at most 1. Queries are
-    taken in sub-chunks: earlier keys relative to its start, and those of the sub-chunk itself one channel by one.
+    taken in sub-chunks: earlier keys relative to its start, and the keys of the sub-chunk itself channel by channel.
     """
 
     def __init__(self, total: Tensor, is_same: Tensor | None) -> None:

@@ -3,7 +3,7 @@
 A cache has P pages of PAGE_SIZE positions, for all key/value heads of this rank: keys [P, G, D, PAGE_SIZE], whose last
 dim is the position, and values [P, G, PAGE_SIZE, D], in one dtype. A row is one token of one sample; position i of its
 sample is slot i % PAGE_SIZE of page page_table[row, i // PAGE_SIZE], and the token attends to the first `length` of
-them, itself the last. Rows may share pages: those of consecutive tokens of a sample, or of samples with one prompt.
+them, itself the last. Rows of consecutive tokens of a sample, or of samples with one prompt, may share pages.
 
 `ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """

@@ -209,7 +209,7 @@ class _SelectedKeys:
         return scores.masked_fill_(self._is_empty_RK[:, None, None], -torch.inf)
 
     def add_rows(self, total: Tensor, part_RGKD: Tensor) -> None:
-        """Add gradients of the copies to those of their keys, [N, B, G, D]; those of empty places are 0."""
+        """Add gradients of the copies to the gradients of their keys, [N, B, G, D]; empty places have gradient 0."""
         total[:, self._sample].index_add_(0, self._row, part_RGKD.transpose(1, 2).flatten(0, 1))
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
     Args:
         index: projections of the queries and of all keys.
         selected_SBK: keys of each query, int32, -1 in empty places.
-        target_SBK: probability of each selected key; those of a query sum to 1.
+        target_SBK: probability of each selected key; the probabilities of a query sum to 1.
         weights_SB: weight of each query.
 
     Returns:
@@ -315,7 +315,7 @@ def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: 
     Args:
         index: projections of a block of queries and of all keys.
         is_visible_BSN: keys that each query sees.
-        target_SBN: probability of each key; those of a query sum to 1.
+        target_SBN: probability of each key; the probabilities of a query sum to 1.
         weights_SB: weight of each query.
 
     Returns:

@@ -22,7 +22,7 @@ FIRST_WHOLE_PAIR = 2
 
 
 def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor:
-    """Compute x @ w.T in the dtype of w, [T, E], which is at least as precise as that of x; saves x in its own dtype.
+    """Compute x @ w.T in the dtype of w, [T, E], at least as precise as the dtype of x; saves x in its own dtype.
 
     The result and both gradients have the accuracy of a GEMM in the dtype of w; `gemm` is the backend of the
     result where operands are not split.
@@ -61,7 +61,7 @@ class UpcastLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Compute the gradient of x in its dtype, rounded once, and that of w in its own dtype."""
+        """Compute the gradient of x in its dtype, rounded once, and the gradient of w in its own dtype."""
         x_TH, w_EH = ctx.saved_tensors
         if not ctx.splits:
             return (grad_TE @ w_EH).to(x_TH.dtype), grad_TE.t() @ x_TH.to(w_EH.dtype), None, None

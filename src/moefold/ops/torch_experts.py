@@ -98,7 +98,7 @@ TORCH_EXPERT_OPS = TorchExpertOps()
 
 
 def supports_grouped_mm(x: Tensor, num_rows: int, *widths: int) -> bool:
-    """Return whether the device's grouped_mm supports rows such as those of x, multiplied to these widths."""
+    """Return whether the device's grouped_mm supports rows like the rows of x, multiplied to these widths."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or num_rows == 0:
         return False
     is_aligned = all(width * x.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in (x.shape[1], *widths))

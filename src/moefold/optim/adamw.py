@@ -47,7 +47,7 @@ class OffloadableAdamW(torch.optim.Optimizer):
 
     Args:
         groups: as of torch.optim.AdamW, each with lr, weight_decay, betas and eps.
-        moment_dtype: type of the moments; None: that of each parameter.
+        moment_dtype: type of the moments; None: the type of each parameter.
         state_store: store of the moments.
     """
 
@@ -211,7 +211,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the state tensors by name.
 
-    `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`, Muon's `<parameter>.momentum`, and those of delayed gradients.
+    `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`, Muon's `<parameter>.momentum`, and the names of delayed
+    gradients.
     """
     return {
         f"{name}.{moment}": value
@@ -225,8 +226,8 @@ def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:
     """Zero the moments of every parameter, and the step count of the bias correction, in place; local.
 
-    The next step is that of a new optimizer. Offloaded moments are zeroed where they are stored. A pending gradient and
-    the last update are no moments, and stay.
+    The next step is as in a new optimizer. Offloaded moments are zeroed where they are stored. A pending gradient and
+    the last update are not moments, and stay.
     """
     state_store = getattr(optimizer, "state_store", StateStore())
     for state in optimizer.state.values():

@@ -1,7 +1,7 @@
 """Merging of similar experts in the warm-up of sites that own experts (SPES, arXiv:2602.11543).
 
 Each expert E of a layer becomes E + share * mean(E_d - E) over the 4 other experts E_d whose w_gate is most similar to
-its own, by the cosine. Its other matrices and its biases move towards those of the same E_d.
+its own, by the cosine. Its other matrices and its biases move towards the matrices and biases of the same E_d.
 
 Experts are divided among ranks. For one matrix of one layer after the other, an all-to-all exchanges whole experts for
 parts of all experts, so that a rank needs the memory of its own shard three times, and no rank has all experts whole.

@@ -1,8 +1,8 @@
 """Delay of gradients by one step, with the correction at the level of updates (arXiv:2606.30634).
 
-Step t computes the gradient of the weights x_t, and the optimizer takes that of step t - 1, which belongs to x_(t-1).
-Let u_t be what the optimizer subtracts at step t: rate, moments and weight decay are applied. Then, with u = 0 before
-the first update,
+Step t computes the gradient of the weights x_t, and the optimizer takes the gradient of step t - 1, which belongs to
+x_(t-1). Let u_t be what the optimizer subtracts at step t: rate, moments and weight decay are applied. Then, with u = 0
+before the first update,
 
     x_(t+1) = x_t - u_t - c * (u_t - u_(t-1)).
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules: warm-up, then cosine, linear, WSD or constant. Pure and torch-free.
 
 A schedule is a function of the step and of run.steps: a run that goes on with other settings has another schedule from
-there on, whose rate need not continue that of the first one. `describe_schedule_change` says so.
+there on, whose rate need not continue the first one's. `describe_schedule_change` says so.
 """
 
 import math
@@ -64,7 +64,7 @@ def schedule_settings(cfg: Config) -> dict[str, Any]:
 
 
 def check_schedule_settings(settings: Mapping[str, Any]) -> None:
-    """Check the settings of a checkpoint, which are absent in those of old versions.
+    """Check the settings of a checkpoint, which are absent in checkpoints of old versions.
 
     Raises:
         TypeError: they are not what `schedule_settings` returns.
@@ -141,7 +141,7 @@ def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
         Overrides, and an explanation that may be empty.
     """
     train = cfg.train
-    # A command line has one of both: that of the finished run is replaced by a longer one.
+    # A command line has one of both: the value of the finished run is replaced by a longer one.
     longer = f"run.epochs={cfg.run.epochs * steps / cfg.run.steps:g}" if cfg.run.epochs else f"run.steps={steps}"
     if not _decays(train, cfg.run.steps):
         return (longer,), ""

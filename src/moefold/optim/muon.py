@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for some matrices and a fallback optimizer for all other parameters, under one learning rate.
 
     Every rank of the stage has its shard of the momentum, sharded like the parameter. Each full matrix is gathered on
-    one rank (`MatrixRedistributor`), so the update is that of the unsharded parameter and is computed once.
+    one rank (`MatrixRedistributor`), so the update equals the update of the unsharded parameter and is computed once.
 
     Args:
         matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.

@@ -254,7 +254,7 @@ class OuterOptimizer:
 
         Args:
             fragments: the fragments of the round.
-            sent: what `difference` returned; the residual is still that of then.
+            sent: what `difference` returned; the residual has not changed since.
         """
         names = self._names(fragments)
         for (name, residual), part in zip(self._visit(names, ["residual"]), self._parts(names, sent), strict=True):
@@ -361,7 +361,7 @@ class OuterOptimizer:
         return differs
 
     def checkpoint_entries(self) -> dict[str, Tensor]:
-        """Return this rank's shards of all checkpoint entries, those of a pending round included."""
+        """Return this rank's shards of all checkpoint entries, entries of a pending round included."""
         pending = self.pending
         return self.entries() | ({} if pending is None else self._pending_entries(pending.fragments, pending.mean))
 

@@ -25,7 +25,7 @@ class OuterNorms:
     """Of the change of the outer weights; the same bits on all sites. 0 unless the next round divides by it."""
 
     def to_tensor(self) -> Tensor:
-        """Return the sums, without that of the update, float64 [5]."""
+        """Return the sums, without the sum of the update, float64 [5]."""
         sums = [self.difference, self.mean, self.product, self.weights, self.averaged]
         return torch.tensor(sums, dtype=torch.float64)
 

@@ -43,7 +43,7 @@ def select_owned(tensor: Tensor, count: int, number: int) -> Tensor:
 class OwnedExperts:
     """The trained parameters of a site, of whose experts only its own are trained.
 
-    `parameters` has the trained parameters by name, those of experts replaced by views of the site's own.
+    `parameters` has the trained parameters by name; views of the site's own replace the parameters of experts.
 
     Args:
         parameters: the trained parameters of this rank, by name.

@@ -47,7 +47,7 @@ class Batch:
     num_tokens: int | None = None
     """Input tokens of the global batch over all ranks, padding aside; None for a batch that no trainer counts."""
     num_micro_batches: int | None = None
-    """Number of micro-batches of this batch; None: that of the recipe. Pipelines always run that of the recipe."""
+    """Number of micro-batches of this batch; None: the recipe's number. Pipelines always run the recipe's number."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""

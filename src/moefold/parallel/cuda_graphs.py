@@ -79,7 +79,7 @@ class CudaGraphRecorder:
     def record(self, function: Callable[[], T]) -> tuple[T, Replay]:
         """See `GraphRecorder`."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog and that of a checkpoint, may call CUDA during a capture.
+        # Other threads, such as NCCL's watchdog and a checkpoint's thread, may call CUDA during a capture.
         capture = partial(torch.cuda.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with capture(graph):
             result = function()

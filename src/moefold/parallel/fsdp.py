@@ -197,7 +197,7 @@ def gathered_parameters(stages: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _forward_fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP modules of a stage without those of multi-token prediction."""
+    """Return the FSDP modules of a stage without the modules of multi-token prediction."""
     skipped = {id(inner) for module in stage.modules() if isinstance(module, MTPBlock) for inner in module.modules()}
     return [module for module in _fsdp_modules(stage) if id(module) not in skipped]
 
@@ -287,8 +287,8 @@ class PerRankGradDots:
     the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
     unless `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
 
-    With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then those of the
-    micro-batches, summed.
+    With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over
+    the micro-batches.
 
     It is an FSDP custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`). Under ZeRO 0, where nothing is
     scattered, it reads the buffer that it allocated for FSDP, after the all-reduce.

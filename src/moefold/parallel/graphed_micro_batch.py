@@ -1,8 +1,8 @@
 """Whole micro-batches replayed from one CUDA graph: forward and backward pass of all layers, on one rank.
 
 The shapes of a rank that holds all experts are fixed: it has K rows for each token, and its kernels read the counts of
-the experts on the device. Gradients and router statistics are added in place, so the graph of one micro-batch is that
-of all. The optimizer, metrics and the learning rate stay outside.
+the experts on the device. Gradients and router statistics are added in place, so one graph serves all micro-batches.
+The optimizer, metrics and the learning rate stay outside.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ class GraphedAccumulation(Accumulation):
 class MicroBatchGraph:
     """Graph of the forward and the backward pass of a model.
 
-    Its first runs are those of a step that has not begun: they leave neither gradients nor router statistics.
+    Its first runs leave neither gradients nor router statistics, as if the step had not begun.
 
     Args:
         model: whose parameters have no gradients yet.

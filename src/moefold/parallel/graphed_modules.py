@@ -42,7 +42,7 @@ class GraphArguments:
 
 
 def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> GraphArguments:
-    """Return the arguments of `TokenMixer.forward`; the cosines and sines are those of the stage."""
+    """Return the arguments of `TokenMixer.forward`; the cosines and sines belong to the stage."""
     assert documents is None, "validate_cuda_graphs refuses documents"
     return GraphArguments((x,), rope, lambda x: (x, rope))
 

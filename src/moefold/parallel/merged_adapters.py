@@ -15,7 +15,7 @@ def merged_shards(model: ParallelModel) -> dict[str, Tensor]:
     """Return the local values of all weights and buffers, W + (alpha / r) B A of each matrix with an adapter.
 
     Collective over the ranks of a pipeline stage if there are adapters, which are gathered. The merged shards are new
-    tensors, as large as this rank's shards of the matrices; all other values are those of the model.
+    tensors, as large as this rank's shards of the matrices; all other values are the model's own.
 
     Args:
         model: the model in training, whose parameters are not gathered.

@@ -49,7 +49,7 @@ def modules_notice(model: InferenceModel | ParallelModel) -> str:
     stages = model.stages if isinstance(model, ParallelModel) else [model.stage]
     if model.groups.device.type != "cpu":
         return ""
-    # Those of multi-token prediction do not run.
+    # Blocks of multi-token prediction do not run.
     blocks = [block for stage in stages for block in stage.layers.values() if type(block) is not MTPBlock]
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
     if not reasons:
@@ -243,7 +243,7 @@ class PagedDecoder:
         setattr(module, attribute, replacement)
 
     def _record_routing(self, stage: Transformer) -> None:
-        """Set a `RoutingCache` on the router of each MoE layer; those of multi-token prediction do not run."""
+        """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
         model = self._chain.cfg.model
         num_slots = self._size.num_pages * self._size.page_positions
         for number, layer in stage.moe_layers().items():
@@ -317,7 +317,7 @@ class PagedDecoder:
 
 
 def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
-    """Return an all-to-all dispatcher if that of the layers needs more than it: equal token counts, or buffers."""
+    """Return an all-to-all dispatcher if the layers' dispatcher needs more than it: equal token counts, or buffers."""
     layers = [layer for stage in chain.stages for layer in stage.moe_layers().values()]
     if not layers or type(layers[0].dispatcher) in (LocalDispatcher, AllToAllDispatcher):
         return None

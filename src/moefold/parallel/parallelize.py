@@ -58,7 +58,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     Args:
         cfg: the recipe.
         groups: the process groups of its mapping.
-        loss: the loss of the last stage; None: that of the recipe.
+        loss: the loss of the last stage; None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     check_cuda_graphs_device(cfg, groups.device.type)

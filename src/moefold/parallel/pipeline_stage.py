@@ -93,7 +93,7 @@ class PipelineStage:
 
         Args:
             micro_batch: one whose forward pass has run.
-            gradient: that of the output; None on the last stage.
+            gradient: gradient of the output; None on the last stage.
             delays_weights: whether `backward_weights` computes the delayed weight gradients later.
         """
         x, root = self._in_flight.pop(micro_batch)

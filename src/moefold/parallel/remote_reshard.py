@@ -1,6 +1,6 @@
 """Resharding in memory to ranks that only sample: they receive the weights of the ranks that train, box by box.
 
-The plan is that of `parallel/reshard.py`, between disjoint ranks. A training rank copies the boxes that it sends, in
+The plan is as in `parallel/reshard.py`, but between disjoint ranks. A training rank copies the boxes that it sends, in
 the dtype of the target, and trains on while they are in flight; a sampling rank receives them when it begins to sample,
 in rounds of bounded bytes. See docs/design/025-asynchronous-reinforcement-learning.md.
 """

@@ -125,7 +125,7 @@ class ReplicaCheck:
         losses[groups.attn.dp.rank] = loss.double()
         members = torch.zeros(groups.attn.dp_cp.size, dp, dtype=torch.float64, device=device)
         for member, rank in enumerate(groups.attn.dp_cp.ranks):
-            # The gradient of a dp replica is the sum of those of its cp shards.
+            # The gradient of a dp replica is the sum of the gradients of its cp shards.
             members[member, layout.attention.coordinate(rank, "dp")] = 1
         dense = members.T @ self._comm_hooks.dense.pop(device) @ members
         parts = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
@@ -269,7 +269,7 @@ def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that an FSDP module gathers itself, without those of FSDP modules inside it."""
+    """Yield the parameters that an FSDP module gathers itself, without the parameters of FSDP modules inside it."""
     for name, parameter in module.named_parameters(prefix, recurse=False):
         yield name, parameter
     for name, child in module.named_children():

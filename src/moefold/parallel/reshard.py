@@ -90,7 +90,7 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Bring the weights of the target up to those of the source; call it between two training steps."""
+        """Update the weights of the target from the source; call it between two training steps."""
         started_s = time.perf_counter()
         # A gathered parameter is no shard.
         reshard_parameters(self._source.stages)
@@ -166,7 +166,7 @@ def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
 
 
 def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
-    """Return the parameters and buffers of this rank by their names in the full model, without those of adapters."""
+    """Return the parameters and buffers of this rank by their names in the full model, without the adapters'."""
     parameters = {name: parameter for name, parameter in model.named_parameters.items() if not is_adapter(name)}
     return {**parameters, **model.named_buffers}
 

@@ -1,7 +1,7 @@
 """Routing replay of rollouts (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose.
 
-The ranks that sampled hold the choices; each training rank needs those of its own rows, positions and layers. All ranks
-know the packing, so one all-to-all of bytes moves exactly these, whatever the two mappings are.
+The ranks that sampled hold the choices; each training rank needs the choices of its own rows, positions and layers. All
+ranks know the packing, so one all-to-all of bytes moves exactly these, whatever the two mappings are.
 """
 
 from collections.abc import Mapping, Sequence

@@ -186,7 +186,7 @@ def local_positions(positions: Tensor, tp: Group) -> Tensor:
 class AsyncTensorParallel(SequenceParallelTokens):
     """Sequence parallelism whose collectives overlap with adjacent GEMMs; only for unquantized GEMMs.
 
-    Results differ from those of `SequenceParallelTokens` by rounding: sums over tp are added in ring order.
+    Results differ from the results of `SequenceParallelTokens` by rounding: sums over tp are added in ring order.
     """
 
     def all_gather_linear(

@@ -16,7 +16,7 @@ class WeightGradStore:
     """Store of the weight-gradient tasks of one stage; also the `dw_builder` of its `PipelineStage`.
 
     After each backward pass of a micro-batch the object is called once and returns the weight-gradient pass to run.
-    Within a micro-batch the order is that of the backward pass, on all ranks of the stage.
+    Within a micro-batch the tasks run in the order of the backward pass, on all ranks of the stage.
 
     Gradients of several backward passes are accumulated in the reduction type, whatever type they are computed in.
 

@@ -51,7 +51,7 @@ class ParallelMapping:
         return self.tp * self.cp * self.dp * self.pp
 
     def num_micro_batches(self, global_batch_size: int) -> int:
-        """Return the micro-batches of one data-parallel rank in a step, with those of padding alone."""
+        """Return the micro-batches of one data-parallel rank in a step, including micro-batches of padding alone."""
         return -(-global_batch_size // (self.mbs * self.dp))
 
     def as_dict(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Model spec: sizes of a model's distinct layers and their order, as the cost model needs them. Torch-free.
 
 It also counts FLOPs and parameters, in the conventions of `cost/flops.py`, and finds a model by its name: a preset, a
-config.json, or one of the models without a preset (dense, or not trainable as published). Their sizes are those of each
+config.json, or one of the models without a preset (dense, or not trainable as published). Their sizes come from each
 config.json; where a source prints its FLOPs for a token, they agree with it (tests/planner/test_model_spec.py).
 """
 
@@ -85,7 +85,7 @@ class TokenMixer:
     segment_states: int = 0
     """Numbers in float32 by which a segment of tokens changes the states of all heads: [D, D + Dv] of each head."""
     segment_scan: float = 0.0
-    """Time to compute these numbers, over that of the recurrence: a scan with D more columns than its Dv."""
+    """Time to compute these numbers, over the time of the recurrence: a scan with D more columns than its Dv."""
     segment_tokens: int = 0
     """Numbers of the last tokens of a segment that the convolutions of the next one read."""
 
@@ -142,7 +142,7 @@ class ModelSpec:
     mtp_layers: int = 0
     """MTP (multi-token prediction) layers, each like the last layer."""
     mtp_kind_override: int = -1
-    """Kind of the MTP layers; -1: that of the last layer."""
+    """Kind of the MTP layers; -1: the kind of the last layer."""
     tie_embeddings: bool = False
     config: ModelConfig | None = None
     """The runtime's config of the model; None if the runtime does not support it."""

@@ -1,6 +1,6 @@
 """Plan of reinforcement learning: pairs of a training mapping and a mapping that samples, or a split. Torch-free.
 
-The seconds of an optimizer step are those of sampling its rollouts, of copying the weights to the mapping of sampling,
+An optimizer step takes the seconds of sampling its rollouts, of copying the weights to the mapping of sampling,
 and of training. On the same GPUs they add up: the pairs of the fastest training mappings with every legal mapping for
 sampling are priced. Some GPUs may also sample while the others train (rollout.ranks): then the longer part counts.
 """
@@ -138,7 +138,7 @@ def _with_ranks(cfg: Config, ranks: int) -> Config:
 
 
 def sampling_mappings(cfg: Config) -> Iterator[SamplingDegrees]:
-    """Yield every legal mapping for sampling on the GPUs of a recipe other than that of training."""
+    """Yield every legal mapping for sampling on the GPUs of a recipe other than the mapping of training."""
     world_size = cfg.rollout.ranks or cfg.parallel.world_size
     model = cfg.model
     for pp in (pp for pp in divisors(world_size) if pp <= model.num_layers):

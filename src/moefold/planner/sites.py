@@ -6,8 +6,8 @@ A site is an ordinary job of step time t. With one fragment after the other, eac
     exposed  = 4 * latency + max(0, exchange - overlap * t)
     utilisation = H * t / (H * t + sum of exposed over the fragments)
 
-where R sites exchange with each other (2 in pairs), bytes are those of all ranks of a site, messages and coding those
-of its fullest rank, and a round asks the meeting point twice, for its members and for the vote. A round that is
+where R sites exchange with each other (2 in pairs), bytes are summed over all ranks of a site, messages and coding are
+counted on its fullest rank, and a round asks the meeting point twice, for its members and for the vote. A round that is
 exchanged during the whole next one (CO2) has overlap = H. Not counted: copies to the host and the outer step.
 
 Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
@@ -65,7 +65,7 @@ class RoundVolume:
     messages: int = 1
     """Messages of a rank, one after the other."""
     coding_s: float = 0.0
-    """Seconds in which a rank encodes its vector and decodes those of all members."""
+    """Seconds in which a rank encodes its vector and decodes the vectors of all members."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +307,7 @@ WHOLE_ROUND = -1
 
 
 def _further_keys(sites: SitesConfig, chosen: RoundSettings) -> dict[str, float]:
-    """Return the keys that follow from chosen settings, where they are not those of the recipe."""
+    """Return the keys that follow from chosen settings, where they differ from the recipe's."""
     keys: dict[str, float] = {}
     if chosen.overlap > sites.overlap == 0:
         keys["keep_local"] = KEEP_LOCAL

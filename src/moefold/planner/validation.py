@@ -54,7 +54,7 @@ _RECOMPUTE_PATTERNS = {
     r"\bfull\b": "layer",
 }
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
-"""Offloaded activations are those of the experts, where a source specifies them."""
+"""Offloaded activations are the experts' activations, where a source specifies them."""
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RACK_SCALE = ("gb200", "gb300")
 

@@ -29,10 +29,10 @@ class Plateau:
 
     @classmethod
     def from_json(cls, state: object) -> Self:
-        """Return the state that a checkpoint has; that of a new run for None.
+        """Return the state that a checkpoint has; for None, the state of a new run.
 
         Raises:
-            TypeError: it is no such state.
+            TypeError: it is not such a state.
         """
         if state is None:
             return cls()

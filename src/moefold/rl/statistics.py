@@ -12,7 +12,7 @@ from moefold.rl.rollout import Group
 
 @dataclass(frozen=True, slots=True)
 class RoundStatistics:
-    """Counts and seconds of sampling one round, those of replaced groups included."""
+    """Counts and seconds of sampling one round, replaced groups included."""
 
     num_groups: int = 0
     num_mixed: int = 0

@@ -2,7 +2,7 @@
 
 A row is one rollout, with the key (round, prompt, sample); its columns are tokens, log-probabilities, score and reward.
 A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order in which they are added.
-The table follows that of AsyncFlow (arXiv:2507.01663).
+The table follows the table of AsyncFlow (arXiv:2507.01663).
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class Round:
     version: int
     """Optimizer steps of the run after which the weights were taken that sampled."""
     prompts: tuple[int, ...]
-    """Numbers of the prompts that were sampled, those of replaced groups included; ascending."""
+    """Numbers of the prompts that were sampled, prompts of replaced groups included; ascending."""
     num_groups: int
     num_rollouts: int
     num_tokens: int
@@ -115,7 +115,7 @@ class RolloutTable:
 
     @property
     def next_prompt(self) -> int | None:
-        """Number of the prompt after those of the last round; None without a round."""
+        """Number of the prompt after the prompts of the last round; None without a round."""
         return self._rounds[-1].prompts[-1] + 1 if self._rounds else None
 
     def add(self, one: Round) -> None:

@@ -80,7 +80,7 @@ def trace_layer(
 ) -> Trace:
     """Trace the second forward and backward pass of the layer on rank 0, without gradients from before.
 
-    The launches, unlike the events, are those of both passes: the first fills caches.
+    The launches, unlike the events, are recorded in both passes: the first fills caches.
 
     Args:
         cfg: a recipe of one layer, as of `layer_config`.

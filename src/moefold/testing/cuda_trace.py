@@ -35,7 +35,7 @@ from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
 from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher
 
 PACKAGE = f"{Path(__file__).parents[1]}/"
-"""Folder of moefold's sources; a checkout of the same name may hold others, such as those of an environment."""
+"""Folder of moefold's sources; a checkout of the same name may hold others, such as the sources of an environment."""
 CUDA = torch.device("cuda", 0)
 """The device that meta tensors report."""
 META = torch.device("meta")
@@ -81,7 +81,7 @@ class Event:
         name: of the operator, kernel, collective or method.
         source: innermost line of moefold, as "model/moe/layer.py:120".
         moved_bytes: bytes read and written in device memory; of a collective: bytes sent.
-        flops: of matrix products, those of attention included.
+        flops: of matrix products, attention included.
         contraction: length of the sums of a matrix product; 0 for others.
         width: columns of the result of a matrix product, the smaller side of a weight gradient; 0 for others.
         is_weight_gradient: True for a grouped product over the rows of each expert.

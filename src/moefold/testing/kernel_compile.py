@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of recorded kernel launches for an architecture that this machine need not have.
 
 A launch goes through Triton's own launch path as a warm-up, so that its specialisation of arguments (divisible by 16,
-equal to 1) is that of a launch on a GPU. Registers and spills come from the machine code, tensor-core instructions and
-asynchronous copies from the PTX.
+equal to 1) is the same as in a launch on a GPU. Registers and spills come from the machine code, tensor-core
+instructions and asynchronous copies from the PTX.
 """
 
 import re

@@ -58,7 +58,8 @@ class WorkerPool:
         """Create a pool; ranks are started by `run`.
 
         Args:
-            preload: modules that the fork server imports in addition to those of training; missing ones are ignored.
+            preload: modules that the fork server imports in addition to the modules of training; missing ones are
+                ignored.
             backend: back-end of the process groups; see `moefold.testing.staged_group`.
             forks: False: ranks are spawned, which takes seconds. Ranks that use CUDA need that, as a process that was
                 forked from one that has asked for GPUs cannot use them.

@@ -58,7 +58,7 @@ class StagedGroup(ProcessGroup):
         return self.allreduce(tensors, _allreduce_options(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Overwrite a tensor by that of the root."""
+        """Overwrite a tensor with the root's tensor."""
         hosts = [_to_host(tensor) for tensor in tensors]
         self._gloo.broadcast(hosts, opts or dist.BroadcastOptions()).wait()
         return _finish(tensors, hosts)

@@ -109,7 +109,7 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that are sent for the attention of a round; the rows of the output return as those of the queries came.
+    """Rows that are sent for the attention of a round; the rows of the output return as the rows of the queries came.
 
     No row is sent to the rank that holds it, and none twice to one rank.
     """
@@ -128,7 +128,7 @@ class AttentionPlan:
         window: sliding window, most keys that a query attends to, its own included; 0: no limit.
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
-        stops_K: number after that of the last token of each task.
+        stops_K: number of the last token of each task, plus 1.
         hosts_K: rank that computes each task.
     """
 
@@ -219,7 +219,7 @@ class AttentionPlan:
         Args:
             hosts: rank that needs each range of tokens, ascending.
             firsts: number of the first token of each range.
-            stops: number after that of the last token.
+            stops: number of the last token of each range, plus 1.
             rank: see `exchange`.
         """
         placement = self.placement
@@ -313,7 +313,7 @@ def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, 
 def _joined(
     documents: Integers, firsts: Integers, stops: Integers, hosts: Integers
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Sort tasks by host and token; join those of one document that follow each other on a host."""
+    """Sort tasks by host and token; join tasks of one document that follow each other on a host."""
     order = np.lexsort((firsts, hosts))
     documents, firsts, stops, hosts = documents[order], firsts[order], stops[order], hosts[order]
     begins = np.ones(len(order), bool)
@@ -502,7 +502,7 @@ class _Balancer:
 
 
 def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
-    """Return the plan after the moves; those of a task are in order, each ends where the next one begins, backwards."""
+    """Return the plan after the moves; a task's moves are in order, each ends where the next one begins, backwards."""
     if not moves:
         return plan
     tasks, firsts, stops, hosts = (np.array(column, np.int64) for column in zip(*moves, strict=True))

@@ -23,7 +23,7 @@ def num_fragments(num_layers: int, fragment_layers: int) -> int:
 def fragment_of(name: str, count: int) -> int:
     """Return the fragment of a parameter or buffer.
 
-    Layers, those of multi-token prediction included, are strided, layer l in fragment l mod count, so that each
+    Layers, multi-token prediction layers included, are strided, layer l in fragment l mod count, so that each
     fragment has early and late layers. Embedding and head are in the last fragment, which has the fewest layers.
 
     Args:

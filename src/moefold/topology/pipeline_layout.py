@@ -1,6 +1,6 @@
 """Pipeline layouts, `Et*3|(tt|)*2,m|L`: the parts of the model on each stage, and their ranks. Torch-free.
 
-The notation is that of Megatron-Core's `--pipeline-model-parallel-layout`:
+The notation is the same as in Megatron-Core's `--pipeline-model-parallel-layout`:
 
     E  embedding        t  transformer layer        m  MTP (multi-token prediction) layer     L  output head and loss
     |  next stage       x*n  x, n times, where x is one letter or (a group)                   , and blanks are ignored

@@ -1,6 +1,6 @@
-"""Mapping that samples rollouts where it is another one than that of training (`rollout.tp`, `pp`, `ep`, `etp`).
+"""Mapping that samples rollouts where it differs from the mapping of training (`rollout.tp`, `pp`, `ep`, `etp`).
 
-It has the ranks of training, or `rollout.ranks` ranks of its own, which follow those of training. Torch-free.
+It has the ranks of training, or `rollout.ranks` ranks of its own, which follow the ranks of training. Torch-free.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 
 
 def rollout_degrees(cfg: Config) -> dict[str, int]:
-    """Return the degrees of sampling; those that the recipe leaves at 0 are those of training.
+    """Return the degrees of sampling; a degree that the recipe leaves at 0 is the degree of training.
 
     With rollout.experts="whole", ep and etp are 1 instead.
     """

@@ -1,6 +1,6 @@
 """Row generators of the pipeline schedules: the slots of one pipeline rank, in order. Torch-free.
 
-The orders of the built-in schedules equal those of torch.distributed.pipelining (tested). A generator takes the
+The orders of the built-in schedules equal the orders of torch.distributed.pipelining (tested). A generator takes the
 pipeline rank, the number of pipeline ranks, of stages per rank and of micro-batches.
 
 Overlapped schedules pair a forward pass with the backward pass of another micro-batch in the steady phase. Both passes

@@ -35,7 +35,7 @@ class ScheduleSpec:
     """The slots of a pipeline rank with `parallel.overlap_experts`; None: there is no phase of one forward and one
     backward pass, so that it is rejected."""
     reads_file: bool = False
-    """Whether rows and placement are those of `parallel.schedule_csv`; then the planner assumes those given here."""
+    """Whether rows and placement come from `parallel.schedule_csv`; then the planner assumes the ones given here."""
     placement: Literal["loop", "v"] = "loop"
     """loop: stage s on pipeline rank s mod pp. v: rank r has stages r and 2*pp-1-r."""
     virtual_stage_bounds: tuple[int, int | None] = (1, 1)
@@ -151,7 +151,7 @@ def schedule_row(
         pp: pipeline ranks.
         virtual_stages: stages per rank.
         num_micro_batches: a number that the schedule accepts.
-        overlap: whether the slots are those of `overlap_experts`.
+        overlap: whether the slots are for `overlap_experts`.
     """
     spec = ONE_F_ONE_B if pp == 1 else SCHEDULES[name]
     row = spec.overlapped_row if overlap else spec.row

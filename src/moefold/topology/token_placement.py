@@ -131,7 +131,7 @@ def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[i
             0; the end of the sample may follow.
 
     Raises:
-        ValueError: the documents are not those of the samples of the round.
+        ValueError: the documents do not match the samples of the round.
     """
     length = shape.seq_len
     counts = [len(starts) for starts in documents_of_samples]

@@ -27,7 +27,7 @@ class AdapterWeights:
 
     @staticmethod
     def open(cfg: Config, groups: ParallelGroups, resumed: Path | None) -> "AdapterWeights":
-        """Find the base weights: those of the checkpoint to resume from, or of checkpoint.init_from; collective.
+        """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from; collective.
 
         Args:
             cfg: the recipe.

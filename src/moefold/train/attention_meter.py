@@ -17,7 +17,7 @@ class AttentionMetrics:
     """Attention work of a step, over all layers, micro-batches and ranks."""
 
     max_over_mean: float
-    """Visible pairs of the busiest of the dp x cp ranks, summed over the micro-batches, over those of the mean rank."""
+    """Visible pairs of the busiest of the dp x cp ranks, summed over the micro-batches, over the mean of the ranks."""
     moved_rows: int
     """Rows of queries that other ranks computed than those that hold them."""
     sent_bytes: int
@@ -25,7 +25,7 @@ class AttentionMetrics:
 
 
 class AttentionMeter:
-    """Reads the statistics of the planned attention of a rank, and computes the metrics from those of all ranks.
+    """Reads the statistics of the planned attention of a rank, and computes the metrics from the statistics of all.
 
     Args:
         model: the model.

@@ -179,7 +179,7 @@ class BatchSharder:
         """Count the inputs of a global batch for `build_batch`; collective over dp.
 
         Args:
-            samples: the samples of this rank, as many as those of each other rank.
+            samples: the samples of this rank, as many as on each other rank.
         """
         is_token = samples.is_token()
         num_tokens = self._sum_over_ranks(np.array([float(is_token.sum())]))

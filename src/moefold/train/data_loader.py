@@ -59,7 +59,7 @@ class DroppedFile:
     name: str
     reason: str
     num_samples: int
-    """Samples of an epoch dropped so far, with those of files dropped earlier; 0 for a file the run never had."""
+    """Samples of an epoch dropped so far, with samples of files dropped earlier; 0 for a file the run never had."""
     epoch_samples: int
     """Samples of an epoch at the start of the run."""
     found_by: str = ""
@@ -143,7 +143,7 @@ class DataLoader:
         self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
 
     def open(self, meta: CheckpointMeta | None) -> None:
-        """Open the samples of a run, continuing those of a checkpoint if its data is the same; collective.
+        """Open the samples of a run, continuing a checkpoint's samples if its data is the same; collective.
 
         Raises:
             ConfigError: as `open_dataset`; all files are lost.
@@ -403,7 +403,7 @@ def resolve_token_files(
 
 
 def continues_data(cfg: Config, meta: CheckpointMeta | None, fingerprints: Mapping[str, str]) -> bool:
-    """Return whether a run continues with the samples after those of a checkpoint, rather than at sample 0."""
+    """Return whether a run continues after the samples of a checkpoint, rather than at sample 0."""
     return meta is not None and not data_order_change(meta, cfg, fingerprints)
 
 

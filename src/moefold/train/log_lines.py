@@ -176,7 +176,7 @@ def _describe_saves(cfg: Config) -> str:
     when = " and ".join([*every, *(["at the end"] if checkpoint.at_end else [])])
     retained = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
     best = ", and the one with the lowest held-out loss" if checkpoint.keep and checkpoint.keep_best else ""
-    more = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
+    more = f", and one every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
     return f"{when}{retained}{more}{best}"
 
 

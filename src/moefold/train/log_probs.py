@@ -19,7 +19,7 @@ class LogProbCapture:
 
     Args:
         temperature: divides the logits.
-        terms: names of the loss terms; a pipeline has room for those of the loss that it was built with.
+        terms: names of the loss terms; a pipeline has room for the terms of the loss that it was built with.
     """
 
     def __init__(self, temperature: float, terms: tuple[str, ...] = ("log_probs",)) -> None:

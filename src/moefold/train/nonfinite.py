@@ -31,7 +31,7 @@ class RankNonFinite:
     """In the rerun, the loss or a gradient was not finite."""
     samples: tuple[int, ...] | None = None
     """Samples of which this rank held tokens, as indices in the global batch, where `parallel.placement` moves tokens;
-    None: those of its data-parallel rank."""
+    None: the samples of its data-parallel rank."""
 
 
 @dataclass(frozen=True)

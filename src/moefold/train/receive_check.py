@@ -13,7 +13,7 @@ from moefold.topology.dispatchers import dispatcher_of
 
 
 def local_receive_load(model: ParallelModel, cfg: Config) -> Tensor:
-    """Return this rank's largest receive load since the last call in its slot, zeros in those of the others, [ranks].
+    """Return this rank's largest receive load since the last call in its slot, zeros in the other slots, [ranks].
 
     [0] if the dispatcher always has room.
     """

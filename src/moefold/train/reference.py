@@ -23,7 +23,7 @@ class ReferenceModel:
     """Computes log-probabilities of batches under reference weights."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Build the model; collective. Its weights are those of a new run of the recipe.
+        """Build the model; collective. It has the weights of a new run of the recipe.
 
         Args:
             cfg: the recipe; rl.reference names the weights.
@@ -38,7 +38,7 @@ class ReferenceModel:
         for parameter in self._model.named_parameters.values():
             parameter.requires_grad_(False)
         self.is_reset = False
-        """Whether the weights are those of the policy at a reset, which checkpoints must contain."""
+        """Whether the weights are the policy's at a reset, which checkpoints must contain."""
 
     @property
     def source(self) -> str:
@@ -49,7 +49,7 @@ class ReferenceModel:
         return cfg.checkpoint.init_from or cfg.model.upcycle_from
 
     def load(self, folder: str = "") -> str:
-        """Load the weights that rl.reference names; collective. Those of the start have the adapters of the start.
+        """Load the weights that rl.reference names; collective. Weights of the start have the adapters of the start.
 
         Args:
             folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.

@@ -157,7 +157,7 @@ class RolloutLoader(DataLoader):
         """Groups of the last step's batch; with rollout.ranks on the first rank only."""
 
     def open(self, meta: CheckpointMeta | None) -> None:
-        """Open the prompts of a run, continuing those of a checkpoint if its prompts are the same.
+        """Open the prompts of a run, continuing a checkpoint's prompts if they are the same.
 
         Raises:
             ConfigError: as `open_prompts`.
@@ -227,7 +227,7 @@ class RolloutLoader(DataLoader):
         self._plateau = replace(self._plateau, reference=source, reference_folder=self._reference.load(folder))
 
     def _restore_table(self, path: Path, meta: CheckpointMeta) -> None:
-        """Load the rounds of a checkpoint, if its prompts are those of this run; collective."""
+        """Load the rounds of a checkpoint, if it has the prompts of this run; collective."""
         assert self._source is not None
         while self._source.num_ordered:
             # After a rollback: they are of weights that are no more.
@@ -387,7 +387,7 @@ class RolloutLoader(DataLoader):
     def _round_steps(self, one: Round, waited_s: float) -> list[RoundStep]:
         """Build the batches of a round.
 
-        All of them now: those of later steps may need log-probabilities of the weights that sampled. Collective.
+        All are built now: batches of later steps may need log-probabilities of the weights that sampled. Collective.
         """
         updates = self._cfg.rl.updates
         groups = split_steps(one.groups, updates) if one.groups is not None else [()] * updates

@@ -1,4 +1,4 @@
-"""Model that samples the rollouts of a run: that of training, one under another mapping, or vLLM's."""
+"""Model that samples the rollouts of a run: the trained model, a copy under another mapping, or vLLM's."""
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
@@ -45,7 +45,7 @@ class RolloutModel:
         return self._vllm
 
     def update(self) -> float:
-        """Bring the weights up to those of training; collective. Returns the seconds that it took.
+        """Update the weights to the trained weights; collective. Returns the seconds that it took.
 
         Raises:
             RunError: the vLLM server did not load them.

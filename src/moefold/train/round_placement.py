@@ -56,9 +56,9 @@ class RoundPlacer:
             bounds: of the documents of its micro-batches.
 
         Returns:
-            The columns of this rank's slots, [samples, ..., S/cp]: a row holds any tokens of its round, and is no
-            sample. Those of `columns`, and "token_samples" and "positions", which say which tokens they are. And the
-            bounds with the placement of each round.
+            The columns of this rank's slots, [samples, ..., S/cp]: a row holds any tokens of its round, and is not
+            a sample. They have the names in `columns`, and "token_samples" and "positions", which say which tokens the
+            slots hold. And the bounds with the placement of each round.
         """
         placed = self._place_rounds(bounds)
         placements = [one.placement for one in placed if one.placement is not None]
@@ -98,7 +98,7 @@ class RoundPlacer:
 class SlotExchange:
     """All-to-all over dp that brings the tokens of a batch from the ranks that read them to the ranks of their slots.
 
-    The cp ranks of a data-parallel rank have read the same samples: a rank gets tokens from those of its own cp rank.
+    The cp ranks of a data-parallel rank have read the same samples: a rank gets tokens from ranks with its own cp rank.
 
     Args:
         placements: of the rounds.
@@ -132,7 +132,7 @@ class SlotExchange:
         """Position of the token of each slot in its sample, int64 [rounds * C]."""
 
     def send(self, tokens: NDArray[np.float64], device: torch.device) -> NDArray[np.float64]:
-        """Send the tokens of this rank's samples; return those of its slots, round by round, [rounds * C, W].
+        """Send the tokens of this rank's samples; return the tokens of its slots, round by round, [rounds * C, W].
 
         Args:
             tokens: values of each token, sample by sample, [samples * S, W].

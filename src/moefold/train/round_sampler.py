@@ -103,7 +103,7 @@ class RoundSampler:
             sampler: the prompts.
             position: where the round begins.
             version: optimizer steps of the weights that sample.
-            statistics: to which those of the round are added.
+            statistics: to which the round's statistics are added.
 
         Raises:
             RunError: a reward function failed.

@@ -169,7 +169,7 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
 
 
 def _is_busy_with_other_run(folder: Path, cfg: Config) -> bool:
-    """Return whether a job holds the lock of a folder whose settings are those of another run."""
+    """Return whether a job holds the lock of a folder that has the settings of another run."""
     if not is_in_use(folder):
         return False
     settings = _read_settings(folder)

@@ -97,7 +97,7 @@ class SiteMeeting:
             `poll` said so.
 
         Raises:
-            ConfigError: the settings or weights are not those of the other sites.
+            ConfigError: the settings or weights differ from the other sites'.
             RunError: the meeting point cannot be reached, or a site was refused and did not come back.
         """
         message = hello | {
@@ -181,7 +181,7 @@ class SiteMeeting:
         """Raise an error if an answer says that the site cannot take part.
 
         Raises:
-            ConfigError: the settings or weights are not those of the other sites.
+            ConfigError: the settings or weights differ from the other sites'.
             RunError: the outer weights are damaged.
         """
         if "refused" in answer:

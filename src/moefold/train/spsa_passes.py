@@ -46,7 +46,7 @@ class SPSAPasses:
     def run(self, batch: Batch, step: int, begin_step: Callable[[int, Batch], None]) -> Tensor:
         """Run a batch with weights + eps z and with weights - eps z, which is where the weights stay.
 
-        Collective. Routers and losses are those of training: statistics of routing are those of the second pass.
+        Collective. Routers and losses are the same as in training: statistics of routing come from the second pass.
 
         Args:
             batch: this rank's shard.

@@ -20,7 +20,7 @@ MAX_LISTED_SAMPLES = 64
 
 
 class MismatchError(RunError):
-    """The sampler's log-probabilities are not those of training."""
+    """The sampler's log-probabilities differ from the log-probabilities of training."""
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ class StepGuard:
         """Decide about a step.
 
         Args:
-            metrics: metrics of the whole global batch, the same on every rank, by their names in a message: those of
-                `SPIKE_METRICS` and all others that must be finite.
+            metrics: metrics of the whole global batch, the same on every rank, by their names in a message: the metrics
+                in `SPIKE_METRICS` and all others that must be finite.
             mismatch: of a step on rollouts of its own weights; None: of any other.
         """
         decision = self._apply_limits(self._initial_decision(metrics, mismatch))
@@ -115,7 +115,7 @@ class StepGuard:
         }
 
     def restore(self, state: Any) -> None:
-        """Restore a history that `state` returned; None stands for that of a run without faults.
+        """Restore a history that `state` returned; None stands for the history of a run without faults.
 
         Rollbacks and skipped ranges of this object are kept, as a state saved before a rollback lacks them.
 

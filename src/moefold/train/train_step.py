@@ -278,7 +278,7 @@ class TrainingStep:
         self._owned.drop_gradients()
 
     def reset_moments(self) -> None:
-        """Zero the optimizer moments between two steps: the next update is that of a new optimizer; local.
+        """Zero the optimizer moments between two steps: the next update is the same as with a new optimizer; local.
 
         Every rank must call it at the same step, or replicas diverge.
         """

@@ -50,8 +50,8 @@ class Trainer:
             groups: the process groups of this rank.
             messages: lines to log before all others.
             loss: the loss to minimise; None: next-token prediction.
-            data: the samples of data.kind="program"; None: those of the recipe.
-            callbacks: further hooks, the same on every rank, called after those of the trainer.
+            data: the samples of data.kind="program"; None: the recipe's samples.
+            callbacks: further hooks, the same on every rank, called after the trainer's own.
             link: to the ranks of rollout.ranks; None without them.
             history: checkpoints of an earlier trainer of this process; None for the first.
         """

@@ -162,7 +162,7 @@ class _RankTraining:
         Args:
             cfg: the recipe with the chosen run folder.
             messages: lines to log before all others; empty at the start of the job.
-            callbacks: further hooks, before those of the program.
+            callbacks: further hooks, called before the program's hooks.
             history: checkpoints of the run that this process knows.
         """
         recorder = self.watchdog.flight_recorder

@@ -91,7 +91,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
 
 
 def check_rollout_mapping(cfg: Config) -> None:
-    """Check the mapping that samples rollouts, if it is another one than that of training.
+    """Check the mapping that samples rollouts, if it differs from the mapping of training.
 
     Raises:
         ConfigError: it does not fit the ranks or the model.

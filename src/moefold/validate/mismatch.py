@@ -36,8 +36,8 @@ def mismatch_advice(cfg: Config) -> str:
     if cfg.rollout.engine == "vllm":
         causes = (
             f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or "
-            f"broke those of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has another "
-            "RoPE, length, vocabulary or tokenizer than this run"
+            f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has "
+            "another RoPE, length, vocabulary or tokenizer than this run"
         )
         way_out = (
             "start the server again, on a GPU or with another version of vLLM, from a folder that moefold "

@@ -171,14 +171,14 @@ def _validate_yarn(model: ModelConfig) -> Iterator[str]:
         )
     if model.rope_mscale and not model.rope_mscale_all_dim:
         yield (
-            f"model.rope_mscale={model.rope_mscale} is divided by that of model.rope_mscale_all_dim, not given; "
+            f"model.rope_mscale={model.rope_mscale} is divided by the factor of model.rope_mscale_all_dim, not given; "
             "give both or neither"
         )
     # Under MLA it scales the scores as well.
     if model.rope_mscale_all_dim and not model.rope_mscale and model.attention != "mla":
         yield (
-            f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} divides that of model.rope_mscale, which is not "
-            "given; give both or neither"
+            f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} divides the factor of model.rope_mscale, which is "
+            "not given; give both or neither"
         )
 
 
@@ -269,7 +269,7 @@ def validate_linear_attention(cfg: Config) -> Iterator[str]:
 
 
 def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
-    """Check that norms around zero are those of the residual stream and of single heads."""
+    """Check that norms around zero belong to the residual stream and to single heads."""
     model = cfg.model
     if not model.zero_centered_norms:
         return

@@ -58,7 +58,7 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
     if sites.topology == "pairs" and sites.overlaps_whole_round:
         yield (
             f"sites.topology='pairs' needs a sites.overlap below sites.every={sites.every}, as the pull between the "
-            "outer weights of a pair is that of one round; choose a lower overlap, or topology='all'"
+            "outer weights of a pair is the pull of one round; choose a lower overlap, or topology='all'"
         )
     if sites.quorum > sites.count:
         yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
@@ -119,7 +119,7 @@ def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
         )
     if sites.moments == "average" and sites.overlap:
         yield (
-            f"sites.moments='average' would replace moments by those of sites.overlap={sites.overlap} steps ago; "
+            f"sites.moments='average' would replace moments by the moments of sites.overlap={sites.overlap} steps ago; "
             "choose overlap=0, or moments='keep'"
         )
     if sites.moments == "reset" and recipe_fragments(cfg) > 1:
@@ -145,7 +145,7 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         return
     if cfg.parallel.elastic:
         yield (
-            "parallel.elastic=true changes the shards of a site, which must be those of the other sites; set "
+            "parallel.elastic=true changes the shards of a site, which must be equal on all sites; set "
             "parallel.elastic=false"
         )
     if cfg.is_rl:
@@ -161,7 +161,7 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
     for key in ("nonfinite", "spike"):
         if getattr(cfg.faults, key) == "rollback":
             yield (
-                f"faults.{key}='rollback' goes back to weights of an earlier round than those of the other sites; "
+                f"faults.{key}='rollback' goes back to weights of an earlier round than the other sites have; "
                 "choose 'skip' or 'stop'"
             )
     if cfg.moe.trace_every or cfg.moe.replay:
@@ -193,7 +193,7 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
     if sites.moments == "average":
         yield (
             "sites.moments='average' needs moments of the same experts on all sites, and sites.experts=\"own\" has "
-            "those of each site's own; choose moments='keep' or 'reset'"
+            "moments of each site's own; choose moments='keep' or 'reset'"
         )
     for rows, where in sorted(set(_expert_rows(cfg))):
         if rows % sites.count:

@@ -64,7 +64,7 @@ def validate_selection_stages(cfg: Config) -> Iterator[str]:
 
 
 def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
-    """Yield the errors of `validate_selection_stages` with this layout instead of that of the recipe."""
+    """Yield the errors of `validate_selection_stages` with this layout instead of the recipe's."""
     model = cfg.model
     try:
         is_shared = shares_selections(model)
@@ -131,7 +131,7 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
 SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_shared_selections)
 SELECTION_STAGE_RULES = (validate_selection_stages,)
 SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
-"""Rules for recipes that train: a model is also used with longer and shorter texts than those of its training."""
+"""Rules for recipes that train: a model is also used with longer and shorter texts than in its training."""
 
 UNUSED_SPARSE_KEYS = (
     UnusedKeyRule(

@@ -589,7 +589,7 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     """Check that no key that the recipe sets to a non-default value is without effect.
 
     Args:
-        explicit_keys: keys that the recipe and its overrides set, as "section.key", without those of a preset.
+        explicit_keys: keys that the recipe and its overrides set, as "section.key", without the keys of a preset.
         cfg: the resulting config.
 
     Raises:

@@ -37,7 +37,7 @@ class OracleRecord:
     rounding_gain: float = 0.0
     """Most that AdamW moves a weight in all steps together, over the magnitude of a tiny gradient: steps * lr / eps."""
     has_program_objective: bool = False
-    """Whether the objective was given, and is not that of the recipe."""
+    """Whether the objective was given, and is not the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def run_oracle(
         cfg: the recipe.
         num_steps: optimizer steps.
         on_progress: called with what is done next.
-        objective: the loss of a micro-batch; None: that of the recipe.
-        data: the samples of data.kind="program"; None: those of the recipe.
+        objective: the loss of a micro-batch; None: the recipe's loss.
+        data: the samples of data.kind="program"; None: the recipe's samples.
 
     Raises:
         NoFormulaError: the oracle has no formula for a kind, key, parameter, buffer or part of a sample.
@@ -104,8 +104,8 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
     infinite error.
 
     A gradient that is zero (`zero_gradients`), exactly or but for rounding, has no magnitude of its own: its deviation
-    is divided by the largest gradient of its layer. That of its weight is divided by the largest weight of the layer,
-    less what AdamW makes of rounding, if the gradient is rounding or the weight itself is zero. A number that is
+    is divided by the largest gradient of its layer. The deviation of its weight is divided by the largest weight of the
+    layer, less what AdamW makes of rounding, if the gradient is rounding or the weight itself is zero. A number that is
     exactly zero in the oracle is compared by its absolute deviation, as is a tensor of a layer of zeros.
 
     Raises:
@@ -130,8 +130,8 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
 def zero_gradients(gradients: Weights) -> list[str]:
     """Return the parameters whose gradient is zero, exactly or but for rounding, compared with others of their layer.
 
-    Such a gradient is zero by the mathematics, as that of the biases of keys without RoPE: a constant added to all
-    scores of a query changes no probability. Or the parameter takes part in no loss of the step.
+    Such a gradient is zero by the mathematics, as is the gradient of the biases of keys without RoPE: a constant added
+    to all scores of a query changes no probability. Or the parameter takes part in no loss of the step.
     """
     of_layers = _layer_scales(gradients)
     return [name for name, own in _own_scales(gradients).items() if own <= ROUNDING_SHARE * of_layers[_layer_of(name)]]

@@ -30,7 +30,7 @@ class DistributedRecord:
     steps: tuple[StepResult, ...]
     eval_loss: float
     program_loss: str = ""
-    """Class of the loss that the program has given; "": that of the recipe."""
+    """Class of the loss that the program has given; "": the class in the recipe."""
 
 
 def run_distributed(
@@ -70,8 +70,8 @@ def run_on_groups(
         cfg: the recipe.
         num_steps: optimizer steps, at least 1.
         on_progress: called with what is done next.
-        loss: the loss; None: that of the recipe.
-        data: the samples of data.kind="program"; None: those of the recipe.
+        loss: the loss; None: the recipe's loss.
+        data: the samples of data.kind="program"; None: the recipe's samples.
     """
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")

@@ -475,7 +475,7 @@ class Oracle:
         return result + self._weights[f"{name}.bo"] if model.attention_output_bias else result
 
     def _index(self, name: str, x: Tensor, masked: Tensor, positions: Tensor, layer: int) -> OracleIndexer:
-        """Return the selection of a layer: its own, or that of an earlier layer in the same micro-batch."""
+        """Return the selection of a layer: its own, or the selection of an earlier layer in the same micro-batch."""
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]

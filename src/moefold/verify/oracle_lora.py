@@ -9,7 +9,7 @@ class AdaptedWeights(dict[str, Tensor]):
     """Weights by name: reading one adds the product of its adapter, if it has one, and is recorded.
 
     Args:
-        weights: every parameter by name, those of adapters included.
+        weights: every parameter by name, adapters' parameters included.
         lora: rank and scale of the adapters.
     """
 

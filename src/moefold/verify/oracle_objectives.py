@@ -236,7 +236,7 @@ def _score(rule: _PreferenceRule, law: Tensor, columns: OracleColumns, number: i
 
 
 def _kto_loss(group: _Group, *, beta: float, weights: tuple[float, float]) -> Tensor:
-    """Return the loss of one completion; the weights are those of undesirable and of desirable ones."""
+    """Return the loss of one completion; the weights are for undesirable and for desirable ones."""
     z = max(0.0, sum(float(score.detach()) for score in group.mismatched) / len(group.mismatched))
     is_desirable = bool(group.columns["is_desirable"][group.pair])
     sign = 1 if is_desirable else -1

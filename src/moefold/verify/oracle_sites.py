@@ -1,6 +1,6 @@
 """Oracle of sites: one oracle for each site, and the outer step in plain loops over whole tensors.
 
-Shares no code with `OuterOptimizer`. The formulas are those of arXiv:2311.08105, arXiv:2501.18512, arXiv:2506.10911
+Shares no code with `OuterOptimizer`. The formulas are from arXiv:2311.08105, arXiv:2501.18512, arXiv:2506.10911
 (pairs), arXiv:2401.16265 and arXiv:2602.11543, for sites of equal batches that send float32.
 """
 

@@ -31,7 +31,7 @@ MAX_WINDOW = 5
 MAX_INDEX_TOPK = MAX_WINDOW - 1
 """Limit of the selected keys: below the sliding window, so that a selection in a window leaves keys out."""
 MIN_MIXER_JITTER = 0.6
-"""Least sparsemixer_jitter: random logits differ by more than those of a trained router, and few would be close."""
+"""Least sparsemixer_jitter: random logits differ by more than a trained router's, and few would be close."""
 MAX_CONV_KERNEL = 3
 """Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2

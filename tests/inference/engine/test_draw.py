@@ -46,7 +46,7 @@ def test_the_likeliest_tokens_stay_with_their_weights(top_k, top_p, kept):
     [({}, {0, 1, 2, 3}), ({"min_p": 0.6}, {1, 3}), ({"min_p": 1.0}, {1}), ({"min_p": 0.6, "top_p": 0.55}, {1})],
 )
 def test_unlikely_tokens_are_left_out_before_the_nucleus(params, kept):
-    """Of the draws on a grid, those of each kept token are its share of what is kept; top-p counts what min-p keeps."""
+    """Draws on a grid give each kept token its share of what is kept; top-p counts what min-p keeps."""
     draws = [Draw(SamplingParams(**params), place / 100) for place in range(100)]
     found = choose_tokens(PROBS.log().repeat(100, 1), draws).tolist()
     assert set(found) == kept

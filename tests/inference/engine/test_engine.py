@@ -208,7 +208,7 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, mapping):
 
 
 def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
-    """Compare completions under random schedules with those of each request alone; return the preemptions seen."""
+    """Compare completions under random schedules with each request's completion alone; return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
     alone = RolloutEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
     requests = [

@@ -121,7 +121,7 @@ def check_alternatives(client: Client, body: dict[str, Any]) -> None:
     ]
     for token, log_prob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
         assert len(top) <= 3
-        # Greedy decoding draws the most likely token; the log-probability of one text is that of its likeliest token.
+        # Greedy decoding draws the most likely token; of tokens with one text the likeliest counts.
         assert top[token] == log_prob == max(top.values())
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0, "logprobs": True}
     (choice,) = client.json("/v1/chat/completions", chat | {"top_logprobs": 2})["choices"]

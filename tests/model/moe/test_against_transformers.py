@@ -1,4 +1,4 @@
-"""The router against those of transformers on random tokens: the same experts, the same weights."""
+"""The router against the routers of transformers on random tokens: the same experts, the same weights."""
 
 from typing import Any
 

@@ -106,7 +106,7 @@ def test_grouped_clamped_experts_equal_the_loop(counts):
 
 
 @pytest.mark.parametrize("gate", [SwiGLUActivation(), CLAMPED], ids=lambda gate: type(gate).__name__)
-def test_a_gates_own_gradient_is_that_of_autograd(gate):
+def test_a_gates_own_gradient_equals_autograd(gate):
     g, u, grad = torch.randn(3, 40, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     leaves = [g.clone().requires_grad_(), u.clone().requires_grad_()]
     hidden = gate.forward(*leaves)

@@ -28,7 +28,7 @@ def _noise(seed: int, top_k: int, tokens: int = TOKENS, experts: int = EXPERTS) 
 
 
 def _theirs(logits: torch.Tensor, jitter: float, noise: torch.Tensor | None, monkeypatch) -> tuple[torch.Tensor, ...]:
-    """Choices and weights of transformers, whose random numbers are those of `noise`."""
+    """Return choices and weights of transformers, whose random numbers are taken from `noise`."""
     phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
     if noise is not None:
         per_choice = noise.unflatten(1, (2, -1))
@@ -43,7 +43,7 @@ def _theirs(logits: torch.Tensor, jitter: float, noise: torch.Tensor | None, mon
 
 @pytest.mark.parametrize("jitter", [0.01, 0.2, 0.6])
 @pytest.mark.parametrize("is_training", [False, True])
-def test_choices_weights_and_gradients_are_those_of_transformers(monkeypatch, jitter, is_training):
+def test_choices_weights_and_gradients_equal_transformers(monkeypatch, jitter, is_training):
     noise_TN = _noise(1, 2) if is_training else None
     ours, theirs = _logits(1.0), _logits(1.0)
     ids_TK = sample_experts(ours, 2, jitter, noise_TN)

@@ -24,7 +24,7 @@ from tests.verify.recipes import LATENT
 pytestmark = needs_compiler
 
 ROUNDING = HALF_STEPS | {torch.float32: 0.0}
-"""That of float32 is within the error of its sums."""
+"""Rounding to each type; 0 for float32, whose rounding is within the error of its sums."""
 
 
 @pytest.fixture(scope="module", params=VECTORS)

@@ -1,4 +1,4 @@
-"""Products in C equal their definition for every size, stride and mix of types; losses are those of the libraries."""
+"""Products in C equal their definition for every size, stride and mix of types; losses equal the libraries' losses."""
 
 import ctypes
 import mmap

@@ -53,7 +53,8 @@ def _definition(grad, x, weight):
 
 def _assert_equal(found, grad, x, weight):
     right = _definition(grad, x, weight)
-    # Of the parts that sums have: in a gradient all that lies along x cancels, and rows cancel in that of the weight.
+    # Bounds of gradients are made of the parts of their sums, because parts cancel: in the gradient of x all that lies
+    # along x, and in the gradient of the weight the rows.
     parts = (grad.double() * weight.double()).abs().amax(-1, keepdim=True) * right[1].view(*x.shape[:-1], 1)
     rows = (grad.double() * x.double()).reshape(-1, x.shape[-1]).abs() * right[1]
     bounds = (right[0].abs(), right[1], parts, rows.sum(0))
@@ -81,7 +82,7 @@ def test_every_width_is_right(kernel, dtype):
         _assert_equal(_passes(kernel, *given), *given)
 
 
-def test_long_sums_are_as_good_as_those_of_the_twin(native):
+def test_long_sums_are_as_good_as_in_the_twin(native):
     """The gradient of the weight over many rows, of which none cancels another, and squares of long rows."""
     for shape in ((200_000, 8), (3, 500_000)):
         grad, x, weight = (t.abs() for t in _given(*shape))

@@ -97,7 +97,7 @@ def test_rows_of_any_lengths_that_share_pages_have_the_bits_of_each_alone(kernel
     generator = torch.Generator().manual_seed(heads)
     table = torch.randint(num_pages, (num_rows, 4), generator=generator, dtype=torch.int32)
     for row in range(1, num_rows):
-        # From no page to all of them, those of the row before.
+        # A row shares with the row before from none to all of its pages.
         num_shared = int(torch.randint(5, (1,), generator=generator))
         table[row, :num_shared] = table[row - 1, :num_shared]
     lengths = torch.randint(1, 4 * PAGE_SIZE + 1, (num_rows,), generator=generator, dtype=torch.int32)

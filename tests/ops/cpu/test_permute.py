@@ -36,7 +36,7 @@ def example(
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize(("tokens", "top_k", "width"), [(1, 1, 1), (7, 2, 33), (300, 3, 130)])
-def test_combine_equals_that_of_torch_in_float64(ops, tokens, top_k, width, is_weighted, drops, dtype):
+def test_combine_equals_torch_in_float64(ops, tokens, top_k, width, is_weighted, drops, dtype):
     rows, permutation, weights = example(tokens, top_k, width, dtype, drops=drops)
     found = ops.combine(rows, permutation, weights if is_weighted else None)
     expected = TORCH_PERMUTE_OPS.combine(rows.double(), permutation, weights.double() if is_weighted else None)

@@ -35,7 +35,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kernel):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_without_softmax_is_nan_as_that_of_torch(kernel, value):
+def test_a_row_without_softmax_is_nan_as_in_torch(kernel, value):
     x = torch.zeros(3, 20)
     x[1, 17] = value
     assert torch.equal(kernel(x).isnan(), x.softmax(-1).isnan())

@@ -1,7 +1,7 @@
 """A stand-in for `torch.nn.functional.scaled_mm` with scales of blocks, written from public descriptions alone.
 
-Where a scale lies is that of cuBLAS's documentation ("1D block scaling factors layout"), element by element; the values
-of e2m1 and e8m0 are those of the OCP microscaling formats. It checks what the documentation asks of its caller.
+Each scale lies where cuBLAS's documentation ("1D block scaling factors layout") has it, element by element; e2m1 and
+e8m0 have the values of the OCP microscaling formats. It checks what the documentation asks of its caller.
 """
 
 from typing import Any

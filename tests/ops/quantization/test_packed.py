@@ -91,7 +91,7 @@ def test_what_is_no_number_does_not_become_one(value):
     assert found[1, :128].isfinite().all()
 
 
-def test_the_gradient_is_that_of_the_identity():
+def test_the_gradient_passes_as_through_the_identity():
     x = _rows(3, 130, torch.float64).requires_grad_()
     grad = torch.randn(3, 130, dtype=torch.float64)
     (found,) = torch.autograd.grad(straight_through_quantize(x), x, grad)

@@ -74,7 +74,7 @@ def test_other_mappings_round_the_gradients_of_weights_elsewhere(pool):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("precision", ["mxfp8", *slow((name,) for name in QUANT_FORMATS if name != "mxfp8")])
-def test_losses_stay_near_those_of_bfloat16(pool, precision):
+def test_losses_stay_near_the_losses_of_bfloat16(pool, precision):
     """Over 20 steps, and are not the same: something is rounded."""
     losses = {}
     for name in ("dtype", precision):

@@ -78,7 +78,7 @@ def test_projections_and_hidden_values(counts, dtype, gathers, has_bias, is_weig
     hidden, g, u = written(True, True)
     for actual, expected in zip((g, u), _expected_projections(rows, weights, counts), strict=True):
         _assert_close(actual, expected, dtype)
-    # Hidden values are those of the rounded projections, as in the backward pass.
+    # Hidden values are computed from the rounded projections, as in the backward pass.
     expected = activation.forward(g.double(), u.double())
     _assert_close(hidden, expected if probs is None else expected * probs.double().unsqueeze(1), dtype)
     torch.testing.assert_close(written(True, False)[0], hidden, rtol=0, atol=0)

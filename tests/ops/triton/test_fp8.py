@@ -153,7 +153,7 @@ def test_both_layouts_of_a_weight_are_quantised_once_a_step(monkeypatch):
 
 @pytest.mark.parametrize("delays_wgrad", [False, True])
 def test_experts_quantise_each_operand_once_in_each_layout(delays_wgrad, monkeypatch):
-    """Gate and up projections share the tokens; results are those of the emulation."""
+    """Gate and up projections share the tokens; results equal the emulation's results."""
     calls = {"quantize_rows": 0, "quantize_columns": 0}
     for name in calls:
         kernel = getattr(fp8_gemm, name)

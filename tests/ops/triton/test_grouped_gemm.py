@@ -128,7 +128,7 @@ def test_two_sets_of_rows_are_combined(dtype):
 
 
 def test_a_wrong_matrix_would_be_seen():
-    """The tolerance tells the matrix of an expert from that of its neighbour."""
+    """The tolerance tells the matrix of an expert from the matrix of its neighbour."""
     x, w = _random(torch.bfloat16, 8, 16), _random(torch.bfloat16, 2, 16, 16)
     y = grouped_gemm(x, w.flip(0), _offsets([4, 4]))
     with pytest.raises(AssertionError):

@@ -67,7 +67,7 @@ def test_the_busiest_rank_is_paid_in_every_round():
     load = loads.load(peers, 0)
     assert load.max_over_mean > 2
     assert wlb(BALANCED).load(peers, 0).max_over_mean < 1.1
-    # The core alone differs: norms and projections are those of equal tokens.
+    # Only the attention core differs: norms and projections have equally many tokens on each rank.
     assert uneven > 1.2 * balanced
 
 

@@ -37,7 +37,7 @@ def test_wide_products_have_their_own_rate_and_bytes(dtype, size, flops):
     assert wide.matmul_s(1e6, 1, 1) == pytest.approx(size / 2 * narrow.matmul_s(1e6, 1, 1))
     moved = size * 1e6 + max(8, 2 * size)
     assert wide.wgrad_s(5e5, 1, 1) == pytest.approx(moved / narrow.bytes_per_s, rel=1e-5)
-    # Below 16 bits the units are those of the precision, whatever the activations are.
+    # Below 16 bits the precision decides which units compute, whatever the type of the activations is.
     assert products(precision="fp8", dtype=dtype).flops_per_s == products(precision="fp8").flops_per_s
 
 

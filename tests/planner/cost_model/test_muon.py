@@ -45,7 +45,7 @@ def test_numbers_are_held_once_where_they_are_sharded():
     assert share(replace(SPREAD, zero=0), "experts").num_local == numbers / 8
 
 
-def test_the_optimizer_is_that_of_the_recipe():
+def test_the_optimizer_comes_from_the_recipe():
     def seconds(update):
         return CostModel(SHAPE, H100, replace(WORK, update=update)).data_parallel_cost(SPREAD)[2]
 

@@ -54,7 +54,7 @@ def test_float32_moves_twice_the_bytes_and_computes_at_its_rate():
         assert 0.8 * ratio < found[part] / known[part] <= ratio
     for part in ("tp_comm", "ep_comm", "pp_comm"):
         assert 1.7 < found[part] / known[part] <= 2
-    # Gathers of parameters double, sums of gradients are those of float32 either way.
+    # Gathers of parameters double; gradients are summed in float32 either way.
     assert wide.data_parallel_cost(FOLDED)[0] > 1.9 * narrow.data_parallel_cost(FOLDED)[0]
     assert wide.data_parallel_cost(FOLDED)[1] == narrow.data_parallel_cost(FOLDED)[1]
     low = [
@@ -159,7 +159,7 @@ def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_o
 
     one, two = permuted(ep=8, edp=2), permuted(ep=4, edp=4)
     cut = permuted(ep=4, etp=2, edp=2)
-    # A token and its two copies; sorting reads and writes the copies, those of both etp ranks.
+    # A token and its two copies; sorting reads and writes the copies, under etp=2 of both etp ranks.
     assert two / one == pytest.approx(7 / 3)
     assert cut / one == pytest.approx(11 / 3)
 
@@ -254,7 +254,7 @@ def test_the_backward_pass_of_linear_attention_recomputes_its_core():
 
 
 def test_context_parallelism_scans_the_segments_of_linear_attention_twice():
-    """The first scan has the columns of the values and those of the transition: here twice as many."""
+    """The first scan has the columns of the values and the columns of the transition: here twice as many."""
     model = load_model_spec("qwen3-next-80b-a3b")
     costs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True))
     alone, shared = (dict(costs.mixer(model.layers[0], 1, cp, cp).recompute)["core_attention"] for cp in (1, 2))

@@ -32,7 +32,7 @@ def test_recorded_samples_are_drawn_with_replacement():
     assert drawn == recorded.draw(8, 100, 0)
 
 
-def test_the_effective_length_is_that_of_equal_documents():
+def test_the_effective_length_is_the_length_of_equal_documents():
     assert effective_length(equal_documents(64, 16).draw(64, 3, 0)) == 16
     assert effective_length([(2, 6)]) == pytest.approx((4 + 36) / 8)
 

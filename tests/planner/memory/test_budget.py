@@ -1,4 +1,4 @@
-"""The planner's memory is that of the runtime: its formula for the recipe of a mapping, and the built model's."""
+"""The planner's memory equals the runtime's: its formula for the recipe of a mapping, and the built model's bytes."""
 
 from dataclasses import replace
 from itertools import product
@@ -143,7 +143,7 @@ def test_pairs_have_as_much_as_the_runtime_s_formula_says(case, model):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_states_of_a_random_mapping_are_those_of_the_built_model(seed):
+def test_states_of_a_random_mapping_equal_the_built_model(seed):
     cfg = random_config(seed)
     cfg = replace(cfg, run=replace(cfg.run, device="cuda"))
     spelled, estimate = estimated(cfg)

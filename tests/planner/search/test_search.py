@@ -153,7 +153,7 @@ def test_plans_are_ranked_best_first():
 
 
 @pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
-def test_times_and_memory_of_all_savers_are_those_of_each(name, fixed):
+def test_times_and_memory_of_all_savers_equal_each_alone(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
     for mappings in every_mapping(search, fixed).values():
         for m in mappings[::997]:
@@ -177,7 +177,7 @@ def test_the_heaviest_moments_are_below_what_is_needed():
 
 
 @pytest.mark.parametrize("room_mib", [0.5, 100.0])
-def test_the_first_few_are_those_of_the_whole_ranking(room_mib):
+def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
     everything = [plan for plan in searched("plain", 4, room_mib / 1024).rank_all() if plan.memory.fits]
     search = searched("plain", 4, room_mib / 1024)
     for count in (1, 3, 10):

@@ -56,7 +56,7 @@ def test_one_round_ahead_of_slow_training_waits_for_nothing():
     updates=st.integers(1, 3),
     rounds_ahead=st.integers(1, 4),
 )
-def test_the_mean_step_is_that_of_many_rounds(seconds, updates, rounds_ahead):
+def test_the_mean_step_equals_the_mean_of_many_rounds(seconds, updates, rounds_ahead):
     parts = times(*seconds, updates=updates)
     rounds = simulate_rounds(parts, 400, rounds_ahead)
     ends = [end for _, end in spans(rounds, TRAIN)][updates - 1 :: updates]

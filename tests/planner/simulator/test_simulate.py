@@ -40,7 +40,7 @@ def play(schedule, pp, chunks, count, work, **options):
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("rounds", [2, 4])
 @pytest.mark.parametrize(("f", "i", "w"), [(2, 2, 2), (2, 3, 1), (3, 4, 2)])
-def test_bubbles_are_those_of_the_papers(pp, rounds, f, i, w):
+def test_bubbles_equal_the_papers(pp, rounds, f, i, w):
     m, total = rounds * pp, f + i + w
     work = stage(f, i, w)
     assert play("gpipe", pp, 1, m, work).bubble == pytest.approx((pp - 1) / m, rel=1e-12)

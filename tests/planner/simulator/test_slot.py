@@ -25,7 +25,7 @@ def spelled(rows) -> list[list[list[str]]]:
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_the_slots_are_those_of_the_runtime(pp, schedule, chunks):
+def test_the_slots_equal_the_runtime(pp, schedule, chunks):
     compared = 0
     for count in range(1, 3 * pp + 2):
         cfg = config(schedule, pp, chunks, count)
@@ -35,7 +35,7 @@ def test_the_slots_are_those_of_the_runtime(pp, schedule, chunks):
     assert compared > pp
 
 
-def test_the_slots_of_a_file_are_those_of_the_runtime(tmp_path):
+def test_the_slots_of_a_file_equal_the_runtime(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     mine = slot_rows("csv", 2, 1, 2, path=str(path))

@@ -74,7 +74,7 @@
   const MAX_COLUMN_TICKS = window.matchMedia("(max-width: 640px)").matches ? 3 : 8;
 
   // `rows` and `columns` are counts; `color(row, column)` gives a colour, `describe(row, column)` a text,
-  // `rowText(row)` and `columnText(column)` those of the ticks.
+  // `rowText(row)` and `columnText(column)` the texts of the ticks.
   Board.heatmap = ({ title, rows, columns, color, describe, rowText, columnText, selectedRow = -1, onPick = null }) => {
     const canvas = element("canvas", {
       tabindex: "0", role: "img", "aria-label": `${title}; arrow keys move over the cells${onPick ? ", Enter picks the row" : ""}`,

@@ -152,7 +152,7 @@ class RolloutEngine:
         return self._with_merged_routing([completion for completion in completions if completion is not None])
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
-        """Complete the recorded experts by those of the other tensor-parallel ranks; collective over tp."""
+        """Complete the recorded experts with the experts of the other tensor-parallel ranks; collective over tp."""
         found = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
         if not found:
             return completions
@@ -288,7 +288,7 @@ class Generation:
         return -stage.head.vocab_parallel.cross_entropy(logits_NV, tokens_N, stage.head.cross_entropy_ops)
 
     def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return the logits to draw from: those of samples with rules are changed."""
+        """Return the logits to draw from: logits of samples with rules are changed."""
         if all(self._open[number].request.rules is None for number in numbers):
             return whole_NV
         changed_NV = whole_NV.clone()
@@ -408,7 +408,7 @@ def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Te
     """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
-    # Consecutive positions of each segment: the row number, less that of the segment's first row.
+    # Consecutive positions of each segment: the row number, less the number of the segment's first row.
     ends = np.cumsum(counts, dtype=np.int64)
     firsts = np.array([segment.first for segment in segments], np.int64)
     segment_of_row = np.repeat(np.arange(len(segments)), counts)

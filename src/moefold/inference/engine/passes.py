@@ -38,7 +38,7 @@ class Segment(NamedTuple):
     first: int
     """Position of the first of them."""
     table: PageTable
-    """Pages of the sequence, those of these tokens included."""
+    """Pages of the sequence, including the pages of these tokens."""
     number: int
     """Number of the sample whose next token is drawn after the last of these tokens; -1: none is."""
     state_slot: int

@@ -18,7 +18,7 @@ FinishReason = Literal["eos", "length", "stop"]
 class LogitRules:
     """Changes of the logits from which a sample's tokens are drawn, before the temperature.
 
-    Log-probabilities are those of the unchanged logits, as they are without top-k and top-p filtering.
+    Log-probabilities are computed from the unchanged logits, as they are without top-k and top-p filtering.
     """
 
     bias: tuple[tuple[int, float], ...] = ()
@@ -54,7 +54,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     """End-of-text tokens."""
     sampling: SamplingParams | None = None
-    """Sampling parameters of this sample; None: those of the engine."""
+    """Sampling parameters of this sample; None: the engine's."""
     num_alternatives: int = 0
     """Most likely tokens at each position whose log-probabilities `NewToken` reports; 0: none."""
     rules: LogitRules | None = None
@@ -106,7 +106,7 @@ class NewToken(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()
     """The `Request.num_alternatives` most likely tokens with their log-probabilities, the most likely first."""
     prompt_scores: tuple[PromptScore, ...] = ()
-    """With the first token of a sample: those of the prompt's tokens but the first, if the request asks for them."""
+    """With the first token of a sample: scores of the prompt's tokens but the first, if the request asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class EngineSettings:
 
     @classmethod
     def of_recipe(cls, cfg: Config) -> "EngineSettings":
-        """Return the settings with which reinforcement learning samples, those of [rollout]."""
+        """Return the settings with which reinforcement learning samples, taken from [rollout]."""
         rollout = cfg.rollout
         return cls(
             slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache

@@ -332,7 +332,7 @@ class _Run:
         return sum(text.num_tokens for text in self.texts)
 
     def chosen_samples(self) -> list[int]:
-        """Return the samples that are answered, those of a prompt together; of more samples, the likeliest first."""
+        """Return the samples that are answered, a prompt's samples together; of more samples, the likeliest first."""
         each = self.request.num_samples
         chosen: list[int] = []
         for first in range(0, len(self.texts), each):

@@ -259,7 +259,7 @@ class SampleText:
             reasoning, text = self._reasoning.push(text, is_end=reason is not None)
         text, calls, reason = self._split(text, reason)
         self.is_finished = reason is not None
-        # A chat's log-probabilities are those of its content; a completion's are those of all tokens.
+        # A chat has log-probabilities of its content; a completion has log-probabilities of all tokens.
         tokens = [] if is_end and self._request.kind == "chat" else [self._log_prob(new)]
         return Part(
             text=text,

@@ -31,7 +31,7 @@ class ServeOptions:
     port: int = 8000
     """Port; 0: any that is free."""
     name: str = ""
-    """Name of the model in the API; empty: that of its folder."""
+    """Name of the model in the API; empty: the name of its folder."""
     slots: int = 64
     """Samples that a data-parallel rank decodes at once."""
     cache_gib: float = 1.0

@@ -81,7 +81,7 @@ class Experts(nn.Module):
 
     @property
     def computed_weights(self) -> Sequence[Tensor]:
-        """Weights that `forward` computes with, in this order: the parameters, or those of all ep ranks."""
+        """Weights that `forward` computes with, in this order: the parameters, or the weights of all ep ranks."""
         return self.weights if self.peer_weights is None else self.peer_weights
 
     def forward(self, expert_input: ExpertInput) -> Tensor:

@@ -36,7 +36,7 @@ from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import expert_activation
 
 LayerOutput = Tensor | tuple[Tensor, Tensor]
-"""Output of a layer; with `model.moe_shortcut`, that of an MoE layer and the routed part, which is added later."""
+"""Output of a layer; of an MoE layer with `model.moe_shortcut` also the routed part, which is added later."""
 
 
 class MoELayer(nn.Module):
@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
     def set_micro_batches(self, global_count: int, per_rank: int) -> None:
         """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
 
-        They may be lower than those of the recipe, where the samples of a step vary in number.
+        They may be lower than the numbers of the recipe, where the samples of a step vary in number.
         """
         self._scale_losses(1.0 / global_count)
         self._micro_batches_per_rank = per_rank
@@ -332,7 +332,7 @@ def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tenso
         is_zero_TK: choices that are zero-computation experts, bool [T, K].
 
     Returns:
-        [S/(cp*tp), B, H], multiplied in the dtype of the probabilities and returned in that of x.
+        [S/(cp*tp), B, H], multiplied in the dtype of the probabilities and returned in the dtype of x.
     """
     weight_T1 = probs_TK.masked_fill(~is_zero_TK, 0.0).sum(-1, keepdim=True)
     return (x.flatten(0, 1) * weight_T1).to(x.dtype).view_as(x)

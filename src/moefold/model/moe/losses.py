@@ -19,11 +19,11 @@ def local_load_balancing_loss(
     """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 if even.
 
     f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient; P_e is the mean
-    score of e over the tokens of the micro-batch. With counts per sample, f and P are those of a sample, and the loss
-    is the mean over the samples (arXiv:2412.19437 eq. 17).
+    score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and
+    the loss is the mean over the samples (arXiv:2412.19437 eq. 17).
 
     Args:
-        scores_TE: scores of all experts, which sum to 1, of this rank's tokens; those of a sample are X rows apart.
+        scores_TE: scores of all experts, which sum to 1, of this rank's tokens; tokens of a sample are X rows apart.
         tokens_per_expert_XE: routed tokens of each expert, [1, E] over the micro-batch or more, or [B, E] per sample.
         num_tokens: tokens of the micro-batch.
         score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E].

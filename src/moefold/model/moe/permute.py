@@ -39,7 +39,7 @@ def plan_permutation(
         padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data; None:
             as many as it has tokens.
         num_rows: rows of the permutation with a mask and without padding, at least as many as kept tokens; rows after
-            those of the last expert have dropped tokens. None: as many as kept tokens, which synchronises.
+            the rows of the last expert have dropped tokens. None: as many as kept tokens, which synchronises.
     """
     device = ids_TK.device
     (num_tokens, top_k) = ids_TK.shape
@@ -135,8 +135,8 @@ def unpermute(
     Args:
         y_RH: expert outputs; padding rows are not read.
         permutation: the one that made the rows.
-        probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in that of y_RH. None:
-            the rows are weighted already, and are not saved for backward.
+        probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in the dtype of y_RH.
+            None: the rows are weighted already, and are not saved for backward.
         ops: operations.
     """
     return _Unpermute.apply(y_RH, probs_TK, permutation, ops)

@@ -46,7 +46,7 @@ def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
 
 
 def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, sums_top2: bool) -> Tensor:
-    """Mask all experts but those of a token's best groups (group-limited routing).
+    """Mask all experts outside a token's best groups (group-limited routing).
 
     Args:
         values_TE: values by which experts are chosen.

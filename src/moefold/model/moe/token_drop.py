@@ -1,6 +1,6 @@
 """Token dropping: which routed tokens an expert of limited capacity keeps.
 
-Expert capacity is that of arXiv:2006.16668 sec. 2.2; deciding over a rank's own tokens is the default of
+Expert capacity is as in arXiv:2006.16668 sec. 2.2; deciding over a rank's own tokens is the default of
 arXiv:2504.14960.
 """
 
@@ -99,11 +99,11 @@ def keep_within_capacity(
     capacity: int | Tensor,
     policy: Literal["probs", "position"],
 ) -> Tensor:
-    """Keep `capacity` tokens for each expert: the most probable (ties by index), or those of the smallest index.
+    """Keep `capacity` tokens for each expert: the most probable (ties by index), or the tokens of the smallest index.
 
     Probabilities are tied if neighbours in their order differ by no more than `TIE_TOLERANCE`. Tokens with equal
     context, such as the first tokens of samples, have equal probabilities in exact arithmetic, and each mapping rounds
-    them differently: without the tolerance each mapping would keep different tokens. Ids of `num_experts` are those of
+    them differently: without the tolerance each mapping would keep different tokens. Ids of `num_experts` mark
     padding; what is returned for them has no meaning.
 
     Returns:

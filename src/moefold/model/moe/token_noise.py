@@ -11,8 +11,7 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 """Constants of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as in `data.index_shuffle`."""
 SECOND_STREAM = _MIX_A
-"""XOR of a seed with it gives the seed of independent noise. Seeds at a multiple of `_GOLDEN` are those of other steps.
-"""
+"""XOR of a seed with it gives the seed of independent noise. Seeds at a multiple of `_GOLDEN` belong to other steps."""
 
 CPU_CHUNK_ELEMENTS = 1 << 15
 GPU_CHUNK_ELEMENTS = 1 << 22

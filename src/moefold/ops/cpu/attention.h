@@ -25,7 +25,8 @@
 #define VECTOR 4
 #define ROWS 4
 #endif
-/* Keys of a block, after which sums are rescaled: those of a page of the cache. Scores of a block fit into the L1 cache. */
+/* Keys of a block, after which sums are rescaled: as many as in a page of the cache. Scores of a block fit into the L1
+   cache. */
 #define KEYS 64
 /* Maximum head dim. */
 #define MAX_HEAD_DIM 256

@@ -96,8 +96,8 @@ void convolution_forward(convolution_inputs in, void *out, int threads) {
   }
 }
 
-/* Compute the gradients of x and previous, and those of the weights of each sample, float32 [B, K, C]: row k is that of
-   the token k before. */
+/* Compute the gradients of x and previous, and the gradients of the weights of each sample, float32 [B, K, C]: row k
+   is for the token k positions before. */
 void convolution_backward(convolution_inputs in, const void *grad, void *grad_x, void *grad_previous,
                           float *grad_weight, int threads) {
   const int64_t blocks = (in.channels + CHANNELS - 1) / CHANNELS, taps = in.taps;

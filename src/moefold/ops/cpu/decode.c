@@ -3,7 +3,7 @@
 
    Products, norms, RoPE, attention, SwiGLU and the combine are the functions of the other sources of this folder, called
    by address: a result has the bits of the modules that call them one by one. Only sums of two terms, conversions and
-   copies are computed here; each is rounded to the dtype of the rows, as those of the modules are. */
+   copies are computed here; each is rounded to the dtype of the rows, as in the modules. */
 
 #include <stdint.h>
 #include <string.h>
@@ -17,7 +17,7 @@
 /* Alignment of the buffers in the workspace: a cache line. */
 #define ALIGNMENT 64
 
-/* Functions of the other libraries; `swiglu` is that of the dtype of the rows. */
+/* Functions of the other libraries; `swiglu` is the function for the dtype of the rows. */
 typedef struct {
   void (*gemm)(const gemm_args *args);
   int64_t (*gemm_scratch_words)(int64_t rows, int64_t columns, int64_t depth, int threads);
@@ -290,7 +290,7 @@ static void sort_by_expert(const expert_buffers *b, const int64_t *ids, int64_t 
     const int64_t place = b->starts[ids[i]]++;
     b->order[place] = i, b->row_of[i] = place;
   }
-  /* Each start is now that of the next expert. */
+  /* Each start is now the start of the next expert. */
   for (int64_t e = experts; e > 0; e--) b->starts[e] = b->starts[e - 1];
   b->starts[0] = 0;
 }

@@ -87,7 +87,8 @@ class CDecode:
     """Layers in float32 or bfloat16; see `DecodeKernel`.
 
     Args:
-        replaced: kernels whose parts of a layer it computes: by bits those of this folder, others by rounding.
+        replaced: kernels whose parts of a layer it computes: with the same bits as kernels of this folder, equal to
+            others up to rounding.
 
     Raises:
         CompilerError: a library cannot be built.
@@ -128,7 +129,7 @@ class CDecode:
 class CDecodePass:
     """Workspace and rows that the layers of a decoder share; see `DecodePass`.
 
-    The workspace is not a tensor, as that of `ops.cpu.gemm`: memory accounting of layers does not count it.
+    Like the workspace of `ops.cpu.gemm`, the workspace is not a tensor: memory accounting of layers does not count it.
 
     Args:
         kernel: the library.
@@ -152,7 +153,7 @@ class CDecodePass:
         return layer
 
     def set_rows(self, rows: DecodeRows, dtype: torch.dtype) -> None:
-        """Describe the rows of a pass to C; nothing to do where they are those of the last call."""
+        """Describe the rows of a pass to C; nothing to do where they are the rows of the last call."""
         if rows is self._rows and self._key is not None:
             return
         num_rows = len(rows.slots_R)
@@ -340,7 +341,7 @@ class CDecodeLayer:
     def _linear_struct(
         self, linear: LinearWeights, outputs: int, inputs: int, dtype: torch.dtype | None = None
     ) -> _LinearStruct:
-        """Return the struct of a linear layer; `dtype` is that of its result and bias, None: that of the rows."""
+        """Return the struct of a linear layer; `dtype` is the dtype of its result and bias, None: as the rows."""
         weight = linear.weight.detach()
         assert weight.shape == (outputs, inputs), (weight.shape, outputs, inputs)
         self._kept.append(weight)

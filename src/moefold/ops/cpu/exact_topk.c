@@ -1,5 +1,5 @@
-/* The positions of the k largest scores of each row; of equal scores, those of the lowest positions. Results do not
-   depend on the guess, on vectors or on threads. */
+/* The positions of the k largest scores of each row; of equal scores, the lowest positions. Results do not depend on
+   the guess, on vectors or on threads. */
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
 """Expert operations of one expert after another, so that the intermediates of an expert stay in the CPU's cache.
 
-It is the fastest way on a CPU, and that of the dtypes for which other devices have no grouped GEMM.
+It is the fastest way on a CPU, and the way for dtypes for which other devices have no grouped GEMM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -194,7 +194,7 @@ class _WeightGradients:
         self._grads: list[Any] | None = None
 
     def compute(self, experts: Sequence[_ExpertGradInputs]) -> list[Tensor | None]:
-        """Compute the gradients of these experts; returns those of all experts in the order of `ExpertWeights`."""
+        """Compute the gradients of these experts; return the gradients of all, in the order of `ExpertWeights`."""
         for inputs in experts:
             self.add(inputs)
         return self._allocated()

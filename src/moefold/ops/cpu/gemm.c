@@ -221,7 +221,7 @@ ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int widt
 }
 
 /* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES], for the first `rows` rows, a constant at each
-   use. Lines of a have stride `a_line`, those of b stride 1; steps have strides `a_step` and `b_step`, all in words.
+   use. Lines of a have stride `a_line`, lines of b stride 1; steps have strides `a_step` and `b_step`, all in words.
    FETCH takes what follows b: of an operand read in place the next panel, whose strides no processor foresees. */
 #define TILE(NAME, MULTIPLY_ADD, FETCH)                                                                                \
   ALWAYS_INLINE void NAME(const int rows, const packed_word *a, int64_t a_line, int64_t a_step, const packed_word *b,  \
@@ -257,7 +257,7 @@ TILE(tile, FMA_FLOAT, FETCH_INTO_L2)
                                              int64_t b_step, int64_t steps, int is_first, float *sums) {   \
     TILE(COUNT, a, LINE, STEP, b, b_step, steps, is_first, sums);                                          \
   }
-/* Few rows are those of decoding, and of the last panel. */
+/* Few rows occur in decoding, and in the last panel. */
 #define DEFINE_TILES_BY_LINES(NAME, TILE)                \
   DEFINE_TILE_VARIANT(NAME##_1, TILE, 1, 1, a_stride)    \
   DEFINE_TILE_VARIANT(NAME##_2, TILE, 2, 1, a_stride)    \

@@ -1,8 +1,8 @@
 """GEMM on a CPU in C, for any row count, strides and mix of float32 and bfloat16; an `ops.gemm.Gemm`.
 
-Its speed is that of the libraries. Its advantage: it writes into any output, rows need no padding, transposed operands
-no copy, and weights no cast copy, because all of that is done while packing operands. Results are bitwise independent
-of the number of threads and of the other rows: a token has the same bits in training and in decoding.
+It is as fast as the libraries. Its advantage: it writes into any output, rows need no padding, transposed operands no
+copy, and weights no cast copy, because all of that is done while packing operands. Results are bitwise independent of
+the number of threads and of the other rows: a token has the same bits in training and in decoding.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """Dtypes as in `gemm.c`."""
 MIN_FAST_VECTOR_WIDTH = 8
-"""Floats of a vector from which it is as fast as the libraries: those of AVX."""
+"""Floats of a vector from which it is as fast as the libraries: as many as AVX has."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16

@@ -144,7 +144,7 @@ typedef struct {
   const uint8_t *starts;
 } linear_inputs;
 
-/* Gradients of the tensors of the tokens, [S, B, heads, ...]; those of log_decay and beta are float32. */
+/* Gradients of the tensors of the tokens, [S, B, heads, ...]; the gradients of log_decay and beta are float32. */
 typedef struct {
   tokens_view q, k, v, log_decay, beta;
 } linear_grads;

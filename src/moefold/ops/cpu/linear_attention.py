@@ -154,7 +154,7 @@ class CLinearAttention:
         chunks: Sequence[Tensor | None],
         grads: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Return the gradients of the tensors of the tokens, from those of the tensors of the chunks."""
+        """Return the gradients of the tensors of the tokens, from the gradients of the tensors of the chunks."""
         found = [x.new_empty(x.shape) for x in inputs]
         functions = self._chunk_functions(sizes)
         scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)
@@ -193,7 +193,7 @@ class CLinearAttention:
         states: Tensor,
         written: Tensor,
     ) -> list[Tensor]:
-        """Return the gradients of the tensors of the chunks and of the first states, from those of `scan_forward`."""
+        """Return the gradients of the chunks' tensors and first states, from the gradients of the scan's results."""
         grad_out, grad_last = grads
         found = [torch.empty_like(x) for x in chunks]
         grad_state = torch.empty_like(grad_last)

@@ -229,7 +229,8 @@ static void pair_grads(channel_scratch own, int64_t i, int64_t rows, int64_t key
   add_scaled(own.of_earlier + i * keys, own.of_scores[i * rows + i], own.q + i * keys, keys);
 }
 
-/* Gradients of queries and keys from those of the scores and products, as the later and the earlier of two rows. */
+/* Gradients of queries and keys, as the later and the earlier of two rows, from the gradients of the scores and
+   products. */
 static void triangle_grads(channel_scratch own, int64_t rows, int64_t keys) {
   const channel_decays decays = own.decays;
   float *const queries = own.weighted, *const later_keys = queries + SUB * keys, *const factors = later_keys + SUB * keys;
@@ -337,7 +338,7 @@ static void head_backward(channel_scratch own, linear_inputs x, chunk_tensors ch
   store_value_grads(to, s, n, sample, head, own.solved, width, own.decays.beta, own.dbeta);
 }
 
-/* Compute the gradients of the tensors of the tokens from those of the chunks. */
+/* Compute the gradients of the tensors of the tokens from the gradients of the tensors of the chunks. */
 void linear_channel_chunks_backward(linear_inputs x, chunk_tensors chunks, chunk_tensors grads, linear_grads to,
                                     float *scratch, linear_sizes s) {
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s);

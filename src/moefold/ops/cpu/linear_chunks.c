@@ -138,8 +138,8 @@ int64_t linear_chunks_scratch_floats(linear_sizes s) {
   return decays_floats(rows) + rows * (4 * keys + values + width + 2) + 6 * rows * rows + columns;
 }
 
-/* Add row i of the gradients of the products with earlier tokens, from those of the scores (`of_scores`) and of the
-   system (the negative of own.products). */
+/* Add row i of the gradients of the products with earlier tokens, from the gradients of the scores (`of_scores`)
+   and of the system (the negative of own.products). */
 static void product_grads(backward_scratch own, const float *restrict of_scores, const float *restrict scores, int64_t i,
                           int64_t rows, int64_t has_delta) {
   const int64_t stop = i / BLOCK_ROWS * BLOCK_ROWS + BLOCK_ROWS;
@@ -172,8 +172,8 @@ static void product_grads(backward_scratch own, const float *restrict of_scores,
   own.dbeta[i] += of_beta;
 }
 
-/* Add row i of the gradients of keys, queries and decays from those of read_keys, write_keys and the right-hand sides of
-   the system; returns the gradient of the sum of the log decays up to the last token. */
+/* Add row i of the gradients of keys, queries and decays from the gradients of read_keys, write_keys and the
+   right-hand sides of the system; returns the gradient of the sum of the log decays up to the last token. */
 static float row_grads(backward_scratch own, chunk_tensors grads, linear_sizes s, int64_t i) {
   const int64_t keys = key_width(s), values = value_width(s), width = solved_width(s);
   const float *q = own.q + i * keys, *k = own.k + i * keys;
@@ -233,7 +233,7 @@ static void head_backward(backward_scratch own, linear_inputs x, chunk_tensors c
   store_head_grads(own, to, s, n, sample, head);
 }
 
-/* Compute the gradients of the tensors of the tokens from those of the chunks. */
+/* Compute the gradients of the tensors of the tokens from the gradients of the tensors of the chunks. */
 void linear_chunks_backward(linear_inputs x, chunk_tensors chunks, chunk_tensors grads, linear_grads to, float *scratch,
                             linear_sizes s) {
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s);

@@ -40,7 +40,7 @@ int64_t linear_scan_scratch_floats(linear_sizes s) {
 
 /* Compute out [S, B, A, Dv], the last state [B, A, D, Dv], and for the backward pass the states before the chunks
    [N, B, A, D, Dv] and the written values [N, B, A, C, Dv], which may be NULL. D and Dv of `first` and `last` are the
-   head dims, those of the other tensors are padded. */
+   head dims; D and Dv of the other tensors are padded. */
 void linear_scan_forward(chunk_tensors chunks, const float *first, tokens_view out, float *last, float *states,
                          float *written, float *scratch, linear_sizes s) {
   const int64_t heads = s.key_heads * s.repeats, all = s.samples * heads;
@@ -71,7 +71,7 @@ void linear_scan_forward(chunk_tensors chunks, const float *first, tokens_view o
   }
 }
 
-/* Compute the gradients of the chunks' tensors and of the first state; `grad_last` is that of the last state. */
+/* Compute the gradients of the chunks' tensors and of the first state; `grad_last`: gradient of the last state. */
 void linear_scan_backward(tokens_view grad_out, const float *grad_last, chunk_tensors chunks, const float *states,
                           const float *written, chunk_tensors grads, float *grad_first, float *scratch, linear_sizes s) {
   const int64_t heads = s.key_heads * s.repeats, all = s.samples * heads;

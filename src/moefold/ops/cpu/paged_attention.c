@@ -2,8 +2,9 @@
 
    A page holds KEYS positions of all key/value heads: keys dimension-major, [D, KEYS], so that the lanes of a vector are
    keys in the scores, and values [KEYS, D], so that they are dims in the output. A tile has the queries of consecutive
-   rows for one key/value head. Those of rows with the same page at a place of their tables are multiplied by it together:
-   consecutive tokens of a sample, and samples that share a prompt, whose sums go on from its pages to their own.
+   rows for one key/value head. Queries of rows with the same page at a place of their tables are multiplied by it
+   together: consecutive tokens of a sample, and samples that share a prompt, whose sums go on from its pages to their
+   own.
 
    An element of the output is computed by the operations of attention.c, in its order: it has the same bits. */
 

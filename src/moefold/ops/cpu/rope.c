@@ -30,7 +30,7 @@ ALWAYS_INLINE void rotate_pairs(const int is_bfloat16, const void *x, void *y, c
 }
 
 /* Write y [tokens, samples, heads, size]. token, sample and head are the strides of x, angle_token and angle_sample
-   those of cos and sin, which have the same type, in elements. direction: 1 forward, -1 backward. */
+   the strides of cos and sin, which have the same type, in elements. direction: 1 forward, -1 backward. */
 void rope_apply(const void *x, int64_t token, int64_t sample, int64_t head, const void *cos, const void *sin,
                 int64_t angle_token, int64_t angle_sample, void *y, int64_t tokens, int64_t samples, int64_t heads,
                 int64_t size, int64_t half, float direction, int is_bfloat16, int threads) {

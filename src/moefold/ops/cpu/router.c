@@ -1,6 +1,6 @@
 /* Softmax of rows, and the choice of experts by it.
 
-   A row is computed by one function, in one order, so that its bits are those of any other number of rows. */
+   A row is computed by one function, in one order, so that its bits do not depend on the number of rows. */
 
 #include <float.h>
 #include <stdint.h>
@@ -42,7 +42,8 @@ void router_softmax(const float *x, float *y, int64_t rows, int64_t n, int threa
 }
 
 /* Choose the top_k largest logits of each row, descending, the lower expert of equal ones; their weights are `scale`
-   times the softmax of the chosen logits (is_post), or that of all. `scores` and `taken` are scratch, [experts] each. */
+   times the softmax of the chosen logits (is_post), or of all logits. `scores` and `taken` are scratch, [experts]
+   each. */
 void router_choose(const float *logits, int64_t rows, int64_t experts, int64_t top_k, int64_t is_post, float scale,
                    float *scores, uint8_t *taken, int64_t *ids, float *weights) {
   for (int64_t r = 0; r < rows; r++, logits += experts, ids += top_k, weights += top_k) {

@@ -9,8 +9,8 @@
    APPEND_BLOCK  optional: function that stores the keys and positions of a block that reach a threshold, and returns
                  their number; it may write BLOCK elements
 
-   A key has the order of its score: the bits of a positive float are ascending, those of a negative one, without its
-   sign, descending. -0.0 and 0.0 have the same key. Integers, because -ffinite-math-only removes tests for NaN. */
+   A key has the order of its score: the bits of positive floats are ascending, the bits of negative floats, without
+   the sign, descending. -0.0 and 0.0 have the same key. Integers, because -ffinite-math-only removes tests for NaN. */
 
 static inline KEY NAME(key_of)(BITS bits) {
   const KEY value = (KEY)((UKEY)bits << TO_KEY_BITS);
@@ -80,7 +80,7 @@ static KEY NAME(shrink)(NAME(Survivors) *s, int64_t k) {
   return kth;
 }
 
-/* Append those of BLOCK keys, of positions first, first + 1, ..., that are at least the threshold. */
+/* Append each of BLOCK keys, at positions first, first + 1, ..., that is at least the threshold. */
 static inline void NAME(append)(NAME(Survivors) *s, const KEY *keys, int32_t first, KEY threshold) {
 #ifdef APPEND_BLOCK
   s->count += APPEND_BLOCK(keys, first, threshold, s->keys + s->count, s->positions + s->count);

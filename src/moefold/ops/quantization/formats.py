@@ -1,9 +1,9 @@
 """Quantisation formats with one scale for each block of neighbouring values, and packed FP8 rows for communication.
 
-Packed rows are e4m3 values and their scales as bytes: half of bfloat16 (arXiv:2412.19437 sec. 3.3.3). Blocks and scales
-are those of `train.precision = "fp8-blockwise"` for activations, so its GEMMs, which quantise their operands, read rows
-that are rounded already. A row is quantised independently of rank and other rows. They are bytes because gloo does not
-support the FP8 dtype.
+Packed rows are e4m3 values and their scales as bytes: half of bfloat16 (arXiv:2412.19437 sec. 3.3.3). They have the
+blocks and scales of `train.precision = "fp8-blockwise"` for activations, so its GEMMs, which quantise their operands,
+read rows that are rounded already. A row is quantised independently of rank and other rows. Packed rows are bytes
+because gloo does not support the FP8 dtype.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class QuantFormat:
     block_size: int
     """Values of an activation or a gradient that share a scale."""
     weight_block_rows: int
-    """Rows of a weight that share a scale; its blocks are as long as those of activations."""
+    """Rows of a weight that share a scale; its blocks are as long as the blocks of activations."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """(amax / max_value of each block, its maximum over the tensor) -> the scales as they are stored."""
 

@@ -118,7 +118,7 @@ def scaled_mm_unsupported_reason(
         linear: the GEMMs.
         quant_format: format that they quantise to.
         device: where they run.
-        dtype: that of the run, as a device may support one result dtype and not another.
+        dtype: the dtype of the run, as a device may support one result dtype and not another.
         sizes: rows M, depth K and width N; N is at most M and K.
     """
     num_rows, depth, width = sizes
@@ -146,7 +146,7 @@ def scaled_mm_unsupported_reason(
 SCALE_TILE_ROWS = 128
 SCALE_TILE_COLUMNS = 4
 SCALE_TILE_LANES = 32
-"""Rows of a row group of a tile, whose scales are interleaved with those of the other groups."""
+"""Rows of a row group of a tile, whose scales are interleaved with the scales of the other groups."""
 
 
 def swizzle_scales(scales_MC: Tensor) -> Tensor:

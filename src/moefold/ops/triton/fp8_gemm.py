@@ -153,7 +153,7 @@ def scaled_grouped_gemm_weight_grad(
 
 
 class Fp8ExpertOps(TritonExpertOps):
-    """Expert operations whose GEMMs quantise both operands to e4m3; all else is that of `TritonExpertOps`.
+    """Expert operations whose GEMMs quantise both operands to e4m3; all else is as in `TritonExpertOps`.
 
     Args:
         block_size: values that share a scale.
@@ -240,5 +240,5 @@ class Fp8Linear:
 
 
 def single_expert_offsets(x: Tensor) -> Tensor:
-    """Return the end offset of all rows, as those of one expert, int32 [1]."""
+    """Return the end offset of all rows, as rows of one expert, int32 [1]."""
     return torch.full((1,), len(x), dtype=torch.int32, device=x.device)

@@ -42,7 +42,7 @@ def _load_scores(scores, row, size, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _load_decay(decay, first, key_size, decay_size, BLOCK_D: tl.constexpr):
-    """Load the decays of the key channels from `first` on, or that of the head."""
+    """Load the decays of the key channels from `first` on, or the decay of the head."""
     key = first + tl.arange(0, BLOCK_D)[:, None]
     return tl.load(decay + tl.minimum(key, decay_size - 1), mask=key < key_size, other=0.0)
 
@@ -267,7 +267,7 @@ def scan_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return outputs, last states, and if `saves` the states before the chunks and what the tokens write.
 
-    The tensors are contiguous, and as those of `Chunks`; without read_keys and scores the outputs are empty.
+    The tensors are contiguous, with the shapes of `Chunks`; without read_keys and scores the outputs are empty.
     """
     shape = values.shape
     out = values.new_empty(shape if read_keys is not None else (0,))

@@ -1,8 +1,8 @@
 """Attention work where samples hold documents: what the cost model needs to know of the ranks of a round. Torch-free.
 
 Round j is the j-th micro-batch of all dp x cp ranks. Where the experts fold over dp x cp, the ranks of an ep group wait
-for each other in every layer, and so do those of a cp group. Attention therefore takes the sum over layers and rounds
-of the maximum over these ranks, not the maximum of their sums.
+for each other in every layer, and so do the ranks of a cp group. Attention therefore takes the sum over layers and
+rounds of the maximum over these ranks, not the maximum of their sums.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class AttentionPeers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """Attention work of one layer and round, per token of a rank; rows are those of one rank's exchange."""
+    """Attention work of one layer and round, per token of a rank; rows are counted in one rank's exchange."""
 
     keys: float
     """Visible keys for each query, on average over the rounds, of the busiest rank of those that wait."""
@@ -41,9 +41,9 @@ class AttentionLoad:
     sent_queries: float = 0.0
     """Rows of queries, likewise."""
     remote_keys: float = 0.0
-    """Those of `sent_keys` that leave a node, of the rank with the most of them."""
+    """Rows of `sent_keys` that leave a node, of the rank with the most of them."""
     remote_queries: float = 0.0
-    """Those of `sent_queries`, likewise."""
+    """Rows of `sent_queries`, likewise."""
     exchange_ranks: int = 1
     """Consecutive ranks of dp x cp that exchange rows."""
     is_planned: bool = False

@@ -107,7 +107,7 @@ def exchange_s(device: Device, group: RankGroup, sent_bytes: float, remote_bytes
         device: the device with its links.
         group: the ranks.
         sent_bytes: bytes of the busiest rank, without those that stay on it.
-        remote_bytes: those of them that leave its unit of the first link level.
+        remote_bytes: the part of `sent_bytes` that leaves the rank's unit of the first link level.
     """
     if group.size == 1:
         return 0.0

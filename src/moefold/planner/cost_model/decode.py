@@ -96,7 +96,7 @@ class DecodeCost:
         flops = 2.0 * dense * rows + spec.core_flops(model, keys) * rows / degrees.tp
         tp_group = RankGroup(degrees.tp, 1)
         hidden_bytes = rows * model.hidden_size * self._itemsize
-        # Each of the two sub-layers gathers and scatters its tokens; a MoE layer dispatches those of its tp rank.
+        # Each of the two sub-layers gathers and scatters its tokens; a MoE layer dispatches the tokens of its tp rank.
         comm_s = (2 if kind[0] == "M" else 4) * all_gather_s(self._device, tp_group, hidden_bytes)
         if experts:
             tokens = rows * degrees.dp / degrees.edp

@@ -1,6 +1,6 @@
 """GEMM cost model from the shape: tiles, waves, depth and bytes; and the precisions that a device supports. Torch-free.
 
-The planner's names of the precisions differ from those of a recipe (`RECIPE_NAMES`).
+The planner's names of the precisions differ from the names in a recipe (`RECIPE_NAMES`).
 """
 
 from dataclasses import replace
@@ -134,7 +134,7 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
 def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) -> str:
     """Return why GEMMs of a precision do not run on the matrix units of a device; empty if they do.
 
-    The reasons are those of `parallel/select_ops.py`, with the device's table in place of its compute capability.
+    The reasons are the same as in `parallel/select_ops.py`, with the device's table in place of its compute capability.
     """
     if precision == BF16:
         return ""

@@ -34,7 +34,7 @@ FULL_SPEED_HEAD_SIZE = 128
 6)."""
 
 MIN_ATTENTION_LENGTH = 256.0
-"""Shorter sequences are as fast for each FLOP as those of this length."""
+"""Shorter sequences are as fast for each FLOP as sequences of this length."""
 
 RING_KERNELS = 9.28
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
@@ -154,7 +154,7 @@ class LayerCostModel:
         if layer is None:
             return BlockTime()
         is_moe = layer.kind == "moe"
-        # cp counts only through the tokens of a rank, unless the ranks of cp lie between those of ep.
+        # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
         inputs = (tp, cp, mbs) if self.workload.is_coupled else (tp, mbs / cp)
         key = (kind, *inputs, ep, etp, dispatcher) if is_moe else (kind, *inputs)
         if key not in self._feed_forwards:

@@ -86,8 +86,7 @@ class TrainingWorkload:
     instead of separate memory-bound passes. Other activations and precisions have no such kernels."""
     counts_causal_attention: bool = False
     """The FLOP count of the MFU takes half of the attention core, as the causal mask leaves, instead of all of it. The
-    time is
-    that of a causal kernel either way."""
+    time is the time of a causal kernel either way."""
     counts_mtp: bool = True
     """The FLOP count of the MFU includes the MTP layers that run, as they are work that is done; some sources count the
     model
@@ -103,7 +102,7 @@ class TrainingWorkload:
     for 465B
     parameters on 256 GPUs with cp=8)."""
     state_bytes: "BytesPerParam | None" = None
-    """Types of master weights, gradients and moments; None: those of the recipe."""
+    """Types of master weights, gradients and moments; None: the recipe's types."""
     update: OptimizerUpdate = OptimizerUpdate()
     """The optimizer."""
     is_megatron: bool = False

@@ -52,7 +52,7 @@ class RoundLoads:
     """Query rows of a task, on average over the pairs."""
     exchanged: Mapping[str, Floats]
     """Rows that each rank sends or receives, the larger number, [rounds, ranks]: of keys and values ("keys"), of
-    queries ("queries"), and those of them that leave a node ("remote_keys", "remote_queries"); empty for other than
+    queries ("queries"), and the part of both that leaves a node ("remote_keys", "remote_queries"); empty for other than
     planned attention."""
     moved_queries: float
     """Rows of queries that are sent to another rank, as a share of all."""
@@ -212,7 +212,7 @@ class DocumentLoads:
         return plan_loads(rounds, shape, key.window, strategy, key.ranks_per_node)
 
     def _first_samples(self, count: int) -> list[SampleLengths]:
-        """Return the first samples of the seed; a longer draw begins with those of a shorter one."""
+        """Return the first samples of the seed; a longer draw begins with the samples of a shorter one."""
         if count not in self._drawn:
             self._drawn[count] = self.samples.draw(self.seq_len, count, self.seed)
         return self._drawn[count]

@@ -1,6 +1,6 @@
 """Samples of documents: a seeded stream of documents cut into samples of S tokens, or the samples of a run. Torch-free.
 
-The stream is that of pretraining: documents follow each other, and the end of a sample cuts the document that it falls
+The stream is as in pretraining: documents follow each other, and the end of a sample cuts the document that it falls
 into. The rest of that document begins the next sample, as a document of its own.
 """
 
@@ -80,7 +80,7 @@ class RecordedSamples:
     """At least one sample, all with the same number of tokens."""
 
     def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
-        """See `DocumentSamples`; `seq_len` is that of the samples."""
+        """See `DocumentSamples`; `seq_len` is the length of the samples."""
         assert sum(self.samples[0]) == seq_len, (sum(self.samples[0]), seq_len)
         generator = np.random.RandomState(seed)
         return [self.samples[i] for i in generator.randint(len(self.samples), size=count).tolist()]

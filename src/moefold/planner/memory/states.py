@@ -49,10 +49,10 @@ class StateMemoryTable:
 
     Args:
         model_spec: the model.
-        workload: its dtypes of gradients and moments count, where they are not those of the recipe.
+        workload: its dtypes of gradients and moments count, where they differ from the recipe's dtypes.
         cfg: the recipe; its mapping does not count.
         columns: columns of the model.
-        on_cpu: True: the kernels are those of a CPU.
+        on_cpu: True: the kernels are CPU kernels.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class Timeline:
         return sum(end - start for start, end in collectives) - intersection_s(collectives, compute)
 
     def max_in_flight(self, rank: int) -> int:
-        """Return the maximum number of forward passes that wait for a backward pass, that of the weights included."""
+        """Return the maximum number of forward passes that wait for a backward pass, including the weights' pass."""
         steps: list[tuple[float, int]] = []
         for action, (start, end) in self.actions(rank):
             if action.kind == "F":

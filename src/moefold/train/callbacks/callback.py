@@ -26,7 +26,7 @@ class Position:
     tokens: int = 0
     """Tokens trained on: input tokens of all ranks, padding aside, of the updates that were applied."""
     tokens_consumed: int = 0
-    """Such tokens of all steps, those of skipped updates included."""
+    """Such tokens of all steps, including the tokens of skipped updates."""
     checked_step: int | None = None
     """Last step whose replicas were compared."""
 

@@ -267,7 +267,7 @@ class Checkpointing(Callback):
         )
 
     def _stored(self, run: TrainingContext) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Tensor]]:
-        """Return the parameters and buffers that checkpoints contain: those of adapters alone if no other is trained.
+        """Return the parameters and buffers that checkpoints contain: of adapters alone if nothing else is trained.
 
         The buffers of frozen weights, such as the biases of experts, do not change.
         """
@@ -342,7 +342,7 @@ def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
     """Check that a checkpoint has the moments of the experts that the site trains.
 
     Raises:
-        ConfigError: they are those of other experts.
+        ConfigError: they are moments of other experts.
     """
     stored = (meta.sites or {}).get(EXPERT_OWNERS, 1), (meta.sites or {}).get(EXPERT_OWNER, 0)
     found = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0

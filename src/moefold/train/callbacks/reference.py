@@ -104,7 +104,7 @@ def _read_on_rank0(run: TrainingContext, name: str, shape: tuple[int, ...]) -> N
 def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
     """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
 
-    The forward pass is that of an evaluation, under the mapping of the training.
+    The forward pass is the same as in an evaluation, under the mapping of the training.
     """
     training = run.training
     model = training.model

@@ -83,7 +83,7 @@ class RolloutLogging(Callback):
         self._file.flush()
 
     def on_error(self, run: TrainingContext, error: Exception) -> None:
-        """Write the rollouts of a sampler that is not that of training."""
+        """Write the rollouts of a sampler that differs from training."""
         if run.log is None or not isinstance(error, MismatchError):
             return
         loader = rollout_loader(run)

@@ -84,7 +84,7 @@ class SiteRounds(Callback):
         """Meet the other sites; collective.
 
         Raises:
-            ConfigError: the settings or weights are not those of the other sites.
+            ConfigError: the settings or weights differ from the other sites'.
             RunError: the meeting point cannot be reached, or the state of another site did not arrive.
         """
         run.before_save.append(lambda: self._decide(run))
@@ -461,7 +461,8 @@ def _first_line(error: BaseException) -> str:
 def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
     """Return two sums of squares over the routers of this rank, each logical element counted once.
 
-    They are those of the distance of this site's weights to the mean weights of the sites, and of the outer weights.
+    The first is of the distance of this site's weights to the mean weights of the sites, the second of the outer
+    weights.
     """
     distance = weights_square = 0.0
     for name, own_d, mean_g, weights, replicas in outer.visit_round(pending):
@@ -512,7 +513,7 @@ def _state_tensors(run: TrainingContext) -> list[Tensor]:
 def _adopt(run: TrainingContext, header: Tensor) -> None:
     """Go on from a received state: the weights become the outer weights.
 
-    The step is that of this site, which may take more or fewer of them between two rounds.
+    The step stays this site's own: a site may take more or fewer steps between two rounds.
     """
     index, since, num_rounds, moment_updates, last_update = header.tolist()
     reshard_parameters(run.training.model.stages)

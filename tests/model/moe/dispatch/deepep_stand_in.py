@@ -1,9 +1,9 @@
 """A stand-in for deep_ep: its documented contract in plain tensors over gloo, for tests where DeepEP cannot run.
 
 It knows nothing of the adaptor. What it hands out follows `deep_ep.Buffer` as documented: one row for each token and
-rank, sources in rank order; expert numbers local to the rank, -1 (and weight 0) for those of others; a combine that
-sums the rows of a token over the ranks; a handle that repeats the way of an earlier dispatch. It checks what the
-contract asks of its caller, so that a wrong call fails here too.
+rank, sources in rank order; expert numbers local to the rank, -1 (and weight 0) for the experts of other ranks; a
+combine that sums the rows of a token over the ranks; a handle that repeats the way of an earlier dispatch. It checks
+what the contract asks of its caller, so that a wrong call fails here too.
 """
 
 from dataclasses import dataclass

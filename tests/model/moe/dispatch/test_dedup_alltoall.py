@@ -43,7 +43,7 @@ def test_it_equals_the_all_to_all(pool, sizes, case, weighs_early):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("case", ["dropped", "empty rank"])
-def test_rows_in_8_bits_are_those_of_the_all_to_all(pool, case):
+def test_rows_in_8_bits_equal_the_rows_of_the_all_to_all(pool, case):
     _assert_equal(pool.run(2, _both, LAYOUTS[0], case, False, True))
 
 

@@ -99,7 +99,7 @@ def test_weights_may_be_applied_inside_the_experts(pool, case):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("case", ["dropped", "empty rank"])
-def test_rows_in_8_bits_travel_as_those_of_the_all_to_all(pool, case):
+def test_rows_in_8_bits_equal_the_rows_of_the_all_to_all(pool, case):
     _assert_equals_the_all_to_all(pool, LAYOUTS[0], case, packs=True)
 
 

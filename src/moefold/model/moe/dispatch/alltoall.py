@@ -54,7 +54,7 @@ class AllToAllMetadata:
     expert_order: tuple[Tensor, Tensor] | None
     """Permutation of the received tokens by expert, and its inverse; None where they are sorted."""
     migration: ExpertMigration | None = None
-    """Migrated experts; tokens of received experts follow those of this rank's experts."""
+    """Migrated experts; tokens of received experts follow the tokens of this rank's experts."""
 
 
 class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):

@@ -63,7 +63,7 @@ class ExpertMigration(Protocol):
             weights: of the experts of this rank, each [experts, ...].
 
         Returns:
-            The same weights, which replace the arguments, and those of the received experts, each [received, ...].
+            The same weights, which replace the arguments, and the received experts' weights, each [received, ...].
         """
         ...
 
@@ -92,7 +92,7 @@ class ExpertInput:
         assert not has_known_rows or sum(self.tokens_per_expert) == len(self.x), (self.tokens_per_expert, self.x.shape)
 
     def split(self, num_experts: int) -> tuple["ExpertInput", "ExpertInput"]:
-        """Return the input of the first experts and that of the others, neither with a migration."""
+        """Return the input of the first experts and the input of the others, neither with a migration."""
         counts = self.tokens_per_expert[:num_experts], self.tokens_per_expert[num_experts:]
         sizes = [sum(part) for part in counts]
         xs = self.x.split(sizes)
@@ -188,7 +188,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def take_receive_load(self) -> Tensor | None:
         """Return the most rows that a rank was to receive since the last call, over its room for rows; on the device.
 
-        Above 1, rows were not sent, and the results are not those of the model. None: there is always room.
+        Above 1, rows were not sent, and the results are not the model's. None: there is always room.
         """
         return None
 
@@ -233,7 +233,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         Args:
             x_TH: tokens of this rank.
             routing_map: their experts.
-            experts: those of this rank. If their operations fuse the permutation, it is left to them, and they apply
+            experts: experts of this rank. If their operations fuse the permutation, it is left to them, and they apply
                 the routing probabilities where these commute: the outputs are then not saved for backward.
             compute: work that does not need the received tokens.
         """

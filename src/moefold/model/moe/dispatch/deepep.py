@@ -56,9 +56,9 @@ class Buffer(Protocol):
             layout: topk_idx, topk_weights float32 [T, K], and the results of `get_dispatch_layout`.
 
         Returns:
-            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for those of other ranks,
-            recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the first
-            and the last are given.
+            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for experts of other
+            ranks, recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the
+            first and the last are given.
         """
         ...
 

@@ -91,7 +91,7 @@ class TokenAssignment:
 
     Args:
         counts_SE: tokens of each expert from each of S sources.
-        assignment_PE: tokens that each rank computes; the columns sum to those of `counts_SE`.
+        assignment_PE: tokens that each rank computes; its columns have the same sums as the columns of `counts_SE`.
     """
 
     def __init__(self, counts_SE: Counts, assignment_PE: Counts) -> None:

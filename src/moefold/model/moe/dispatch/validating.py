@@ -21,12 +21,14 @@ from moefold.ops.permute import PermuteOps
 
 PHASES = ("preprocess", "dispatch", "probs", "migration", "combine")
 HEADER = ("step", "layer", "phase", "width")
-"""Fields that must be equal on all ranks; `width` is that of a row."""
+"""Fields that must be equal on all ranks; `width` is the width of a row."""
 GROUP_NAMES = ("ep", "etp", "experts")
 
 
 class ValidatingDispatcher(Dispatcher[Any]):
-    """Wrapper that validates another dispatcher's collectives. Those of the backward pass follow from the forward pass.
+    """Wrapper that validates another dispatcher's collectives.
+
+    Collectives of the backward pass follow from the forward pass.
 
     Args:
         inner: the wrapped dispatcher.
@@ -100,7 +102,7 @@ class ValidatingDispatcher(Dispatcher[Any]):
         return self._inner.combine_postprocess(rows, metadata)
 
     def dispatch_probs(self, metadata: Any) -> tuple[Tensor, Any]:
-        """See base class; the collectives are those of `dispatch_communicate`, if any."""
+        """See base class; the collectives are the same as in `dispatch_communicate`, if any."""
         self._compare("probs", 1, self._inner.split_sizes(metadata))
         return self._inner.dispatch_probs(metadata)
 
