@@ -77,7 +77,11 @@ def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, RunError) as error:
-        text = str(error)
-        for pattern, replacement in replacements:
-            text = re.sub(pattern, replacement, text)
-        raise type(error)(text) from error
+        raise type(error)(reword(str(error), *replacements)) from error
+
+
+def reword(text: str, *replacements: tuple[str, str]) -> str:
+    """Replace recipe keys of a message by the command's options, as `reworded_errors` does."""
+    for pattern, replacement in replacements:
+        text = re.sub(pattern, replacement, text)
+    return text

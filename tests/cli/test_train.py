@@ -82,6 +82,8 @@ def test_a_pattern_without_keys_is_refused(capsys):
     assert capsys.readouterr().err == (
         "moefold: error: --keys 'warmup_stps': no key has it in its name or help; did you mean 'warmup_steps'?\n"
     )
+    assert main(["train", "--keys", "num_generations"]) == 2
+    assert capsys.readouterr().err.endswith("in its name or help; moefold calls this rl.group_size\n")
 
 
 def test_a_recipe_or_a_setting_must_be_given(capsys):

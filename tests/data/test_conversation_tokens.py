@@ -237,6 +237,16 @@ def test_arrays_and_byte_order_marks(tmp_path: Path, text: str):
     assert [targets(opened, number) for number in range(len(opened[0]))] == ["b<|im_end|>", "d<|im_end|>"]
 
 
+def test_the_message_on_an_element_of_an_array_has_its_number(tmp_path: Path):
+    rows = '[{"prompt": "a", "response": "b"}, {"prompt": "a"}]'
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 \(element 2\): no"):
+        open_rows(tmp_path, rows, CHATML, None)
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:2 \(element 1\) holds a text, but every element .* jq -c .*-rows"
+    ):
+        open_rows(tmp_path, '[\n"a"]', CHATML, None)
+
+
 BAD = {
     '{"messages": [{"role": "human", "content": "a"}]}': "message 1 has the role 'human', .* did you mean 'user'",
     '{"messages": [{"role": "critic", "content": "a"}]}': "message 1 has the role 'critic', .*; the roles are system",
@@ -247,7 +257,8 @@ BAD = {
     '{"chosen": "a", "rejected": "b"}': 'it is a pair, which data.kind="preference" reads',
     '{"prompt": "a\\u0000", "response": "b"}': "the conversation holds a NUL character, which ends documents with",
     "null": "holds null, but every line must be an object",
-    "[1]": "holds a list, .* jq -c",
+    "[1]": "holds a list, but every line must be an object such as {...}; fix it$",
+    '["a", "b"]': "holds a list, .* jq -c",
     '{"prompt": null, "response": "b"}': "column 'prompt' holds null",
 }
 

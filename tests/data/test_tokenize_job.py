@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,16 +109,26 @@ def test_rows_without_a_text_are_skipped_and_counted(tmp_path: Path, is_array: b
     # In latin-1, the last one is no UTF-8; within a JSON array it is a text as any other.
     bad = rows[:-1] if is_array else rows
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"a.jsonl:2: column 'text' holds null"):
+    first = f"{path}:2{' (element 2)' if is_array else ''}: column 'text' holds null, not text; fix or remove it"
+    with pytest.raises(ConfigError, match=f"^{re.escape(first)}$"):
         tokenize([path], out)
     for _ in range(2):
         result = tokenize([path], out, skip_bad_rows=True, shard_bytes=40)
         assert (result.num_documents, result.num_skipped) == (5 if is_array else 3, 2 * len(bad))
-        assert result.first_skipped == f"{path}:2: column 'text' holds null, not text; fix or remove it"
+        assert result.first_skipped == first
     with pytest.raises(ConfigError, match="another --skip-bad-rows"):
         tokenize([path], out, shard_bytes=40)
-    with pytest.raises(ConfigError, match=r"no row of INPUT holds a text: .*a.jsonl:1: no column 'txet'"):
+    with pytest.raises(ConfigError, match=r"no row of INPUT holds a text: .*a.jsonl:1.*: no column 'txet'"):
         tokenize([path], tmp_path / "wrong", column="txet", skip_bad_rows=True)
+    assert tokenize([path], tmp_path / "wrong", skip_bad_rows=True).num_skipped == 2 * len(bad)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"text": ""}\n'])
+def test_input_without_a_text_is_refused_and_leaves_nothing(tmp_path: Path, text: str):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="no row of INPUT holds a text: its rows and files are empty"):
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_skipping_rows_of_plain_text_is_refused(tmp_path: Path):

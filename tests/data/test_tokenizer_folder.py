@@ -222,6 +222,11 @@ def test_a_vocabulary_that_transformers_would_convert_is_refused_with_the_way_ou
     (tmp_path / name).write_bytes(b"\n\x0b")
     with pytest.raises(ConfigError, match=rf"has {name}, but no tokenizer.json, .*; save one with transformers, which"):
         JsonTokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{name}' is no tokenizer.json: .* has {name}, but no tokenizer.json, "):
+        JsonTokenizer(tmp_path / name)
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ConfigError, match=rf"{name}' is no tokenizer.json: name its folder$"):
+        JsonTokenizer(tmp_path / name)
 
 
 def test_files_by_versions_of_transformers_are_refused(tmp_path: Path, sources: dict[str, str]):

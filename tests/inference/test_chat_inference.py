@@ -43,6 +43,9 @@ def test_a_message_is_a_turn_of_the_user_and_the_answer_is_begun():
     assert bytes(ids).decode().startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
     with pytest.raises(ConfigError, match="--chat: the model was trained on bare ids"):
         encode_messages(CHAT_ML, NumberTokenizer(9), ["1"])
+    for message, system, place in (("a\0b", "", "the prompt"), ("a", "a\0b", "--system")):
+        with pytest.raises(ConfigError, match=f"^{place} holds a NUL character"):
+            encode_messages(CHAT_ML, ByteTokenizer(), [message], system)
 
 
 def test_the_end_of_a_turn_is_a_text_or_a_token_and_nothing_is_put_before(with_marks):

@@ -69,7 +69,7 @@ def test_rows_that_are_no_prompts_are_skipped(rollout, tmp_path, caplog):
     assert (status, "more.jsonl:1: column 'prompt' holds null" in err) == (2, True)
     status, out, _ = rollout(*words, "--skip-bad-rows")
     assert (status, json.loads(out)["prompts"]) == (0, 3)
-    assert "skip_bad_rows: 1 row skipped; the first: " in caplog.text
+    assert "--skip-bad-rows: 1 row skipped; the first: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,7 @@ def test_rows_that_are_no_prompts_are_skipped(rollout, tmp_path, caplog):
             ["--reward-weight", "1", "--reward-weight", "2"],
             "--reward-weight [1.0, 2.0] must have one number for each of",
         ),
+        (["--reward-weight", "nan"], "--reward-weight [nan] must hold numbers of at most 1e+15"),
         (["--kernels", "c", "--dtype", "float64"], "--kernels c computes in float32, which --dtype float64 is beyond"),
         (["--temperature", "0"], "--temperature 0 makes all --samples 3 of a prompt equal"),
     ],

@@ -27,6 +27,7 @@ from moefold.rl.rollout import Group, Rollout
 from moefold.rl.statistics import RoundStatistics
 
 FUNCTIONS = """
+import asyncio
 import os
 import sys
 import time
@@ -82,6 +83,13 @@ def reads(prompts, completions, **columns):
 def huge(prompts, completions, **columns):
     return [10**400] * len(completions)
 
+def large(prompts, completions, **columns):
+    return [1e308] * len(completions)
+
+async def later(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [float(text == "yes") for text in completions]
+
 def length(prompts, completions, **columns):
     return [len(text) if len(text) < 3 else None for text in completions]
 
@@ -113,6 +121,7 @@ def score(cfg: Config, *texts: str, prompt: Prompt = PROMPT) -> list[float]:
 
 def test_a_python_function_gets_the_columns_of_each_completion(module):
     assert score(config(f"{module}:fine"), "yes", "no") == [1.0, 0.0]
+    assert score(config(f"{module}:later"), "yes", "no") == [1.0, 0.0]
 
 
 def test_a_verifier_gets_the_columns(module):
@@ -135,6 +144,9 @@ def test_several_functions_are_summed_with_their_weights_where_they_apply(module
     record = rollout_records(groups[0], lambda rollout: "yes")[0]
     assert record["rewards"] == {"exact": 1.0, "length": None, "dies": None}
     assert score(config((f"{module}:dies", f"{module}:length")), "long") != score(config("exact"), "long") == [0.0]
+    # A weight of 0 only reports: where nothing else applies, there is no reward.
+    only_reported = config(("exact", f"{module}:length"), weights=(0.0, 1.0))
+    assert np.array_equal(score(only_reported, "yes", "no"), [np.nan, 2.0], equal_nan=True)
 
 
 def rollout_of(text: str) -> Rollout:
@@ -171,6 +183,7 @@ def test_a_conversation_gets_messages(module):
         ("nan", ["x", "y"], "returned nan, which is no finite number"),
         ("number", ["x", "y"], "raised TypeError: 'float' object is not iterable"),
         ("huge", ["x", "y"], "returned 100000000000000000...0000000000000000000, which is no finite number"),
+        ("large", ["x", "y"], "returned 1e+308, and rewards are at most 1e+15"),
     ],
 )
 def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, reason):
@@ -369,15 +382,17 @@ def test_prompts_that_cannot_work_are_skipped_and_counted(tmp_path, caplog, is_c
     """Also the first row, which otherwise decides on the form of the prompts."""
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in GOOD] if is_chat else GOOD
     bad = [*BAD_PROMPTS, {"prompt": [{"role": "user"}], "answer": "1"}]
-    cfg = data(tmp_path, [bad[-1], *rows[:2], *bad, *rows[2:]], seq_len=128)
+    # A row of the other form that lacks a column: it is skipped, and decides nothing.
+    other = {"prompt": "x" if is_chat else [{"role": "user", "content": "x"}]}
+    cfg = data(tmp_path, [bad[-1], other, *rows[:2], *bad, *rows[2:]], seq_len=128)
     cfg = replace(cfg, data=replace(cfg.data, skip_bad_rows=True))
     with caplog.at_level(logging.WARNING):
         check_rollout_data(cfg)
     first = "prompts.jsonl:1: the prompt: message 1 has no text"
-    assert re.search(rf"data.skip_bad_rows: {len(bad) + 1} rows skipped; the first: .*{first}", caplog.text)
+    assert re.search(rf"data.skip_bad_rows: {len(bad) + 2} rows skipped; the first: .*{first}", caplog.text)
     found = open_prompts(cfg.data, ByteTokenizer(), seed=0, check=check_columns(["exact"])).train
     assert sorted(prompt.columns["answer"] for prompt in found.prompts) == ["0", "1", "2", "3"]
-    assert has_conversations(cfg.data) == is_chat
+    assert has_conversations(cfg.data, ByteTokenizer(), check_columns(["exact"])) == is_chat
     with pytest.raises(
         ConfigError, match=rf"holds no prompt; .* \(data.skip_bad_rows: {len(bad)} rows skipped; the first"
     ):

@@ -1,6 +1,8 @@
 """The first and the last lines of a run's log."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -8,6 +10,7 @@ from moefold.checkpoint.checkpoint_dir import META_FILE, step_path
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.recipe import load_config
+from moefold.train.callbacks import rollouts as module
 from moefold.train.log_lines import closing_lines, next_commands, startup_lines
 
 WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.steps=20", "run.dtype=float32")
@@ -150,3 +153,27 @@ def test_large_logits_are_said(tmp_path):
     )
     assert "loss" not in lines_of(load_config(None, [*words, "train.loss_chunk=0"]), tmp_path)
     assert "loss" not in lines_of(load_config(None, [*words, "train.seq_len=512"]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reward", "first", "last"),
+    [
+        (
+            None,
+            "step 1: no rollout has a reward, so nothing is learnt",
+            "learnt: no rollout has a reward; let a function",
+        ),
+        (0.0, "step 20: no group", "no rollout is better than others (mean reward 0.0); use other prompts"),
+        (1.0, "step 20: no group", "the prompts are solved (mean reward 1.0); use other prompts"),
+    ],
+)
+def test_rewards_that_teach_nothing_are_said_once(monkeypatch, reward, first, last):
+    said: list[str] = []
+    monkeypatch.setattr(module, "rollout_loader", lambda run: None)
+    run, callback = SimpleNamespace(log=SimpleNamespace(message=said.append)), module.RolloutLogging()
+    for number in range(1, 2 * module.SILENT_STEPS + 1):
+        step = SimpleNamespace(number=number, rl={"reward": reward, "mixed_groups": 0.0})
+        callback.after_step(cast(Any, run), cast(Any, step))
+    assert said[0].startswith(first)
+    assert last in said[-1]
+    assert len(said) == 1 + (reward is None)

@@ -42,6 +42,10 @@ def test_the_causes_depend_on_the_sampler():
     served = replace(own, rollout=RolloutConfig(engine="vllm", folder="hf"))
     assert "rl.replay='on'" in mismatch_advice(own)
     assert "rl.replay" not in mismatch_advice(replace(own, rl=RLConfig(replay="on")))
+    stale = mismatch_advice(replace(own, rl=RLConfig(staleness=2)))
+    assert "since they sampled (train.lr=" in stale
+    assert "lower train.lr or rl.staleness=2, or set" in stale
+    assert "rl.replay" not in stale
     assert "run.dtype='float32'" in mismatch_advice(own)
     assert "run.dtype" not in mismatch_advice(replace(own, run=RunConfig(dtype="float32")))
     assert "rollout.ranks" in mismatch_advice(replace(own, rl=RLConfig(group_size=4), rollout=RolloutConfig(ranks=1)))

@@ -21,6 +21,7 @@ from moefold.launch.exit import EXIT_USER_ERROR
 from moefold.terminal import printable
 
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
+_QUOTED = re.compile(r"""(?<!\S)'[^']*'(?!\S)|"[^"]*["]""")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -79,10 +80,10 @@ def _wrapped_line(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     head = re.match(r" +\S.*? {2,}", line)
-    is_command = re.search(r"^ *(\S+ .*\| )?moefold ", line) is not None
+    is_command = re.search(r"^ *(\S+ .*\| )?(moefold|curl) ", line) is not None
     broken = textwrap.wrap(
         # A quoted argument stays on one line.
-        re.sub(r'"[^"]*"', lambda quoted: quoted[0].replace(" ", UNBROKEN_SPACE), line),
+        _QUOTED.sub(lambda quoted: quoted[0].replace(" ", UNBROKEN_SPACE), line),
         width - 2 * is_command,
         subsequent_indent=" " * (len(head[0]) if head else 6),
         break_long_words=False,

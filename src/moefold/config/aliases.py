@@ -190,7 +190,7 @@ the first rank logs, and the terminal decides on the form; leave it out: log_lev
 disable_tqdm
 a checkpoint has all that a run goes on with; `moefold export` writes the weights alone: save_only_model \
 save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip overwrite_output_dir
-`moefold export` writes a Hugging Face folder, which `hf upload` sends: push_to_hub hub_token hub_private_repo \
+`moefold push` uploads a model when its run is done: push_to_hub hub_token hub_private_repo \
 hub_model_id hub_strategy hub_always_push hub_revision
 trackers are set by metrics.tensorboard and metrics.wandb: trackio_space_id trackio_bucket_id trackio_static_space_id
 data is read without loader processes; leave it out: dataloader_drop_last dataloader_num_workers \

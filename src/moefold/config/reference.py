@@ -10,7 +10,7 @@ from functools import cache
 from itertools import pairwise
 from textwrap import TextWrapper
 
-from moefold.config.aliases import KEY_OF
+from moefold.config.aliases import KEY_OF, key_hint
 from moefold.config.bounds import own_maxima
 from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.method_defaults import LR_KEY, rates_table, rates_text
@@ -86,7 +86,7 @@ def _matching_keys(pattern: str) -> set[str]:
     if found:
         return found
     guess = closest_match(wanted, [*keys, *(name.partition(".")[2] for name in keys)])
-    hint = f"did you mean {guess!r}?" if guess else "`moefold train --keys` lists all"
+    hint = key_hint(pattern) or (f"did you mean {guess!r}?" if guess else "`moefold train --keys` lists all")
     raise ConfigError(f"--keys {pattern!r}: no key has it in its name or help; {hint}")
 
 

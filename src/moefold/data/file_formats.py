@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -51,7 +52,7 @@ class JsonlRecord:
     """A JSON object and its location."""
 
     location: str
-    """FILE:LINE, 1-based."""
+    """FILE:LINE, 1-based; in an array also the number of the element."""
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
@@ -135,19 +136,26 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
     """
     with open_lines(path) as file, translated_read_errors(path):
-        lines = _array_elements(file, path) if _is_array(file) else enumerate(bounded_lines(file), 1)
-        for number, line in lines:
-            if record := _parse_or_skip(line, path, number, skip):
+        is_array = _is_array(file)
+        lines = _array_elements(file, path) if is_array else enumerate(bounded_lines(file), 1)
+        for element, (number, line) in enumerate(lines, 1):
+            if record := _parse_or_skip(line, path, number, element if is_array else 0, skip):
                 yield record
 
 
-def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
+def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlRecord | None:
     """Parse line `number` (1-based) of a file; returns None if the line is empty.
+
+    Args:
+        line: the line.
+        path: the file.
+        number: number of the line.
+        element: number of the element of an array (1-based), of which a line may hold many; 0: a line.
 
     Raises:
         ConfigError: it is not one JSON object in UTF-8.
     """
-    place = f"{path}:{number}"
+    place = f"{path}:{number} (element {element})" if element else f"{path}:{number}"
     text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
     if not text.strip():
         return None
@@ -160,9 +168,14 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
             where = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({where}); fix or remove the line") from None
     if not isinstance(fields, dict):
-        hint = f"; for an array: jq -c '.[]' {path.name} > {path.stem}.jsonl" if isinstance(fields, list) else ""
+        texts = fields if isinstance(fields, list) else [fields] if element else []
+        is_texts = texts != [] and all(isinstance(text, str) for text in texts)
+        # Another name: a shell empties the file that it writes first.
+        command = f"jq -c '.[] | {{text: .}}' {quote(path.name)} > {quote(path.stem + '-rows.jsonl')}"
+        hint = f"; for a list of texts: {command}" if is_texts else ""
         raise ConfigError(
-            f"{place} holds {json_type_name(fields)}, but every line must be an object such as {{...}}; fix it{hint}"
+            f"{place} holds {json_type_name(fields)}, but every {'element' if element else 'line'} must be an object "
+            f"such as {{...}}; fix it{hint}"
         )
     if repeated := _repeated_key(text):
         raise ConfigError(f"{place} has the key {repeated!r} twice in one object; remove one")
@@ -170,10 +183,10 @@ def parse_line(line: bytes, path: Path, number: int) -> JsonlRecord | None:
 
 
 def _parse_or_skip(
-    line: bytes, path: Path, number: int, skip: Callable[[ConfigError], None] | None
+    line: bytes, path: Path, number: int, element: int, skip: Callable[[ConfigError], None] | None
 ) -> JsonlRecord | None:
     try:
-        return parse_line(line, path, number)
+        return parse_line(line, path, number, element)
     except ConfigError as error:
         if skip is None:
             raise

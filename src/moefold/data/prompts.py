@@ -1,7 +1,7 @@
 """Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems. Torch-free."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -134,7 +134,7 @@ def open_prompts(
         return PromptData(
             TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
         )
-    prompts = read_prompts(data, tokenizer, check=check, reports=reports)
+    prompts = read_prompts(data, tokenizer, check=check, report=log_note if reports else None)
     order_key = hash_ints(seed) if data.shuffle else None
     if not has_validation:
         return PromptData(FilePrompts(prompts, order_key), None)
@@ -159,7 +159,7 @@ def read_prompts(
     want: RewardPrompt | None = None,
     *,
     check: CheckPrompt | None = None,
-    reports: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> list[Prompt]:
     """Read and tokenise all prompts of the files that data.path names.
 
@@ -168,34 +168,46 @@ def read_prompts(
         tokenizer: the tokenizer.
         want: reward to ask for in the text of each prompt; None: for none.
         check: see `open_prompts`.
-        reports: log the number of rows that data.skip_bad_rows leaves out.
+        report: called with a message on the rows that data.skip_bad_rows leaves out.
 
     Raises:
         ConfigError: see `open_prompts`.
     """
     skipped = SkippedRows(skips=data.skip_bad_rows)
-    reader = _PromptReader(data, tokenizer, want)
-    prompts: list[Prompt] = []
-    for path in conversation_files(data):
-        for record in jsonl_records(path, skipped.refuse):
-            try:
-                prompt = reader.read(record)
-                if prompts:
-                    _check_alike(prompt, prompts[0])
-                if check is not None:
-                    check(prompt)
-            except ConfigError as error:
-                skipped.refuse(error)
-            else:
-                prompts.append(prompt)
+    prompts = list(_usable_prompts(_PromptReader(data, tokenizer, want), data, check, skipped))
     if not prompts:
         raise ConfigError(
             f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
             + (f" ({note})" if (note := skipped.note()) else "")
         )
-    if reports and (note := skipped.note()):
-        logger.warning("%s", note)
+    if report is not None and (note := skipped.note()):
+        report(note)
     return prompts
+
+
+def log_note(note: str) -> None:
+    """Log a message on skipped rows."""
+    logger.warning("%s", note)
+
+
+def _usable_prompts(
+    reader: "_PromptReader", data: DataConfig, check: CheckPrompt | None, skipped: SkippedRows
+) -> Iterator[Prompt]:
+    """Yield the prompts of the rows that are not skipped; the first one decides on the form of all."""
+    first: Prompt | None = None
+    for path in conversation_files(data):
+        for record in jsonl_records(path, skipped.refuse):
+            try:
+                prompt = reader.read(record)
+                if first is not None:
+                    _check_alike(prompt, first)
+                if check is not None:
+                    check(prompt)
+            except ConfigError as error:
+                skipped.refuse(error)
+            else:
+                first = first or prompt
+                yield prompt
 
 
 class _PromptReader:
@@ -251,20 +263,15 @@ def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
     return column_text(record.fields, PROMPT_COLUMN, record.location)
 
 
-def has_conversations(data: DataConfig) -> bool:
-    """Return whether the first prompt of the files is a conversation; all prompts are then of this form.
+def has_conversations(data: DataConfig, tokenizer: Tokenizer, check: CheckPrompt | None = None) -> bool:
+    """Return whether the first prompt that `read_prompts` reads is a conversation; all are then of this form.
 
     Raises:
-        ConfigError: a file is missing, or a row holds no prompt.
+        ConfigError: see `open_prompts`.
     """
     skipped = SkippedRows(skips=data.skip_bad_rows)
-    for path in conversation_files(data):
-        for record in jsonl_records(path, skipped.refuse):
-            try:
-                return not isinstance(prompt_of_row(record), str)
-            except ConfigError as error:
-                skipped.refuse(error)
-    return False
+    first = next(_usable_prompts(_PromptReader(data, tokenizer, None), data, check, skipped), None)
+    return first is not None and not isinstance(first.source, str)
 
 
 def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokenizer) -> Prompt:

@@ -540,8 +540,10 @@ def tokenize_files(
             num_skipped=sum(size.num_skipped for size in sizes),
             first_skipped=next((size.first_skipped for size in sizes if size.num_skipped), ""),
         )
-        if result.num_skipped and not result.num_documents:
-            raise ConfigError(f"no row of INPUT holds a text: {result.first_skipped}; name the column by --column")
+        if not result.num_documents:
+            _remove_shards(writer.out, shards)
+            reason = result.first_skipped or "its rows and files are empty"
+            raise ConfigError(f"no row of INPUT holds a text: {reason}; name the column by --column")
         totals = {"num_documents": result.num_documents, "num_tokens": result.num_tokens}
         _write_info(writer.out, info | totals | {"is_complete": True})
     return result
@@ -556,6 +558,15 @@ def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int)
     finally:
         # Processes that are terminated when one fails leave temporary files.
         _remove_tmp_files(writer.out)
+
+
+def _remove_shards(out: Path, shards: Sequence[Shard]) -> None:
+    """Remove the files of shards and their description, so that a corrected command may write to the folder."""
+    for shard in shards:
+        path = shard_path(out, shard.number)
+        for file in (path, document_ends_path(path), _skipped_path(path)):
+            file.unlink(missing_ok=True)
+    (out / TOKENIZE_INFO_FILE).unlink(missing_ok=True)
 
 
 def _remove_tmp_files(out: Path) -> None:

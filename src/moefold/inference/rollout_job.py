@@ -8,10 +8,10 @@ from typing import Literal
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config, DataConfig
 from moefold.cost.kv_cache import cache_bytes
-from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
+from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.tasks import Problems
-from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.errors import TOKENIZER_OPTION, ConfigError, reword, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
@@ -166,8 +166,15 @@ def open_rollout_prompts(
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
         check = check_columns(reward_names(task_cfg))
-        found: list[Prompt] = read_prompts(task_cfg.data, tokenizer, source.want, check=check, reports=reports)
+        found: list[Prompt] = read_prompts(
+            task_cfg.data, tokenizer, source.want, check=check, report=_log_note if reports else None
+        )
     return FilePrompts(found, None)
+
+
+def _log_note(note: str) -> None:
+    """Log a message on skipped rows in the words of the command line."""
+    log_note(reword(note, *ROLLOUT_WORDS))
 
 
 def _task_config(request: RolloutRequest, source: ModelSource) -> Config:

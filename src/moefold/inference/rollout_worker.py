@@ -49,7 +49,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
                 reward,
                 tokenizer,
                 loaded.groups,
-                stop=stop_rule(job.task_cfg.data, tokenizer),
+                stop=stop_rule(job.task_cfg, tokenizer),
                 max_tokens=request.max_tokens,
             )
             shards = loaded.groups.attn.dp_cp.size

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import DataConfig
+from moefold.config.schema import Config
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.prompts import Prompt, has_conversations
 from moefold.data.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from moefold.inference.engine.engine import StopCondition
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.text import has_stop_string
-from moefold.rl.reward import FailedReward, Reward
+from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
 from moefold.rl.rollout import Group, Rollout
 
 Adjust = Callable[[NDArray[np.float64], Sequence[Rollout]], NDArray[np.float64]]
@@ -188,15 +188,16 @@ class RolloutCollector:
         ]
 
 
-def stop_rule(data: DataConfig, tokenizer: Tokenizer) -> StopRule:
+def stop_rule(cfg: Config, tokenizer: Tokenizer) -> StopRule:
     """Return what ends a rollout: the end of text, and in conversations the end of the assistant's turn.
 
     Args:
-        data: the kind of prompts, their files, the tokenizer and the chat template.
+        cfg: the kind of prompts, their files, the tokenizer, the chat template, and the reward.
         tokenizer: the tokenizer.
     """
+    data = cfg.data
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
-    if data.kind != "prompts" or not has_conversations(data):
+    if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(reward_names(cfg))):
         return StopRule(eos_ids)
     turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
     return StopRule(eos_ids | turn_ids, mark)

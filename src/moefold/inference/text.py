@@ -204,9 +204,11 @@ def encode_messages(
         raise ConfigError("--chat: the model was trained on bare ids and has no tokenizer; name its --tokenizer")
     encoded = []
     reject_surrogates(system, "--system")
+    reject_nul(tokenizer, system, "--system")
     before = [{"role": "system", "content": system}] if system else []
     for message in messages:
         reject_surrogates(message, "the prompt")
+        reject_nul(tokenizer, message, "the prompt")
         turns = [*before, {"role": "user", "content": message}]
         text = template.render_prompt(turns, "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.limits import MAX_NUMBER
 from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
@@ -45,7 +46,7 @@ class Scores:
     """Rewards of the completions of one prompt."""
 
     total: NDArray[np.float64]
-    """Weighted sum over the functions that returned a number, [completions]; NaN where none did."""
+    """Weighted sum over the functions that returned a number, [completions]; NaN where none of a weight did."""
     parts: Mapping[str, NDArray[np.float64]]
     """Of several functions: what each of them returned, [completions], by its name in metrics; NaN for None."""
 
@@ -62,9 +63,11 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return the sum of scores times weights without NaN, [completions]; NaN where all scores are NaN."""
-    scores_FG = np.stack(parts)
-    total_G = np.nansum(scores_FG * np.array(weights)[:, None], axis=0)
+    """Return the sum of scores times weights without NaN, [completions]; NaN where all scores of a weight are NaN."""
+    # A weight of 0 only reports: it makes no rollout one that has a reward.
+    counts = np.array(weights) != 0
+    scores_FG = np.stack(parts)[counts]
+    total_G = np.nansum(scores_FG * np.array(weights)[counts, None], axis=0)
     return np.where(np.isnan(scores_FG).all(axis=0), math.nan, total_G)
 
 
@@ -210,6 +213,8 @@ def _fault(scores: Sequence[Any], count: int) -> str:
     for score in scores:
         if score is not None and not _is_finite(score):
             return f"returned {reprlib.repr(score)}, which is no finite number"
+        if score is not None and abs(score) > MAX_NUMBER:
+            return f"returned {score:g}, and rewards are at most {MAX_NUMBER:.0e}"
     return ""
 
 

@@ -4,7 +4,9 @@ Started as `python -m moefold.rl.reward_worker FILE FUNCTION` in a session of it
 standard error, and its standard input is empty. The worker ends with the process that started it.
 """
 
+import asyncio
 import importlib.util
+import inspect
 import json
 import os
 import select
@@ -64,8 +66,10 @@ def _load(path: str, name: str) -> Any:
 
 
 def _call(function: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Call the function, and convert numpy and torch numbers to Python's."""
+    """Call the function, which may be a coroutine function, and convert numpy and torch numbers to Python's."""
     rewards = function(**arguments)
+    if inspect.iscoroutine(rewards):
+        rewards = asyncio.run(rewards)
     if hasattr(rewards, "tolist"):
         rewards = rewards.tolist()
     return [reward.item() if hasattr(reward, "item") else reward for reward in rewards]

@@ -90,7 +90,7 @@ class RoundSampler:
             reward,
             tokenizer,
             groups,
-            stop=stop_rule(cfg.data, tokenizer),
+            stop=stop_rule(cfg, tokenizer),
             max_tokens=cfg.rollout.max_tokens,
         )
 

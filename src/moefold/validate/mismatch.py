@@ -45,6 +45,9 @@ def mismatch_advice(cfg: Config) -> str:
         )
     else:
         causes, way_out = _own_engine(cfg)
+    if cfg.rl.staleness:
+        causes = f"training moved the weights that far since they sampled (train.lr={cfg.train.lr:g}); {causes}"
+        way_out = f"lower train.lr or rl.staleness={cfg.rl.staleness}, or {way_out}"
     return f"likely causes: {causes}; {way_out}; if it does no harm, raise rl.mismatch_limit"
 
 
@@ -55,7 +58,8 @@ def _own_engine(cfg: Config) -> tuple[str, str]:
     if cfg.run.dtype == "bfloat16":
         causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
         ways_out.append("set run.dtype='float32'")
-    if cfg.rl.replay != "on" and has_moe_layers(cfg.model):
+    # Rollouts of older weights keep no choices to replay.
+    if cfg.rl.replay != "on" and not cfg.rl.staleness and has_moe_layers(cfg.model):
         causes.append("training chooses other experts than sampling")
         ways_out.append("set rl.replay='on'")
     if has_rollout_mapping(cfg):

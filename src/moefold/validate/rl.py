@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
@@ -184,6 +185,8 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
             f"reward.weights={weights} must have one number for each of the {count} reward functions of reward.use; "
             "list as many, or leave weights out for 1 each"
         )
+    elif not all(abs(weight) <= MAX_NUMBER for weight in weights):
+        yield f"reward.weights={weights} must hold numbers of at most {MAX_NUMBER:.0e}"
     elif weights and not any(weights):
         yield f"reward.weights={weights} makes every reward 0; set one of them to another number"
 

@@ -164,6 +164,8 @@ def check_refusals(client: Client) -> None:
         found, text = client.send(path, body)
         assert found == status, text
         assert message in json.loads(text)["error"]["message"]
+    found, text = client.send("/v1/chat/completions", {"messages": [{"role": "user", "content": "a\0"}]})
+    assert (found, "the conversation holds a NUL character" in text) == (400, True)
     for wrong_path, status in (("/v1/models/other", 404), ("/v1/embeddings", 404), ("/v1/completions", 405)):
         found, text = client.send(wrong_path)
         assert found == status

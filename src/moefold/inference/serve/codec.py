@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, TokenTable
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, TokenTable, reject_nul
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
 from moefold.inference.serve.api_error import ApiError
@@ -121,6 +121,7 @@ class PromptEncoder:
         tools = None if use is None else use.tools
         source = template.source_for(tools)
         template.check_roles(ChatRequest(request.messages, tools, "messages"))
+        reject_nul(self._tokenizer, [*request.messages, tools], "the conversation")
         tool_format = None
         if use is not None and use.forced:
             check_takes_tools(source, template.location)

@@ -50,6 +50,8 @@ class RolloutLogging(Callback):
     def __init__(self) -> None:
         self._file: TextIO | None = None
         self._silent_steps = 0
+        self._reports_none = False
+        """Whether the log has said that no rollout has a reward."""
 
     def on_start(self, run: TrainingContext) -> None:
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
@@ -98,19 +100,32 @@ class RolloutLogging(Callback):
                 self._file.close()
 
     def _report_silence(self, run: TrainingContext, step: FinishedStep) -> None:
-        """Log once that no group had two rewards for many steps, so that no gradient came from rewards."""
+        """Log once each that no rollout had a reward, and that no group had two rewards for many steps.
+
+        No gradient comes from rewards then.
+        """
         assert step.rl is not None
         assert run.log is not None
+        if step.rl["reward"] is None and not self._reports_none:
+            self._reports_none = True
+            run.log.message(
+                f"step {step.number}: no rollout has a reward, so nothing is learnt from them: the functions of "
+                "reward.use returned None for all of them, or failed"
+            )
         self._silent_steps = 0 if step.rl["mixed_groups"] else self._silent_steps + 1
         if self._silent_steps == SILENT_STEPS:
             reward = step.rl["reward"]
-            cause = (
-                "the prompts are solved" if reward is not None and reward >= 1 else "no rollout is better than others"
-            )
+            if reward is None:
+                cause = "no rollout has a reward; let a function of reward.use return numbers"
+            else:
+                cause = "the prompts are solved" if reward >= 1 else "no rollout is better than others"
+                cause += (
+                    f" (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a larger "
+                    "rl.group_size or a higher rollout.temperature"
+                )
             run.log.message(
                 f"step {step.number}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
-                f"learnt: {cause} (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a "
-                "larger rl.group_size or a higher rollout.temperature"
+                f"learnt: {cause}"
             )
 
 
