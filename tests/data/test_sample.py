@@ -99,7 +99,7 @@ def test_wrong_columns_are_rejected(columns: dict[str, np.ndarray], message: str
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({"target": np.zeros(4)}, {"target": np.zeros(4)}, "'target'.* are taken"),
+        ({"document_bounds": np.zeros(4)}, {"document_bounds": np.zeros(4)}, "'document_bounds'.* are taken"),
         ({"advantages": np.zeros(4)}, {}, "have the columns"),
         ({"advantages": np.zeros(3)}, {"advantages": np.zeros(3)}, "3 values per sample, and needs 4"),
     ],
