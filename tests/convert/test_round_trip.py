@@ -131,6 +131,17 @@ def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == tensors.keys()
 
 
+def test_a_consolidated_file_next_to_the_weights_is_not_read(tmp_path):
+    folder = add_tokenizer(save_model(make_model("mixtral"), tmp_path / "hf"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({"layers.0.x": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
 def test_index_config_and_metadata_come_back_whatever_wrote_them(tmp_path):
     """As other tools write them: fewer sizes, other spaces, a type that the tensors do not have, words of their own."""
     folder = folder_of(tmp_path, "qwen2-moe", shard="30KB", dtype=torch.bfloat16)
