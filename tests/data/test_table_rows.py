@@ -118,7 +118,10 @@ BROKEN = {
     "open.json": ('[{"text": "a"},\n {"text": "b"}', r"open.json:2 has no ',' where the JSON list needs one"),
     "two.json": ('[{"text": "a"}]\n[{"text": "b"}]', r"two.json:2 has text after its list"),
     "deep.json": ("[" * 100_000, r"deep.json:1 is not JSON \(it is nested "),
-    "item.json": ('[{"text": "a"}, 3]', r"item.json:1 holds a number, but every line must be an object"),
+    "item.json": (
+        '[{"text": "a"}, 3]',
+        r"item.json:1 \(element 2\) holds a number, but every element must be an object",
+    ),
     "scalar.json": ("3", r"scalar.json:1 holds a number, but every line must be an object"),
     "cut.arrow": (b"ARROW1\0\0abc", r"cut.arrow is damaged after row 0"),
     "cut.parquet": (b"PAR1 and no more", r"cut.parquet is not a complete parquet file"),
@@ -127,7 +130,7 @@ NO_TEXT = {
     "null.jsonl": ('{"text": "a"}\n{"text": null}\n', r"null.jsonl:2: column 'text' holds null, not text"),
     "number.jsonl": ('{"text": "a"}\n{"text": 7}\n', r"number.jsonl:2: column 'text' holds a number, not text"),
     "absent.jsonl": ('{"text": "a"}\n{"txt": "b"}\n', r"absent.jsonl:2 has no column 'text'; did you mean 'txt'"),
-    "null.json": ('[{"text": "a"}, {"text": null}]', r"null.json:1: column 'text' holds null, not text"),
+    "null.json": ('[{"text": "a"}, {"text": null}]', r"null.json:1 \(element 2\): column 'text' holds null, not text"),
     "absent.csv": ("id,txt\n1,a\n", r"data.column='text': .*absent.csv has no column 'text'; did you mean 'txt'"),
     "twice.csv": ("text,text\na,b\n", r"twice.csv has the column twice"),
 }

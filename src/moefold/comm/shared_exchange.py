@@ -34,9 +34,13 @@ class SharedExchange:
         self._turn = 0
 
     @property
-    def handle(self) -> dist.ProcessGroup:
-        """Return the process group of the members."""
-        return self._group.handle
+    def memory(self) -> Tensor:
+        """Return the shared memory."""
+        return self._halves
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a process group, of any communicator, has the members of this exchange."""
+        return tuple(dist.get_process_group_ranks(group)) == self._group.ranks
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""

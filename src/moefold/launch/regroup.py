@@ -334,8 +334,9 @@ class Regroup:
 
     def _survivors(self, number: int) -> dict[int, Any] | None:
         """Return the facts of the survivors, by job rank; None while a rank has neither arrived nor is lost."""
-        lost = self.lost()
         arrived = self._arrived(number)
+        # Read after the arrivals: a loss that was reported before the last of them is known here.
+        lost = self.lost()
         if lost.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost | set(arrived):
             return None
         return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost}

@@ -80,6 +80,11 @@ class MemoryTracker(TorchDispatchMode):
             block.part = name
             block.is_tagged = True
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of tensors out of all counts."""
+        for tensor in tensors:
+            self._allocation(tensor, is_counted=False)
+
     def tag_survivors(self, name: str) -> None:
         """Assign the live, untagged allocations of the backward pass to a part."""
         for block in self._live_allocations():
@@ -156,12 +161,12 @@ class MemoryTracker(TorchDispatchMode):
 
         return tracked_resize
 
-    def _allocation(self, tensor: Tensor) -> Allocation:
+    def _allocation(self, tensor: Tensor, *, is_counted: bool = True) -> Allocation:
         storage = local_tensor(tensor).untyped_storage()
         key = storage_key(storage)
         self._record_frees()
         if key not in self._live:
-            block = Allocation(storage.nbytes(), self._part_stack[-1], self.phase)
+            block = Allocation(storage.nbytes() if is_counted else 0, self._part_stack[-1], self.phase)
             self._live[key] = block
             self._events.append((block.size, block))
             self._references[key] = weakref.ref(storage, lambda _: self._freed.append(key))

@@ -297,7 +297,7 @@ class PerRankGradDots:
     def __init__(self, group: Group, *, replicates: bool, exchange: SharedExchange | None) -> None:
         self.is_enabled = False
         self._group = group
-        self._exchange = exchange
+        self.exchange = exchange
         self._replicates = replicates
         self._buffers: list[Tensor] = []
         self._gram_matrix: Tensor | None = None
@@ -305,7 +305,7 @@ class PerRankGradDots:
 
     def attach(self, module: FSDPModule) -> None:
         """Install this object as the module's custom reduce-scatter, with a timed all-gather."""
-        module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self._exchange))  # type: ignore[arg-type]  # as below
+        module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self.exchange))  # type: ignore[arg-type]  # as below
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
         if self._replicates:
             module.set_all_reduce_hook(self._after_all_reduce)
@@ -345,9 +345,9 @@ class PerRankGradDots:
         if self.is_enabled and not self._replicates:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
-            if self._exchange is not None:
-                assert group == self._exchange.handle, "FSDP reduces in the group of the exchange"
-                self._exchange.sum_scatter_into(output_tensor, input_tensor)
+            if self.exchange is not None:
+                assert self.exchange.serves(group), "FSDP reduces among the members of the exchange"
+                self.exchange.sum_scatter_into(output_tensor, input_tensor)
                 return None
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
 
@@ -390,7 +390,7 @@ class TimedAllGather:
         """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
             if self._exchange is not None:
-                assert group == self._exchange.handle, "FSDP gathers in the group of the exchange"
+                assert self._exchange.serves(group), "FSDP gathers among the members of the exchange"
                 self._exchange.gather_into(output_tensor, input_tensor)
                 return None
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)
@@ -402,6 +402,11 @@ class FSDPCommHooks:
 
     dense: PerRankGradDots
     experts: PerRankGradDots
+
+    def shared_memory(self) -> list[Tensor]:
+        """Return the memory of exchanges, which no formula of memory counts."""
+        exchanges = self.dense.exchange, self.experts.exchange
+        return [exchange.memory for exchange in exchanges if exchange is not None]
 
     def enable(self) -> None:
         """Collect the dot products of the gradients of the next backward passes."""

@@ -64,6 +64,7 @@ def track_memory(
     optimizer: torch.optim.Optimizer,
     batch: Iterable[Tensor],
     outer_states: Sequence[Tensor] = (),
+    shared_memory: Sequence[Tensor] = (),
 ) -> Iterator[MemoryTracker]:
     """Track the memory of the forward and backward passes of a step inside this context.
 
@@ -72,9 +73,11 @@ def track_memory(
         optimizer: the optimizer that holds the moments.
         batch: tensors allocated before the step.
         outer_states: states of an outer optimizer that are on the device.
+        shared_memory: memory of exchanges between ranks, which is not counted.
     """
     stages = model.stages
     tracker = MemoryTracker()
+    tracker.leave_out(shared_memory)
     tag_states(tracker, stages, optimizer, batch)
     tracker.tag("optimizer", outer_states)
     tracker.tag(GATHERED_WEIGHTS, model.cast_copies.tensors())

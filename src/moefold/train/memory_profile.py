@@ -99,7 +99,8 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     """Run the passes of step 1 under a memory tracker; collective."""
-    with track_memory(training.model, training.optimizer, batch.tensors(), training.outer_states) as tracker:
+    tracked = batch.tensors(), training.outer_states, training.shared_memory
+    with track_memory(training.model, training.optimizer, *tracked) as tracker:
         training.begin_step(1, batch)
         training.forward_backward(batch, 1)
     return tracker

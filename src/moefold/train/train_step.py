@@ -204,6 +204,11 @@ class TrainingStep:
         self._is_first_in_stage = groups.attn.stage.rank == 0
 
     @property
+    def shared_memory(self) -> list[Tensor]:
+        """Return the memory of exchanges between the ranks of one machine."""
+        return [] if self._fsdp_hooks is None else self._fsdp_hooks.shared_memory()
+
+    @property
     def outer_states(self) -> list[Tensor]:
         """The states of the outer optimizer that are on the device; empty without one."""
         return [] if self.outer is None else self.outer.states_on_device()
@@ -338,7 +343,8 @@ class TrainingStep:
         every = self._cfg.metrics.memory_every
         if not every or step % every:
             return self.forward_backward(batch, step), None
-        with track_memory(self.model, self.optimizer, batch.tensors(), self.outer_states) as memory_tracker:
+        tracked = batch.tensors(), self.outer_states, self.shared_memory
+        with track_memory(self.model, self.optimizer, *tracked) as memory_tracker:
             return self.forward_backward(batch, step), memory_tracker
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
