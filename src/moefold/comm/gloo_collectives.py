@@ -58,11 +58,8 @@ def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work
         x: contiguous; must not change until the work is done.
         handle: a gloo group, all of whose members call this.
     """
-    parts = out.view(-1).chunk(handle.size())
-    own = parts[handle.rank()]
-    if own.data_ptr() != x.data_ptr():
-        own.copy_(x.view(-1))
-    return _exchange([own] * len(parts), parts, handle, GATHER_TAG, lambda: None)
+    parts = gathered_parts(out, x, handle.size(), handle.rank())
+    return _exchange([parts[handle.rank()]] * len(parts), parts, handle, GATHER_TAG, lambda: None)
 
 
 def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
@@ -82,12 +79,22 @@ def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist
     received = dict(zip(others, [total, *spare], strict=True)) | {rank: parts[rank]}
     terms = [received[member] for member in range(size)]
 
-    def finish() -> None:
-        torch.add(terms[0], terms[1], out=total)
-        for term in terms[2:]:
-            total.add_(term)
+    return _exchange(parts, terms, handle, REDUCE_TAG, lambda: sum_in_order(terms, total))
 
-    return _exchange(parts, terms, handle, REDUCE_TAG, finish)
+
+def gathered_parts(out: Tensor, x: Tensor, size: int, rank: int) -> Sequence[Tensor]:
+    """Return the parts of a gathered tensor, flat, in the order of the members; this rank's own is filled."""
+    parts = out.view(-1).chunk(size)
+    if parts[rank].data_ptr() != x.data_ptr():
+        parts[rank].copy_(x.view(-1))
+    return parts
+
+
+def sum_in_order(terms: Sequence[Tensor], total: Tensor) -> None:
+    """Write the sum of two or more terms to `total`, which may be one of the first two; added in their order."""
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)
 
 
 def _exchange(

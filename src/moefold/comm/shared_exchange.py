@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.gloo_collectives import uses_gloo
+from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
 from moefold.comm.groups import Group
 from moefold.comm.shared_memory import open_shared_memory
 from moefold.errors import RunError
@@ -44,13 +44,10 @@ class SharedExchange:
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""
-        parts = out.view(-1).chunk(self._group.size)
-        own = parts[self._group.rank]
-        if own.data_ptr() != x.data_ptr():
-            own.copy_(x.view(-1))
-        width = PIECE_BYTES // own.element_size()
+        parts = gathered_parts(out, x, self._group.size, self._group.rank)
+        width = PIECE_BYTES // out.element_size()
         for pieces in zip(*(part.split(width) for part in parts), strict=True):
-            slots = self._next_half(own.dtype)
+            slots = self._next_half(out.dtype)
             count = pieces[0].numel()
             slots[self._group.rank, :count].copy_(pieces[self._group.rank])
             dist.barrier(self._group.handle)
@@ -74,9 +71,7 @@ class SharedExchange:
             dist.barrier(self._group.handle)
             received = [slots[member, rank - (rank > member), :count] for member in range(size) if member != rank]
             terms = [*received[:rank], pieces[rank], *received[rank:]]
-            torch.add(terms[0], terms[1], out=total)
-            for term in terms[2:]:
-                total.add_(term)
+            sum_in_order(terms, total)
 
     def _next_half(self, dtype: torch.dtype) -> Tensor:
         """Return the half for the next piece, [group.size, elements]."""
