@@ -11,6 +11,7 @@ from moefold.config.field import BELOW_ONE, POSITIVE, SHARE, Bound, Most, at_lea
 from moefold.config.limits import MAX_RANKS, MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.lora import LoraConfig
 from moefold.config.model import MAX_LAYERS, ModelConfig
+from moefold.config.part import KindOf, Part
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.sites import SitesConfig
 
@@ -285,7 +286,7 @@ class TrainConfig:
     """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps and
     decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does not
     fit."""
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
     """Shape of the schedule after the warm-up; wsd stays at the peak until the last decay_steps."""
     decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
     """Length of the final linear decay of wsd; 0: a tenth of the steps."""

@@ -5,8 +5,9 @@ A key that is left out, or set to its default, is no such setting. Options of an
 """
 
 from moefold.config.align import REWARD_METHODS
+from moefold.config.chosen import chosen, read_key, readers
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
-from moefold.config.suggestions import default_of
+from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
@@ -237,18 +238,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.mtp_layers == 0,
         "model.mtp_layers=0 predicts no additional tokens",
         "set model.mtp_layers",
-    ),
-    UnusedKeyRule(
-        "train.min_lr",
-        lambda cfg: cfg.train.lr_schedule == "constant",
-        "train.lr_schedule='constant' does not decay",
-        "choose train.lr_schedule='cosine', 'linear' or 'wsd'",
-    ),
-    UnusedKeyRule(
-        "train.decay_steps",
-        lambda cfg: cfg.train.lr_schedule != "wsd",
-        "only train.lr_schedule='wsd' reads it",
-        "choose train.lr_schedule='wsd'",
     ),
     UnusedKeyRule(
         "train.eval_samples",
@@ -597,14 +586,33 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     """
     messages: dict[str, str] = {}
     for rule in UNUSED_KEY_RULES:
-        if not rule.condition(cfg):
-            continue
-        for name in rule.keys.split():
-            section, key = name.split(".")
-            value = getattr(getattr(cfg, section), key)
-            if name in explicit_keys and value != default_of(section, key):
-                text = str(value).lower() if isinstance(value, bool) else repr(value)
-                messages.setdefault(
-                    name, f"{name}={text} has no effect: {rule.reason}; {rule.remedy}, or leave {key} out"
-                )
+        for name in rule.keys.split() if rule.condition(cfg) else ():
+            if name in explicit_keys and _is_set(cfg, name):
+                messages.setdefault(name, _describe_unused(cfg, name, rule.reason, rule.remedy))
+    for name in sorted(explicit_keys & readers().keys() - messages.keys()):
+        if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
+            messages[name] = _describe_unused(cfg, name, *reason)
     raise_all(messages.values())
+
+
+def _is_set(cfg: Config, name: str) -> bool:
+    """Return whether a key differs from its default."""
+    return bool(read_key(cfg, name) != default_of(*name.split(".")))
+
+
+def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a key that other kinds of a part read; None: a chosen part reads it."""
+    owners = readers()[name]
+    if any(chosen(cfg, group).kind == kind for group, kind in owners):
+        return None
+    group = owners[0][0]
+    kinds = [kind for owner, kind in owners if owner is group]
+    value = read_key(cfg, group.key)
+    reason = f"only {group.key}={kinds[0]!r} reads it" if len(kinds) == 1 else f"{group.key}={value!r} does not read it"
+    return reason, f"choose {group.key}={join_with_or(list(map(repr, kinds)))}"
+
+
+def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:
+    value = read_key(cfg, name)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return f"{name}={text} has no effect: {reason}; {remedy}, or leave {name.partition('.')[2]} out"

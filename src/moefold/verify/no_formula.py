@@ -4,8 +4,10 @@ The oracle has no default branch over kinds. `unknown_kind` ends each `match` ov
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 """
 
-from typing import Never, NoReturn
+from collections.abc import Callable
+from typing import Any, Never, NoReturn
 
+from moefold.config.part import Part
 from moefold.errors import NoFormulaError
 
 
@@ -20,6 +22,15 @@ def unknown_kind(key: str, value: Never) -> NoReturn:
         NoFormulaError: always.
     """
     no_formula(f"{key}={value!r}")
+
+
+def formula_of(part: Part) -> Callable[..., Any]:
+    """Return the formula of a part.
+
+    Raises:
+        NoFormulaError: it has none.
+    """
+    return part.formula() or no_formula(f"{part.key}={part.kind!r}", "parts/*/oracle.py")
 
 
 def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:
