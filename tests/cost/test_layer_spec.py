@@ -6,7 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
-from moefold.config.model import LAYER_KINDS, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import LAYER_KINDS
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types

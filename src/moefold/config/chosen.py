@@ -1,12 +1,12 @@
 """The parts that a recipe chooses, built from its keys. Torch-free."""
 
 from collections.abc import Iterator
-from dataclasses import fields
-from functools import cache, lru_cache
-from typing import Any, TypeVar, get_type_hints
+from functools import cache
+from typing import Any, TypeVar
 
-from moefold.config.find import built_in_kinds, find_part, groups
-from moefold.config.part import FlatKey, Part
+from moefold.config.find import built_in_kinds, groups
+from moefold.config.flat_keys import build_part, flat_keys
+from moefold.config.part import Part
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -21,7 +21,9 @@ def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
     """
     value = read_key(recipe, group.key)
     if isinstance(value, str):
-        value = _build(group.group, value, tuple(read_key(recipe, name) for _, name in flat_keys(group.group, value)))
+        value = build_part(
+            group.group, value, tuple(read_key(recipe, name) for _, name in flat_keys(group.group, value))
+        )
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
@@ -36,7 +38,7 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
     value = getattr(section, group.key.partition(".")[2])
     if isinstance(value, str):
         names = (name.partition(".")[2] for _, name in flat_keys(group.group, value))
-        value = _build(group.group, value, tuple(getattr(section, name) for name in names))
+        value = build_part(group.group, value, tuple(getattr(section, name) for name in names))
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
@@ -55,19 +57,6 @@ def read_key(recipe: Config, name: str) -> Any:
 
 
 @cache
-def flat_keys(group: str, kind: str) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a built-in part with the recipe keys that they are read from, in order."""
-    part = find_part(group, kind)
-    hints = get_type_hints(part, include_extras=True)
-    return tuple(
-        (field.name, entry.name)
-        for field in fields(part)
-        for entry in getattr(hints[field.name], "__metadata__", ())
-        if isinstance(entry, FlatKey)
-    )
-
-
-@cache
 def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     """Return the group and kind of the built-in parts that read each recipe key, by "section.key".
 
@@ -79,9 +68,3 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
             for _, name in flat_keys(group.group, kind):
                 found[name] = (*found.get(name, ()), (group, kind))
     return found
-
-
-@lru_cache(maxsize=1024)
-def _build(group: str, kind: str, values: tuple[Any, ...]) -> Any:
-    names = (name for name, _ in flat_keys(group, kind))
-    return find_part(group, kind)(**dict(zip(names, values, strict=True)))

@@ -6,6 +6,8 @@ A key that is left out, or set to its default, is no such setting. Options of an
 
 from moefold.config.align import REWARD_METHODS
 from moefold.config.chosen import chosen, read_key, readers
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import MAX_LAYERS
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
@@ -584,6 +586,9 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     Raises:
         ConfigError: one line for each such setting.
     """
+    if not _has_layers(cfg.model):
+        # `check_config` names the reason.
+        return
     messages: dict[str, str] = {}
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
@@ -593,6 +598,16 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
         if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
             messages[name] = _describe_unused(cfg, name, *reason)
     raise_all(messages.values())
+
+
+def _has_layers(model: ModelConfig) -> bool:
+    """Return whether the patterns and sizes of a model describe layers."""
+    if not 0 < model.num_layers <= MAX_LAYERS or not 0 <= model.mtp_layers <= MAX_LAYERS:
+        return False
+    try:
+        return bool(model.all_layers)
+    except (ValueError, ZeroDivisionError):
+        return False
 
 
 def _is_set(cfg: Config, name: str) -> bool:

@@ -19,7 +19,7 @@ from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.topology.selection_groups import selection_sources
 from moefold.verify import oracle_spsa
-from moefold.verify.no_formula import no_formula, unknown_kind
+from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
@@ -123,6 +123,7 @@ class Oracle:
         check_letters(cfg.model)
         self._is_frozen_expert = is_frozen_expert
         self._objective = objective
+        self._residual_norm = formula_of(cfg.model.layers[0].norm)
         self.weights: Weights = {
             name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()
         }
@@ -287,15 +288,15 @@ class Oracle:
         )
         x = x + factor * self._output_norm(f"{name}.attention", attended)
         normed = self._input_norm(f"{name}.ffn", x)
-        match self.cfg.model.all_layer_kinds[i]:
-            case "D":
+        match self.cfg.model.all_layers[i].ffn.kind:
+            case "swiglu":
                 shortcut = self._shortcut
                 self._shortcut = torch.zeros_like(x)
                 return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
-            case "M":
+            case "moe":
                 return self._moe_layer(i, x, normed, context, routed)
             case unknown:
-                no_formula(f"{unknown!r} in model.layer_pattern")
+                no_formula(f"ffn {unknown!r}")
 
     def _moe_layer(
         self, i: int, x: Tensor, normed: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -374,15 +375,9 @@ class Oracle:
 
     def _hidden_norm(self, name: str, x: Tensor) -> Tensor:
         """Return a norm of the residual stream."""
-        match self.cfg.model.norm:
-            case "rmsnorm":
-                return self._norm(name, x)
-            case "layernorm":
-                centered = x - x.mean(-1, keepdim=True)
-                deviation = (centered.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
-                return centered / deviation * self._weights[f"{name}.weight"] + self._weights[f"{name}.bias"]
-            case unknown:
-                unknown_kind("model.norm", unknown)
+        bias = self._weights.get(f"{name}.bias")
+        normalized: Tensor = self._residual_norm(x, self._weights[f"{name}.weight"], bias)
+        return normalized
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
@@ -414,7 +409,7 @@ class Oracle:
         if attention_letter(model, layer) == "L":
             return linear_attention(model, self._weights, name, x, documents)
         batch, length, _ = x.shape
-        has_rope = model.rope_layers[layer]
+        has_rope = model.all_layers[layer].attention.has_rope
         positions = document_positions(documents)
 
         def heads(letter: str, count: int) -> Tensor:
@@ -479,7 +474,7 @@ class Oracle:
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]
-        rope_positions = positions if model.rope_layers[layer] else None
+        rope_positions = positions if model.all_layers[layer].attention.has_rope else None
         index = OracleIndexer(self.cfg, self._weights, f"{name}.indexer", rope_positions)
         match model.attention:
             case "mla":

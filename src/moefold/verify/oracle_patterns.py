@@ -3,6 +3,7 @@
 from types import MappingProxyType
 
 from moefold.config.model import ModelConfig
+from moefold.config.patterns import attention_letters
 from moefold.verify.no_formula import no_formula, unknown_kind
 
 LETTERS = MappingProxyType(
@@ -25,7 +26,7 @@ def check_letters(model: ModelConfig) -> None:
 
 def attention_letter(model: ModelConfig, layer: int) -> str:
     """Return the letter of model.attention_pattern of a layer; multi-token prediction layers are as the last one."""
-    return model.attention_letters[min(layer, model.num_layers - 1)]
+    return attention_letters(model.attention_pattern, model.num_layers)[min(layer, model.num_layers - 1)]
 
 
 def has_a_gate_per_head(model: ModelConfig) -> bool:

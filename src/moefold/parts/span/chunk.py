@@ -1,0 +1,19 @@
+"""Attention chunks (Llama 4): a document is divided from its start on, and each token attends within its chunk."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from moefold.config.groups.span import SpanPart
+from moefold.config.part import FlatKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSpan(SpanPart):
+    """Attend within a chunk of the document."""
+
+    tokens: Annotated[int, FlatKey("model.attention_chunk_size")]
+
+    @property
+    def chunk(self) -> int:
+        """The tokens."""
+        return self.tokens
