@@ -87,7 +87,7 @@ def test_a_count_notices_one_more_place(counted, count, snippet):
         ("cost/snippet.py", "kind_comparisons", "device.type == 'cuda'"),
         ("cost/snippet.py", "comparisons", "kind == 'mla' or layer.kind == 'L'"),
         ("cost/snippet.py", "config_parameters", "def f(model: ModelConfig, cfg): ..."),
-        ("cost/snippet.py", "schema_importers", "from moefold.config.model import ModelConfig"
+        ("cost/snippet.py", "schema_importers", "from moefold.config.model import ModelConfig"),
         ("config/model.py", "mla", "x: Literal['gqa', 'mla']"),
         ("convert/glm_families.py", "mla", "x = 'mla'"),
         ("cost/snippet.py", "mla", "'''mla: latent attention.'''"),

@@ -13,12 +13,11 @@ import torch
 import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
-from moefold.config import model as model_kinds
+from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import readers
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.schema import Config, TrainConfig
-from moefold.cost.layer_spec import FEED_FORWARDS
 from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError
@@ -134,7 +133,7 @@ def test_no_branch_of_the_oracle_has_a_default_over_names():
 
 def test_letters_equal_the_schema():
     assert {key: set(letters) for key, letters in LETTERS.items()} == {
-        "layer_pattern": set(model_kinds.LAYER_KINDS) | set(FEED_FORWARDS),
+        "layer_pattern": set(model_kinds.LAYER_KINDS),
         "attention_pattern": set(model_kinds.ATTENTION_KINDS),
         "rope_pattern": set(model_kinds.ROPE_KINDS),
         "index_pattern": set(model_kinds.INDEX_KINDS),

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
 
-from moefold.config.find import built_in_kinds, groups
-from moefold.config.flat_keys import build_part, flat_keys
-from moefold.config.part import Part
+from moefold.config.find import built_in_kinds, find_part, groups
+from moefold.config.groups.attention import OutputGate, QueryKeyNorm
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -58,7 +58,7 @@ def read_key(recipe: Config, name: str) -> Any:
 
 @cache
 def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
-    """Return the group and kind of the built-in parts that read each recipe key, by "section.key".
+    """Return the group and kind of the built-in parts of a recipe that read each recipe key, by "section.key".
 
     Keys that no part reads as a setting of its own are absent.
     """
@@ -67,4 +67,22 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
         for kind in built_in_kinds(group.group):
             for _, name in flat_keys(group.group, kind):
                 found[name] = (*found.get(name, ()), (group, kind))
+    return found
+
+
+LAYER_GROUPS = ("attention", "ffn", "indexer", "span")
+"""Groups of the parts of layers, which `layers_of` chooses by patterns."""
+
+
+@cache
+def layer_readers() -> dict[str, tuple[Any, ...]]:
+    """Return the classes of parts of layers that read each recipe key, by "section.key".
+
+    Norms are left out: rules say what their keys do not go with.
+    """
+    owners = [find_part(group, kind) for group in LAYER_GROUPS for kind in built_in_kinds(group)]
+    found: dict[str, tuple[Any, ...]] = {}
+    for owner in (*owners, OutputGate, QueryKeyNorm):
+        for _, name in flat_keys_of(owner):
+            found[name] = (*found.get(name, ()), owner)
     return found

@@ -4,14 +4,14 @@ What is asked of a layer is asked of its parts, in `config/groups/`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from moefold.config.flat_keys import build_part, flat_keys
 from moefold.config.groups.attention import (
     AttentionPart,
     OutputGate,
+    QueryKeyNorm,
     RecurrentCore,
     SoftmaxAttentionPart,
     SoftmaxCore,
@@ -19,14 +19,13 @@ from moefold.config.groups.attention import (
 )
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
-from moefold.config.groups.qk_norm import QueryKeyNorm
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part
+from moefold.config.part import Part, build_part, flat_keys
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 
 SPANS = {"W": "window", "C": "chunk"}
 """Kind of the span of a letter of `model.attention_pattern`."""
-FEED_FORWARDS = {"D": "swiglu", "M": "moe"}
+FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}
 """Kind of the feed-forward network of a letter of `model.layer_pattern`."""
 
 
@@ -70,7 +69,7 @@ class Layer:
 
     @cached_property
     def core(self) -> SoftmaxCore | RecurrentCore:
-        """What attention computes without a weight."""
+        """Core of attention: what it computes without a weight."""
         return self.attention.core(self.hidden_size)
 
     def _norm_params(self, name: str, exists: bool) -> Iterator[ParamSpec]:
@@ -84,6 +83,13 @@ class Layer:
         for all of them.
         """
         return _interned(replace(self, attention=replace(self.attention, span=None, has_rope=True)))
+
+    def parts(self) -> Iterator[Any]:
+        """Yield the parts of the layer, and their parts."""
+        yield self.norm
+        for part in (self.attention, self.ffn):
+            yield part
+            yield from (value for field in fields(part) if is_dataclass(value := getattr(part, field.name)))
 
     @property
     def window(self) -> int:
@@ -102,7 +108,7 @@ def _interned(layer: Layer) -> Layer:
 
 
 def layers_of(model: Any) -> tuple[Layer, ...]:
-    """Return the layers of a model in order, followed by those of MTP (multi-token prediction).
+    """Return the layers of a model in order, then the MTP (multi-token prediction) layers.
 
     An MTP layer is as the last one, with an indexer of its own.
 
@@ -125,7 +131,7 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
         row: Layer(
             hidden_size=model.hidden_size,
             attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
-            ffn=_flat_part(model, "ffn", FEED_FORWARDS[row[0]]),
+            ffn=_flat_part(model, "ffn", FEED_FORWARD_KINDS[row[0]]),
             norm=norm,
             norms_input=model.norm_placement != "post",
             norms_output=model.norm_placement != "pre",
@@ -145,7 +151,7 @@ def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> A
     part = replace(part, span=span, has_rope=has_rope)
     if not isinstance(part, SoftmaxAttentionPart):
         return part
-    gate = OutputGate(per_head=model.attention_gate_width == "head") if model.attention_gate else None
+    gate = OutputGate(width=model.attention_gate_width) if model.attention_gate else None
     indexer = _flat_part(model, "indexer", "shared" if is_shared else "lightning") if model.index_topk else None
     part = replace(part, gate=gate, indexer=indexer)
     return part.with_heads(model.head_size, _qk_norm(model))
@@ -156,7 +162,7 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
     if not model.qk_norm:
         return None
     return QueryKeyNorm(
-        over_all_heads=model.qk_norm_width == "all_heads",
+        width=model.qk_norm_width,
         after_rope=model.qk_norm_after_rope,
         has_weight=model.qk_norm_weight,
         in_nope=model.qk_norm_nope,

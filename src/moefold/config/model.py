@@ -300,7 +300,7 @@ class ModelConfig:
 
     @cached_property
     def all_layers(self) -> tuple[Layer, ...]:
-        """`layers`, followed by those of MTP (multi-token prediction)."""
+        """`layers`, then the MTP (multi-token prediction) layers."""
         return layers_of(self)
 
     @cached_property

@@ -6,10 +6,11 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
-from moefold.config.find import kind_of
+from moefold.config.find import find_part, kind_of
 from moefold.config.problem import Problem
 
 
@@ -38,6 +39,9 @@ class Part:
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
 
+    chosen_by: ClassVar[str] = ""
+    """Of a built-in part of a layer: the recipe keys that choose it, as they follow "choose" in a message."""
+
     @property
     def kind(self) -> str:
         """Word by which a recipe names the part."""
@@ -50,3 +54,27 @@ class Part:
     def formula(self) -> Callable[..., Any] | None:
         """Return the part in float64 for the oracle; None: `moefold verify` refuses recipes with it, by name."""
         return None
+
+
+@cache
+def flat_keys_of(owner: Any) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a class of parts with the recipe keys that they are read from, in order."""
+    hints = get_type_hints(owner, include_extras=True)
+    return tuple(
+        (field.name, entry.name)
+        for field in fields(owner)
+        for entry in getattr(hints[field.name], "__metadata__", ())
+        if isinstance(entry, FlatKey)
+    )
+
+
+def flat_keys(group: str, kind: str) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a built-in part with the recipe keys that they are read from, in order."""
+    return flat_keys_of(find_part(group, kind))
+
+
+@lru_cache(maxsize=1024)
+def build_part(group: str, kind: str, values: tuple[Any, ...]) -> Any:
+    """Build a part from the values of its recipe keys, in the order of `flat_keys`."""
+    names = (name for name, _ in flat_keys(group, kind))
+    return find_part(group, kind)(**dict(zip(names, values, strict=True)))

@@ -36,7 +36,7 @@ class BlockSizes:
 
     @property
     def has_c_recurrence(self) -> bool:
-        """Whether linear attention is computed in C, given a compiler."""
+        """Return whether linear attention is computed in C, given a compiler."""
         run = self.cfg.run
         is_supported = run.dtype != "float64" and self.cfg.train.precision == "dtype"
         return self.kernels.device_type == "cpu" and run.kernels in ("auto", "c") and is_supported

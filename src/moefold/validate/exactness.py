@@ -82,7 +82,7 @@ def _mapping(cfg: Config) -> Iterator[str]:
         yield f"moe.dispatch_precision={cfg.moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
 
 
-def _caches_latents(layer: Layer) -> bool:
+def caches_latents(layer: Layer) -> bool:
     """Return whether decoding attends to all cached latents, by projections that training does not use."""
     return isinstance(layer.core, SoftmaxCore) and layer.core.cached_expanded > 0 and not layer.core.selected
 
@@ -91,7 +91,7 @@ def _model(cfg: Config) -> Iterator[str]:
     if cfg.lora.rank:
         yield f"lora.rank={cfg.lora.rank}: the products of adapters are added in another order; train all weights"
     model = cfg.model
-    if cfg.rollout.cache != "heads" and any(_caches_latents(layer) for layer in model.layers):
+    if cfg.rollout.cache != "heads" and any(caches_latents(layer) for layer in model.layers):
         yield (
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"

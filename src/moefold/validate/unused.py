@@ -5,17 +5,17 @@ A key that is left out, or set to its default, is no such setting. Options of an
 """
 
 from moefold.config.align import REWARD_METHODS
-from moefold.config.chosen import chosen, read_key, readers
+from moefold.config.chosen import chosen, layer_readers, read_key, readers
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import MAX_LAYERS
-from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
-from moefold.validate.exactness import inexact_settings
+from moefold.validate.exactness import caches_latents, inexact_settings
 from moefold.validate.lora import UNUSED_LORA_KEYS
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
@@ -25,13 +25,11 @@ from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.spsa import UNUSED_SPSA_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
-from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rope import ROPE_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
-    *LINEAR_ATTENTION_RULES,
     *LAYER_RULES,
     *ROPE_RULES,
     *UNUSED_SPARSE_KEYS,
@@ -53,12 +51,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
-    ),
-    UnusedKeyRule(
-        "model.ffn_hidden_size",
-        lambda cfg: not has_dense_layers(cfg.model),
-        "no layer of model.layer_pattern is D",
-        "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
     ),
     UnusedKeyRule(
         "train.offload_to train.offload_limit_gib train.offload_waits",
@@ -85,12 +77,6 @@ UNUSED_KEY_RULES = (
         "choose run.compile='none'",
     ),
     UnusedKeyRule(
-        "model.sliding_window",
-        lambda cfg: "W" not in cfg.model.attention_pattern,
-        "no layer of model.attention_pattern is W",
-        "choose a pattern with W",
-    ),
-    UnusedKeyRule(
         "model.swiglu_alpha model.swiglu_limit",
         lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
         "only model.moe_activation='clamped_swiglu' reads it",
@@ -107,24 +93,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
         "model.shared_expert_ffn_hidden_size=0 means no shared expert",
         "set model.shared_expert_ffn_hidden_size",
-    ),
-    UnusedKeyRule(
-        "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim",
-        lambda cfg: cfg.model.attention != "mla",
-        "only model.attention='mla' reads it",
-        "choose model.attention='mla'",
-    ),
-    UnusedKeyRule(
-        "model.num_query_groups model.head_dim model.rope_fraction",
-        lambda cfg: cfg.model.attention == "mla",
-        "model.attention='mla' defines its heads by other keys",
-        "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
-    ),
-    UnusedKeyRule(
-        "model.attention_scale",
-        lambda cfg: cfg.model.attention == "mla",
-        "model.attention='mla' scales its scores by the width of its heads and model.rope_mscale_all_dim",
-        "choose model.attention='gqa'",
     ),
     UnusedKeyRule(
         "moe.drop_policy moe.drop_scope",
@@ -286,7 +254,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rollout.cache",
-        lambda cfg: cfg.model.attention != "mla" or cfg.model.index_topk > 0,
+        lambda cfg: not any(caches_latents(layer) for layer in cfg.model.layers),
         "only model.attention='mla' has latents, which sparse attention (model.index_topk) always caches",
         "choose model.attention='mla' without model.index_topk",
     ),
@@ -597,6 +565,12 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     for name in sorted(explicit_keys & readers().keys() - messages.keys()):
         if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
             messages[name] = _describe_unused(cfg, name, *reason)
+    parts = {type(part) for layer in cfg.model.all_layers for part in layer.parts()}
+    for name in sorted(explicit_keys & layer_readers().keys() - messages.keys()):
+        owners = layer_readers()[name]
+        if _is_set(cfg, name) and parts.isdisjoint(owners):
+            remedies = dict.fromkeys(owner.chosen_by for owner in owners)
+            messages[name] = _describe_unused(cfg, name, "no layer reads it", f"choose {join_with_or(list(remedies))}")
     raise_all(messages.values())
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from moefold.config.groups.indexer import IndexerPart
-from moefold.config.groups.qk_norm import QueryKeyNorm
-from moefold.config.groups.span import SpanPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey, Part
 
@@ -88,12 +86,61 @@ class RecurrentCore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpanPart(Part):
+    """Limit of the context of a query."""
+
+    group: ClassVar[str] = "span"
+
+    @property
+    def window(self) -> int:
+        """Most keys that a query attends to, its own included; 0: no limit."""
+        return 0
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the part of a document in which a query attends; 0: the whole document."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryKeyNorm:
+    """RMSNorm over the queries and over the keys."""
+
+    chosen_by: ClassVar[str] = "model.qk_norm=true"
+    width: Annotated[str, FlatKey("model.qk_norm_width")]
+    """Root mean square of each "head", or of "all_heads" of a token together."""
+    after_rope: Annotated[bool, FlatKey("model.qk_norm_after_rope")]
+    has_weight: Annotated[bool, FlatKey("model.qk_norm_weight")]
+    in_nope: bool
+    """Whether layers without RoPE have it."""
+
+    @property
+    def over_all_heads(self) -> bool:
+        """Return whether the root mean square is of all heads together."""
+        return self.width == "all_heads"
+
+    def params(self, heads: int, kv_heads: int, head_dim: int) -> Iterator[ParamSpec]:
+        """Yield the weights of both norms."""
+        query, key = (
+            ParamSpec("query_norm.weight", (head_dim,), "norms"),
+            ParamSpec("key_norm.weight", (head_dim,), "norms"),
+        )
+        if self.over_all_heads:
+            yield replace(query, shape=(heads * head_dim,), tp_dim=0)
+            yield replace(key, shape=(kv_heads * head_dim,), tp_dim=0, tp_heads=kv_heads)
+        elif self.has_weight:
+            yield from (query, key)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionPart(Part):
     """Attention of a layer."""
 
     group: ClassVar[str] = "attention"
     has_adapters: ClassVar[bool] = False
     """Whether its module adds low-rank adapters to its matrices."""
+    has_temperature: ClassVar[bool] = False
+    """Whether layers without RoPE have an attention temperature (`model.nope_temperature_scale`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
     span: SpanPart | None = None
@@ -103,17 +150,17 @@ class AttentionPart(Part):
 
     @property
     def fuses_head_norms(self) -> bool:
-        """Whether norms of heads with weights come right before RoPE, so that one kernel computes both."""
+        """Return whether norms of heads with weights come right before RoPE, so that one kernel computes both."""
         return False
 
     @property
     def selector(self) -> IndexerPart | None:
-        """Where the keys that a query attends to are selected; None: it attends to all."""
+        """Source of the keys that a query attends to; None: it attends to all."""
         return None
 
     @property
     def shares_selection(self) -> bool:
-        """Whether it attends to the keys that an earlier layer selected."""
+        """Return whether it attends to the keys that an earlier layer selected."""
         return self.selector is not None and self.selector.is_shared
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -186,8 +233,14 @@ class AttentionPart(Part):
 class OutputGate:
     """Gate of the output of each head: the sigmoid of a projection of the layer's input (arXiv:2505.06708)."""
 
-    per_head: bool = False
-    """One gate for a whole head, not one for each dim."""
+    chosen_by: ClassVar[str] = "model.attention_gate=true"
+    width: Annotated[str, FlatKey("model.attention_gate_width")]
+    """One gate for the whole "head", or one for each "dim" of it."""
+
+    @property
+    def per_head(self) -> bool:
+        """Return whether a gate belongs to a whole head."""
+        return self.width == "head"
 
     def rows(self, heads: int, value_width: int) -> int:
         """Return the rows of the projection."""
@@ -219,7 +272,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def indexes(self) -> bool:
-        """Whether the layer has an indexer of its own."""
+        """Return whether the layer has an indexer of its own."""
         return self.indexer is not None and not self.indexer.is_shared
 
     @property

@@ -22,9 +22,10 @@ bfloat16."""
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerPart(Part):
-    """Where the selected keys of a layer come from, with the sizes of the indexer that selects them."""
+    """Source of the selected keys of a layer, with the sizes of the indexer that selects them."""
 
     group: ClassVar[str] = "indexer"
+    chosen_by: ClassVar[str] = "a model.index_topk above 0"
     is_shared: ClassVar[bool] = False
     """Whether an earlier layer selects the keys."""
     topk: Annotated[int, FlatKey("model.index_topk")]
@@ -102,7 +103,8 @@ class IndexerPart(Part):
         train = sizes.cfg.train
         scores: int = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
         copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
-        return round(copies * scores * sizes.high_precision_bytes)
+        num_bytes: float = copies * scores * sizes.high_precision_bytes
+        return round(num_bytes)
 
     def _warmup_block_rows(self, sizes: Any, num_heads: int) -> int:
         """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""

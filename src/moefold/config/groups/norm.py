@@ -13,9 +13,8 @@ class NormPart(Part):
     """Norm of the residual stream."""
 
     group: ClassVar[str] = "norm"
-    key: ClassVar[str] = "model.norm"
     saved_numbers: ClassVar[int] = 1
-    """Numbers of a token that are saved for backward beside input and output."""
+    """Numbers of a token that are saved for backward, without input and output."""
     eps: Annotated[float, FlatKey("model.norm_eps")]
 
     def params(self, name: str, width: int) -> Iterator[ParamSpec]:

@@ -1,9 +1,9 @@
 """Attention chunks (Llama 4): a document is divided from its start on, and each token attends within its chunk."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from moefold.config.groups.span import SpanPart
+from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
 
 
@@ -11,6 +11,7 @@ from moefold.config.part import FlatKey
 class ChunkSpan(SpanPart):
     """Attend within a chunk of the document."""
 
+    chosen_by: ClassVar[str] = "a model.attention_pattern with C"
     tokens: Annotated[int, FlatKey("model.attention_chunk_size")]
 
     @property

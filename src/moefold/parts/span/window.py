@@ -1,9 +1,9 @@
 """Sliding window: each token attends to itself and the tokens right before it."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from moefold.config.groups.span import SpanPart
+from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
 
 
@@ -11,6 +11,7 @@ from moefold.config.part import FlatKey
 class WindowSpan(SpanPart):
     """Attend to the nearest tokens."""
 
+    chosen_by: ClassVar[str] = "a model.attention_pattern with W"
     tokens: Annotated[int, FlatKey("model.sliding_window")]
 
     @property

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore, gate_bytes, prefixed
+from moefold.config.groups.attention import QueryKeyNorm, SoftmaxAttentionPart, SoftmaxCore, gate_bytes, prefixed
 from moefold.config.groups.indexer import SELECTION_COPIES
-from moefold.config.groups.qk_norm import QueryKeyNorm
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.cost.saved_tensors import BytesByPart
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 class GqaPart(SoftmaxAttentionPart):
     """Attend with heads projected from the layer's input."""
 
+    chosen_by: ClassVar[str] = "model.attention='gqa' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
+    has_temperature: ClassVar[bool] = True
     num_kv_heads: Annotated[int, FlatKey("model.num_query_groups")]
     head_dim: Annotated[int, FlatKey("model.head_dim")]
     """Width of a head, D."""
@@ -30,6 +31,8 @@ class GqaPart(SoftmaxAttentionPart):
     sinks: Annotated[bool, FlatKey("model.attention_sinks")]
     scale: Annotated[float, FlatKey("model.attention_scale")]
     """Factor of the scores; 0: 1 / sqrt(head_dim)."""
+    rope_fraction: Annotated[float, FlatKey("model.rope_fraction")]
+    """Share of the dims of a head to which RoPE is applied."""
     qk_norm: QueryKeyNorm | None = None
 
     @property

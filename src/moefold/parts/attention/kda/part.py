@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class KdaPart(DeltaRulePart):
     """Decay each key channel, with decays and gate projected through low ranks or directly."""
 
+    chosen_by: ClassVar[str] = "model.linear_attention='kda' with L in model.attention_pattern"
     torch_recurrence: ClassVar[Factors] = ((1.7, 3.2, 34.4, 2.5, 0.0), (1.7, 0.1, 34.5, 2.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((2.0, 10.7, 3.5, 4.3, 1.0), (2.0, 7.6, 3.5, 3.3, 1.0))
     full_rank_gates: Annotated[bool, FlatKey("model.linear_full_rank_gates")]

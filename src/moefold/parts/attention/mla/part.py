@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class MlaPart(SoftmaxAttentionPart):
     """Attend with heads projected from latents; with an indexer, in the space of the latents."""
 
+    chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
     q_lora_rank: Annotated[int, FlatKey("model.q_lora_rank")]
     """Width of the query latent; 0: queries are projected from the hidden state."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class ShortConvolutionPart(AttentionPart):
     """Mix the last tokens of each channel."""
 
+    chosen_by: ClassVar[str] = "model.linear_attention='short_convolution' with L in model.attention_pattern"
     is_recurrent: ClassVar[bool] = True
     conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
     has_bias: Annotated[bool, FlatKey("model.linear_conv_bias")]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class MoePart(FeedForwardPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
 
+    chosen_by: ClassVar[str] = "a model.layer_pattern with M"
     is_routed: ClassVar[bool] = True
     num_experts: Annotated[int, FlatKey("model.num_experts")]
     top_k: Annotated[int, FlatKey("model.top_k")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.ffn import FeedForwardPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class SwiGluPart(FeedForwardPart):
     """Multiply an up projection by the SiLU of a gate projection, and project back."""
 
+    chosen_by: ClassVar[str] = "a model.layer_pattern with D, or set model.moe_ffn_hidden_size, the width of an expert"
     width: Annotated[int, FlatKey("model.ffn_hidden_size")]
     """Inner width."""
 
