@@ -1,31 +1,26 @@
 """The parts that a recipe chooses, built from its keys. Torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
+from moefold.config.model import ModelConfig
 from moefold.config.part import Part, build_part, flat_keys, flat_keys_of
-from moefold.config.schema import Config
+from moefold.config.schema import Config, MoEConfig
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
+def chosen(recipe: "Config | RoutingSections", group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, or the sections that the group reads.
         group: the base class of the group, from `config/groups/`.
     """
-    value = read_key(recipe, group.key)
-    if isinstance(value, str):
-        value = build_part(
-            group.group, value, tuple(read_key(recipe, name) for _, name in flat_keys(group.group, value))
-        )
-    assert isinstance(value, group), "the loader builds parts of the group of the key"
-    return value
+    return _choose(lambda name: read_key(recipe, name), group)
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
@@ -35,10 +30,22 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
         section: the section of a recipe, such as `cfg.train`.
         group: the base class of the group.
     """
-    value = getattr(section, group.key.partition(".")[2])
+    return _choose(lambda name: getattr(section, name.partition(".")[2]), group)
+
+
+class RoutingSections(NamedTuple):
+    """The sections that the parts of routing read."""
+
+    model: ModelConfig
+    moe: MoEConfig
+
+
+def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
+    value = read(group.key)
     if isinstance(value, str):
-        names = (name.partition(".")[2] for _, name in flat_keys(group.group, value))
-        value = build_part(group.group, value, tuple(getattr(section, name) for name in names))
+        keys = flat_keys(group.group, value)
+        values = (_choose(read, key) if isinstance(key, type) else read(key) for _, key in keys)
+        value = build_part(group.group, value, tuple(values))
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
@@ -50,7 +57,7 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
         yield part
 
 
-def read_key(recipe: Config, name: str) -> Any:
+def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
     """Return the value of a recipe key, named as "section.key"."""
     section, _, key = name.partition(".")
     return getattr(getattr(recipe, section), key)
@@ -65,7 +72,8 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     found: dict[str, tuple[tuple[type[Part], str], ...]] = {}
     for group in groups():
         for kind in built_in_kinds(group.group):
-            for _, name in flat_keys(group.group, kind):
+            for _, key in flat_keys(group.group, kind):
+                name = key.key if isinstance(key, type) else key
                 found[name] = (*found.get(name, ()), (group, kind))
     return found
 
@@ -83,6 +91,7 @@ def layer_readers() -> dict[str, tuple[Any, ...]]:
     owners = [find_part(group, kind) for group in LAYER_GROUPS for kind in built_in_kinds(group)]
     found: dict[str, tuple[Any, ...]] = {}
     for owner in (*owners, OutputGate, QueryKeyNorm):
-        for _, name in flat_keys_of(owner):
+        for _, key in flat_keys_of(owner):
+            name = str(key)
             found[name] = (*found.get(name, ()), owner)
     return found

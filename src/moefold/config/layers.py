@@ -173,5 +173,5 @@ def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
     """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
     if isinstance(kind, Part):
         return kind
-    keys = (name.removeprefix("model.") for _, name in flat_keys(group, kind))
+    keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
     return build_part(group, kind, tuple(getattr(model, key) for key in keys))

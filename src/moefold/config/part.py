@@ -5,12 +5,12 @@ formula in the same folder. The name of the file is the kind that a recipe write
 settings, and its methods answer everything else that is asked of it. `config/groups/` has the base class of each group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
-from moefold.config.find import find_part, kind_of
+from moefold.config.find import find_group, find_part, kind_of
 from moefold.config.problem import Problem
 
 
@@ -51,25 +51,33 @@ class Part:
         """Yield what this part does not go with in a recipe, a `Config`. Bounds of one setting stand on its field."""
         yield from ()
 
-    def formula(self) -> Callable[..., Any] | None:
-        """Return the part in float64 for the oracle; None: `moefold verify` refuses recipes with it, by name."""
+    def formula(self) -> Any:
+        """Return the part in float64 for the oracle: a function, or a named tuple of functions and facts.
+
+        None: `moefold verify` refuses recipes with it, by name.
+        """
         return None
 
 
 @cache
-def flat_keys_of(owner: Any) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a class of parts with the recipe keys that they are read from, in order."""
+def flat_keys_of(owner: Any) -> tuple[tuple[str, str | type[Part]], ...]:
+    """Return the fields of a class of parts, in order, with what they are read from: a recipe key, or a group."""
     hints = get_type_hints(owner, include_extras=True)
+    found = ((f.name, entry) for f in fields(owner) for entry in getattr(hints[f.name], "__metadata__", ()))
     return tuple(
-        (field.name, entry.name)
-        for field in fields(owner)
-        for entry in getattr(hints[field.name], "__metadata__", ())
-        if isinstance(entry, FlatKey)
+        (name, entry.name if isinstance(entry, FlatKey) else find_group(entry.group))
+        for name, entry in found
+        if isinstance(entry, FlatKey | KindOf)
     )
 
 
-def flat_keys(group: str, kind: str) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a built-in part with the recipe keys that they are read from, in order."""
+def flat_keys(group: str, kind: str) -> tuple[tuple[str, str | type[Part]], ...]:
+    """Return the fields of a built-in part, in order, with what they are read from: a recipe key, or a group of parts.
+
+    Args:
+        group: the folder of `parts/`.
+        kind: a built-in kind of it.
+    """
     return flat_keys_of(find_part(group, kind))
 
 

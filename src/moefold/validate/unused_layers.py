@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import AttentionPart
+from moefold.config.groups.choice import ChoicePart
 from moefold.config.model import ModelConfig
 from moefold.validate.unused_rule import UnusedKeyRule
 
@@ -25,7 +27,9 @@ LAYER_RULES = (
     ),
     UnusedKeyRule(
         "model.active_experts",
-        lambda cfg: not (cfg.model.zero_experts and cfg.model.expert_bias and cfg.moe.choice == "topk"),
+        lambda cfg: (
+            not (cfg.model.zero_experts and cfg.model.expert_bias and chosen_in(cfg.moe, ChoicePart).scores_decide)
+        ),
         "no expert bias balances experts against zero-computation experts",
         "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
     ),

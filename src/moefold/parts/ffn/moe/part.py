@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.chosen import chosen
 from moefold.config.groups.attention import prefixed
 from moefold.config.groups.ffn import FeedForwardPart, swiglu_params
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
@@ -89,9 +91,8 @@ class MoePart(FeedForwardPart):
             sizes.high_precision_bytes + INT_BYTES
         )
         saved["router"] += sizes.tokens * routing_bytes
-        if sizes.cfg.model.router_softmax == "sparsemixer":
-            # For each choice a softmax and two masks.
-            saved["router"] += sizes.tokens * self.top_k * self.num_choices * (sizes.high_precision_bytes + 2)
+        score = chosen(sizes.cfg, RouterScorePart)
+        saved["router"] += sizes.tokens * score.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
         if sizes.cfg.moe.input_jitter:
             # The noise and the product with it, in the type of the logits.
             saved["router"] += 2 * sizes.tokens * sizes.cfg.model.hidden_size * sizes.high_precision_bytes
