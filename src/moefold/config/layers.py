@@ -23,6 +23,11 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 
+LAYER_KEYS = (
+    "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
+    "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+)  # fmt: skip
+"""Recipe keys that choose the parts of the layers."""
 SPANS = {"W": "window", "C": "chunk"}
 """Kind of the span of a letter of `model.attention_pattern`."""
 FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}

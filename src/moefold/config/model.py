@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
-from moefold.config.groups.attention import RecurrentCore
+from moefold.config.groups.attention import AttentionPart, RecurrentCore
 from moefold.config.layers import Layer, layers_of
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.part import KindOf, Part
@@ -28,7 +28,7 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: Annotated[int, at_least(0, "0: hidden_size/num_attention_heads"), Most(MAX_WIDTH)] = 0
     """Width of one head, D; 0: hidden_size / num_attention_heads."""
-    attention: Literal["gqa", "mla"] = "gqa"
+    attention: Annotated[str | Part, KindOf("attention", ("gqa", "mla"))] = "gqa"
     """gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values of all heads come
     from one latent (DeepSeek-V2)."""
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
@@ -139,7 +139,9 @@ class ModelConfig:
     attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
-    linear_attention: Literal["gated_deltanet", "kda", "gla", "short_convolution"] = "gated_deltanet"
+    linear_attention: Annotated[
+        str | Part, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))
+    ] = "gated_deltanet"
     """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
@@ -291,6 +293,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
+        if isinstance(self.attention, AttentionPart):
+            return int(self.attention.rotary_dim)
         return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
 
     @property

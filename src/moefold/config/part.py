@@ -25,6 +25,8 @@ class KindOf(NamedTuple):
     """Mark of a recipe key whose value is the kind of a part of a group, or a table with `kind`."""
 
     group: str
+    words: tuple[str, ...] = ()
+    """Built-in kinds that the key may name; empty: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
+from typing import Any
+
 from moefold.config.align import REWARD_METHODS
 from moefold.config.chosen import chosen, chosen_in, layer_readers, read_key, readers
 from moefold.config.groups.choice import ChoicePart
@@ -537,13 +539,17 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     for name in sorted(explicit_keys & readers().keys() - messages.keys()):
         if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
             messages[name] = _describe_unused(cfg, name, *reason)
-    parts = {type(part) for layer in cfg.model.all_layers for part in layer.parts()}
-    for name in sorted(explicit_keys & layer_readers().keys() - messages.keys()):
-        owners = layer_readers()[name]
-        if _is_set(cfg, name) and parts.isdisjoint(owners):
+    for name, owners in keys_of_absent_parts(cfg.model).items():
+        if name in explicit_keys - messages.keys() and _is_set(cfg, name):
             remedies = dict.fromkeys(owner.chosen_by for owner in owners)
             messages[name] = _describe_unused(cfg, name, "no layer reads it", f"choose {join_with_or(list(remedies))}")
     raise_all(messages.values())
+
+
+def keys_of_absent_parts(model: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the keys that no layer of a model reads, with the classes of parts that would."""
+    parts = {type(part) for layer in model.all_layers for part in layer.parts()}
+    return {name: owners for name, owners in layer_readers().items() if parts.isdisjoint(owners)}
 
 
 def _has_layers(model: ModelConfig) -> bool:

@@ -1,13 +1,17 @@
 """Attention of a layer, softmax or linear: its parameters, what it computes without a weight, what it caches."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey, Part
+
+LinearFormula = Callable[[Mapping[str, Any], Any, float], Any]
+"""Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
+epsilon of norms -> its output [S, H]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,10 @@ class SpanPart(Part):
         """Most keys that a query attends to, its own included; 0: no limit."""
         return 0
 
+    def formula(self) -> Callable[[Any], Any] | None:
+        """Return what a query does not see: positions in documents [B, S] -> bool [B, S queries, S keys]."""
+        return None
+
     @property
     def chunk(self) -> int:
         """Tokens of the part of a document in which a query attends; 0: the whole document."""
@@ -143,6 +151,8 @@ class AttentionPart(Part):
     """Whether layers without RoPE have an attention temperature (`model.nope_temperature_scale`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
+    rotary_dim: ClassVar[Any] = 0
+    """Of a part of another package: dims of a head to which RoPE is applied; built-in parts read the recipe's keys."""
     span: SpanPart | None = None
     """Limit of the context of a query; None: causality alone."""
     has_rope: bool = True

@@ -1,7 +1,8 @@
 """Attention chunks (Llama 4): a document is divided from its start on, and each token attends within its chunk."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
@@ -18,3 +19,7 @@ class ChunkSpan(SpanPart):
     def chunk(self) -> int:
         """The tokens."""
         return self.tokens
+
+    def formula(self) -> Callable[[Any], Any]:
+        """Return the keys of other chunks."""
+        return lambda positions: positions[:, :, None] // self.tokens != positions[:, None, :] // self.tokens

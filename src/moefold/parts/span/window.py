@@ -1,7 +1,8 @@
 """Sliding window: each token attends to itself and the tokens right before it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
@@ -18,3 +19,7 @@ class WindowSpan(SpanPart):
     def window(self) -> int:
         """The tokens."""
         return self.tokens
+
+    def formula(self) -> Callable[[Any], Any]:
+        """Return the keys that are too far back."""
+        return lambda positions: positions[:, :, None] - positions[:, None, :] >= self.tokens

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.attention import RecurrentCore, norm_param
+from moefold.config.groups.attention import LinearFormula, RecurrentCore, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
@@ -55,3 +56,9 @@ class GlaPart(LinearAttentionPart):
         from moefold.model.gated_linear_attention import GatedLinearAttention
 
         return GatedLinearAttention(model)
+
+    def formula(self) -> LinearFormula:
+        """Return the output for the tokens of one document; see base class."""
+        from moefold.parts.attention.gla.oracle import output
+
+        return partial(output, self)

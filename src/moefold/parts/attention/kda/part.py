@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.attention import norm_param
+from moefold.config.groups.attention import LinearFormula, norm_param
 from moefold.config.groups.linear_attention import DeltaRulePart, Factors
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
@@ -54,3 +55,9 @@ class KdaPart(DeltaRulePart):
         from moefold.model.delta_attention import KimiDeltaAttention
 
         return KimiDeltaAttention(model)
+
+    def formula(self) -> LinearFormula:
+        """Return the output for the tokens of one document; see base class."""
+        from moefold.parts.attention.kda.oracle import output
+
+        return partial(output, self)

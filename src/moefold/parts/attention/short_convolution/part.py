@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.groups.attention import AttentionPart, LinearFormula, RecurrentCore
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.cost.saved_tensors import BytesByPart
@@ -68,3 +69,9 @@ class ShortConvolutionPart(AttentionPart):
         from moefold.model.short_convolution import ShortConvolution
 
         return ShortConvolution(model)
+
+    def formula(self) -> LinearFormula:
+        """Return the output for the tokens of one document; see base class."""
+        from moefold.parts.attention.short_convolution.oracle import output
+
+        return partial(output, self)
