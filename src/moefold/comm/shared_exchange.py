@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
 from moefold.comm.groups import Group
+from moefold.comm.pipe_barrier import PipeBarrier, open_pipe_barrier
 from moefold.comm.shared_memory import open_shared_memory
 from moefold.errors import RunError
 
@@ -25,10 +26,12 @@ class SharedExchange:
 
     Args:
         memory: shared memory, uint8 [2 * group.size * PIECE_BYTES].
+        barrier: of the members.
         group: the members.
     """
 
-    def __init__(self, memory: Tensor, group: Group) -> None:
+    def __init__(self, memory: Tensor, barrier: PipeBarrier, group: Group) -> None:
+        self._barrier = barrier
         self._halves = memory.view(2, group.size, PIECE_BYTES)
         self._group = group
         self._turn = 0
@@ -50,7 +53,7 @@ class SharedExchange:
             slots = self._next_half(out.dtype)
             count = pieces[0].numel()
             slots[self._group.rank, :count].copy_(pieces[self._group.rank])
-            dist.barrier(self._group.handle)
+            self._barrier.wait()
             for member, piece in enumerate(pieces):
                 if member != self._group.rank:
                     piece.copy_(slots[member, :count])
@@ -68,7 +71,7 @@ class SharedExchange:
             count = total.numel()
             for slot, piece in zip(slots[rank], (*pieces[:rank], *pieces[rank + 1 :]), strict=True):
                 slot[:count].copy_(piece)
-            dist.barrier(self._group.handle)
+            self._barrier.wait()
             received = [slots[member, rank - (rank > member), :count] for member in range(size) if member != rank]
             terms = [*received[:rank], pieces[rank], *received[rank:]]
             sum_in_order(terms, total)
@@ -85,7 +88,8 @@ def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange |
         return None
     try:
         memory = open_shared_memory(2 * group.size * PIECE_BYTES, group, "the exchange of shards")
+        barrier = open_pipe_barrier(group)
     except RunError:
         # On all members: they are on several machines, or in containers that do not see each other.
         return None
-    return SharedExchange(memory, group)
+    return SharedExchange(memory, barrier, group)
