@@ -402,7 +402,7 @@ def run_fsdp_post_backward(module: nn.Module) -> None:
     _fsdp_state(module)._root_post_backward_final_callback()
 
 
-def fsdp_param_group(module: nn.Module) -> Any:
+def fsdp_param_group(module: nn.Module | FSDPModule) -> Any:
     """Return the parameter group of an FSDP module; None for other modules and those without parameters."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
@@ -412,6 +412,38 @@ def fsdp_param_groups(root: nn.Module | FSDPModule) -> Iterator[Any]:
     for state in _fsdp_state(root)._state_ctx.all_states:
         if state._fsdp_param_group is not None:
             yield state._fsdp_param_group
+
+
+def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[[], None]) -> None:
+    """Let a parameter group gather its parameters by a function, into tensors that are never freed.
+
+    Args:
+        group: a parameter group that has not been gathered yet.
+        outputs: memory of each parameter, flat, padded, in the compute type.
+        gather: fills `outputs`.
+    """
+    for param, output in zip(group.fsdp_params, outputs, strict=True):
+        assert not param.all_gather_outputs
+        param.all_gather_outputs = [output]
+        param.free_unsharded_param = lambda: None
+
+    def unshard(async_op: bool = False) -> None:
+        if group.is_unsharded:
+            return
+        assert group.is_sharded
+        gather()
+        for param in group.fsdp_params:
+            param.init_unsharded_param()
+        group._to_unsharded()
+
+    # `wait_for_unshard` finds that nothing is in flight.
+    group.unshard = unshard
+
+
+def fsdp_shard(param: Any) -> Tensor:
+    """Return the padded shard of a member of a parameter group, flat, as it is to be gathered."""
+    shard: Tensor = param._sharded_param_data
+    return shard
 
 
 def fsdp_group_size(group: Any) -> int:
