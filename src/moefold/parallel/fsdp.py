@@ -443,5 +443,5 @@ def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero
 def _modules_by_group(stages: Sequence[nn.Module]) -> tuple[list[FSDPModule], list[FSDPModule]]:
     """Return the FSDP modules of dense parameters and of experts."""
     modules = [module for stage in stages for module in _fsdp_modules(stage)]
-    experts = [module for module in modules if isinstance(module, Experts)]
+    experts: list[FSDPModule] = [module for module in modules if isinstance(module, Experts)]
     return [module for module in modules if not isinstance(module, Experts)], experts
