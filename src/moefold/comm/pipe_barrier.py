@@ -23,7 +23,7 @@ class _Round:
     """A round of a barrier: tell one member that this one has arrived, and wait until another one has."""
 
     sends_to: int
-    """Descriptor of the pipe of the member that is told."""
+    """Descriptor of the pipe of the member that gets this one's byte."""
     receives_from: int
     """Descriptor of this rank's pipe."""
     awaited: int

@@ -441,7 +441,7 @@ def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[
 
 
 def fsdp_shard(param: Any) -> Tensor:
-    """Return the padded shard of a member of a parameter group, flat, as it is to be gathered."""
+    """Return the padded shard of a member of a parameter group, flat."""
     shard: Tensor = param._sharded_param_data
     return shard
 
