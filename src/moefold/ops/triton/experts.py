@@ -203,7 +203,7 @@ class TritonExpertOps(GroupedExpertOps):
         """Run the fastest candidate; while candidates are timed, each gathers rows that are not materialized yet."""
         rows = operands[0]
         needs_gather = tuple(not operand.is_materialized for operand in operands)
-        key = TuningKey(op, rows.num_rows, (rows.values.dtype, rows.values.shape[1], needs_gather, *shape))
+        key = TuningKey(op, rows.num_rows, (rows.values.shape[1], needs_gather, *shape, rows.values.dtype))
 
         def timed(candidate: Callable[..., ResultT]) -> ResultT:
             return candidate(*(o if o.is_materialized else replace(o) for o in operands))
