@@ -1,11 +1,27 @@
-"""Memory of the weights of further models in reinforcement learning: of the reference, and of sampling. Torch-free."""
+"""Memory of reinforcement learning besides the step: weights of further models, and draws of tokens. Torch-free."""
 
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import rollouts_at_once
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
 from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
+
+MAX_WEIGHTS = 1 << 24
+"""Weights of tokens that are computed at a time to draw from them; one row may have more."""
+BYTES_OF_A_WEIGHT = 24
+"""Bytes that a draw has in memory for each weight: scaled logits, powers and integers of 8 bytes. Top-k and top-p,
+which rollouts of training do not use, take up to 41."""
+
+
+def drawn_bytes(cfg: Config) -> int:
+    """Return the bytes of the draws of a pass on a rank that draws: the first over tp, of the last pipeline stage."""
+    if cfg.rollout.engine == "vllm":
+        return 0
+    vocab = cfg.model.vocab_size
+    at_once = min(rollouts_at_once(cfg), max(1, MAX_WEIGHTS // vocab))
+    return at_once * vocab * BYTES_OF_A_WEIGHT
 
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:
