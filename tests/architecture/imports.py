@@ -32,6 +32,7 @@ FLOORS = (
     ("comm",),
     ("ops",),
     ("model",),
+    ("parts",),
     ("objectives",),
     ("offload",),
     ("optim",),

@@ -1,12 +1,10 @@
 """Names of other software are answered with moefold's: keys, values, matrices, and options of commands."""
 
-from typing import get_args
-
 import pytest
 
 from moefold.cli.main import main
 from moefold.config.aliases import ANSWER_OF, KEY_OF, MATRIX_OF, OPTION_OF, RELATED_KEY_OF, VALUE_OF, key_hint
-from moefold.config.suggestions import key_types, sections
+from moefold.config.suggestions import choices_of, key_types, sections
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 
@@ -23,7 +21,7 @@ def test_the_table_names_keys_and_values_that_exist():
     assert {*KEY_OF.values(), *RELATED_KEY_OF.values()} <= OUR_KEYS
     for (key, theirs), ours in VALUE_OF.items():
         section, _, name = key.partition(".")
-        values = get_args(key_types(section)[name])
+        values = choices_of(section, name)
         assert ours in values, key
         assert theirs not in values, (key, theirs)
 

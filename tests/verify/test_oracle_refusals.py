@@ -15,6 +15,8 @@ from moefold.cli.main import main
 from moefold.cli.verify import verify
 from moefold.config import model as model_kinds
 from moefold.config.align import AlignConfig
+from moefold.config.chosen import readers
+from moefold.config.find import built_in_kinds, groups
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.layer_spec import FEED_FORWARDS
 from moefold.data import ProgramData
@@ -66,13 +68,17 @@ def test_each_key_is_in_one_class():
 
 
 def test_each_key_of_a_formula_is_read_somewhere():
-    """The sources of the oracle, or a property of the recipe, must name it; runs of the tables show that it counts."""
+    """The sources of the oracle, or a property of the recipe, must name it; runs of the tables show that it counts.
+
+    Fields of a part are read by its formula: `tests/parts/test_parts.py`.
+    """
     config = [ast.parse(path.read_text()) for path in Path(model_kinds.__file__).parent.glob("*.py")]
     named = {node.attr for tree in [*SOURCES, *config] for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     # The patterns are read by their keys in LETTERS.
     keys = {name.split(".")[1] for name in f"{FORMULA_KEYS} {SITES_FORMULA_KEYS}".split()} - set(LETTERS)
     unread = {"precision", "density", "values", "residual", "moments", "weigh"}
-    assert keys - named - unread == set()
+    of_parts = {name.split(".")[1] for name in (*readers(), *(group.key for group in groups()))}
+    assert keys - named - unread - of_parts == set()
 
 
 @pytest.mark.parametrize("key", KINDS)
@@ -97,7 +103,7 @@ def _is_kind(part: ast.expr, aliases: set[str]) -> bool:
     """Return whether an expression is the name of a kind: a key of a section, or a variable with its value."""
     if isinstance(part, ast.Name):
         return part.id in aliases
-    names = {key.split(".")[1] for key in KINDS}
+    names = {key.split(".")[1] for key in (*KINDS, *(group.key for group in groups()))}
     owner, _, attribute = ast.unparse(part).rpartition(".")
     return attribute in names and owner.split(".")[-1] in ("model", "moe", "train", "sites", "loss")
 
@@ -377,7 +383,7 @@ def test_verify_says_what_it_does_not_compare(monkeypatch, capsys, words, note):
     assert f"note         NOT covered: {note}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", get_args(get_type_hints(TrainConfig)["lr_schedule"]))
+@pytest.mark.parametrize("kind", built_in_kinds("lr_schedule"))
 def test_the_learning_rate_equals_training(kind):
     for warmup, decay, steps in product((0, 1, 3, 12), (0, 2, 9), (1, 2, 10, 11)):
         train = TrainConfig(lr_schedule=kind, lr=0.3, min_lr=0.1, warmup_steps=warmup, decay_steps=decay)

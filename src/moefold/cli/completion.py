@@ -6,14 +6,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import shtab
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.main import COMMANDS
 from moefold.config.presets import preset_names, shipped_files
-from moefold.config.suggestions import key_types, sections
+from moefold.config.suggestions import choices_of, key_types, sections
 from moefold.terminal import print_escaped
 
 SHELLS = ("bash", "zsh", "fish")
@@ -168,8 +168,8 @@ def _key_values() -> Iterator[tuple[str, list[str]]]:
         for key, hint in key_types(section).items():
             if hint is bool:
                 yield f"{section}.{key}", ["true", "false"]
-            elif get_origin(hint) is Literal:
-                yield f"{section}.{key}", [str(value) for value in get_args(hint)]
+            elif choices := choices_of(section, key):
+                yield f"{section}.{key}", [str(value) for value in choices]
     yield "model.preset", list(preset_names())
 
 

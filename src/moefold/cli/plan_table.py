@@ -1,14 +1,14 @@
 """Tables of `moefold plan`, and parsing of axis options such as `tp=2,ep=8`."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from moefold.cli.screen import Column, print_columns
 from moefold.config.limits import parse_count
 from moefold.config.schema import RECOMPUTE_PARTS
-from moefold.config.suggestions import closest_match, join_with_or, key_types
+from moefold.config.suggestions import choices_of, closest_match, join_with_or
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
 from moefold.planner.mapping import ParallelMapping, format_compact_degrees, format_seconds
@@ -153,7 +153,7 @@ def _parse_value(key: str, text: str, label: str) -> Any:
             raise ConfigError(f"{label} must be {legal}")
         return number
     if key in CHOICE_AXES:
-        choices = [choice for choice in get_args(key_types("parallel")[key]) if _is_searched(key, choice)]
+        choices = [choice for choice in choices_of("parallel", key) if _is_searched(key, choice)]
         if text not in choices:
             guess = closest_match(text, choices)
             raise ConfigError(

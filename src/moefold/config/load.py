@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,8 +23,9 @@ from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sites import method_values
 from moefold.config.suggestions import (
+    choices_of,
     closest_match,
-    describe_type,
+    describe_key,
     explain_unknown_key,
     explain_unknown_section,
     key_types,
@@ -153,17 +154,17 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
                 elif reason := value_unsupported_reason(key_types(section)[key], max_magnitude(section, key), value):
                     problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {reason}"
-                elif not _has_exact_type(value, key_types(section)[key]):
+                elif not _has_exact_type(section, key, value):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)
     return problems
 
 
-def _has_exact_type(value: Any, hint: Any) -> bool:
+def _has_exact_type(section: str, key: str, value: Any) -> bool:
     """Return whether a value is finite, not oversized and, for a choice, of its exact type."""
     if is_oversized(value):
         return False
-    if get_origin(hint) is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if choices := choices_of(section, key):
+        return any(value == choice and type(value) is type(choice) for choice in choices)
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -190,10 +191,10 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
 
 
 def _type_problem(section: str, key: str, value: Any) -> str:
-    expected = describe_type(key_types(section)[key])
+    expected = describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
-    choices = [choice for choice in get_args(key_types(section)[key]) if isinstance(choice, str)]
+    choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]

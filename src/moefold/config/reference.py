@@ -15,7 +15,7 @@ from moefold.config.bounds import own_maxima
 from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.method_defaults import LR_KEY, rates_table, rates_text
 from moefold.config.presets import preset_names, preset_summary
-from moefold.config.suggestions import closest_match, default_of, describe_type, key_types, sections
+from moefold.config.suggestions import closest_match, default_of, describe_key, key_types, sections
 from moefold.errors import ConfigError
 
 PAGE_WIDTH = 118
@@ -35,8 +35,8 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     """Return the keys of one section, in schema order."""
     help_texts = _field_help(sections()[section])
     keys = (
-        RecipeKey(f"{section}.{key}", describe_type(hint), json.dumps(default_of(section, key)), help_texts[key])
-        for key, hint in key_types(section).items()
+        RecipeKey(f"{section}.{key}", describe_key(section, key), json.dumps(default_of(section, key)), help_texts[key])
+        for key in key_types(section)
     )
     return tuple(
         replace(key, default="by method", help=f"{key.help} {rates_text()}") if key.name == LR_KEY else key

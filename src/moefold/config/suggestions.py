@@ -13,6 +13,8 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
+from moefold.config.find import kinds
+from moefold.config.part import KindOf
 from moefold.config.schema import Config
 
 
@@ -86,6 +88,23 @@ def key_types(section: str) -> dict[str, Any]:
     """Return the type of each key of one section, in schema order."""
     hints = get_type_hints(sections()[section])
     return {f.name: hints[f.name] for f in fields(sections()[section])}
+
+
+@cache
+def choices_of(section: str, key: str) -> tuple[Any, ...]:
+    """Return the values that a key chooses from; empty: it takes any value of its type."""
+    hint = get_type_hints(sections()[section], include_extras=True)[key]
+    groups = [entry.group for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
+    if groups:
+        return kinds(groups[0])
+    plain = key_types(section)[key]
+    return get_args(plain) if get_origin(plain) is Literal else ()
+
+
+def describe_key(section: str, key: str) -> str:
+    """Describe the type of a key, as `describe_type` does; the kinds of a part are its choices."""
+    choices = choices_of(section, key)
+    return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(key_types(section)[key])
 
 
 @cache

@@ -29,7 +29,7 @@ _VALIDATION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class TaskProblem:
     """A prompt with its answer."""
 
     prompt: str
@@ -39,21 +39,21 @@ class Problem:
     """What the reward function gets, by name."""
 
 
-def sort_problem(draw: Draw, size: int) -> Problem:
+def sort_problem(draw: Draw, size: int) -> TaskProblem:
     """Draw digits to sort."""
     digits = "".join(str(draw(10)) for _ in range(size))
     answer = "".join(sorted(digits))
-    return Problem(f"{digits}->", answer, {"answer": answer})
+    return TaskProblem(f"{digits}->", answer, {"answer": answer})
 
 
-def add_problem(draw: Draw, size: int) -> Problem:
+def add_problem(draw: Draw, size: int) -> TaskProblem:
     """Draw two numbers of at most `size` digits to add."""
     first = draw(10**size)
     second = draw(10**size)
-    return Problem(f"{first}+{second}=", str(first + second), {"answer": str(first + second)})
+    return TaskProblem(f"{first}+{second}=", str(first + second), {"answer": str(first + second)})
 
 
-def countdown_problem(draw: Draw, size: int) -> Problem:
+def countdown_problem(draw: Draw, size: int) -> TaskProblem:
     """Draw numbers and a target that they reach by + - *, each used once.
 
     The prompt has the numbers in ascending order, so that a held-out problem is not trained on in another order. The
@@ -65,7 +65,7 @@ def countdown_problem(draw: Draw, size: int) -> Problem:
         if 0 <= target <= MAX_COUNTDOWN_TARGET:
             numbers = sorted(shuffled)
             prompt = f"{','.join(map(str, numbers))}={target}:"
-            return Problem(prompt, text, {"numbers": numbers, "target": target})
+            return TaskProblem(prompt, text, {"numbers": numbers, "target": target})
     raise AssertionError("some expression has a target in the range")
 
 
@@ -86,7 +86,7 @@ def _random_expression(draw: Draw, numbers: Sequence[int]) -> tuple[str, int]:
     return text, value
 
 
-TASKS: Mapping[str, Callable[[Draw, int], Problem]] = {
+TASKS: Mapping[str, Callable[[Draw, int], TaskProblem]] = {
     "sort": sort_problem,
     "add": add_problem,
     "countdown": countdown_problem,
@@ -125,7 +125,7 @@ class Problems:
         self._key = hash_ints(0, _VALIDATION) if is_validation else hash_ints(seed)
         self._is_validation = is_validation
 
-    def problem(self, number: int) -> Problem:
+    def problem(self, number: int) -> TaskProblem:
         """Return a problem.
 
         Raises:

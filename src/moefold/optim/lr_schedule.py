@@ -1,4 +1,4 @@
-"""Learning-rate schedules: warm-up, then cosine, linear, WSD or constant. Pure and torch-free.
+"""Learning rate of a step: the warm-up, then the schedule of the recipe (`parts/lr_schedule/`). Torch-free.
 
 A schedule is a function of the step and of run.steps: a run that goes on with other settings has another schedule from
 there on, whose rate need not continue the first one's. `describe_schedule_change` says so.
@@ -7,8 +7,11 @@ there on, whose rate need not continue the first one's. `describe_schedule_chang
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
+from moefold.config.chosen import chosen_in
+from moefold.config.find import kinds
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.schema import Config, TrainConfig
 
 
@@ -16,17 +19,11 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     """Return the learning rate of optimizer step `step` of a run of `steps`.
 
     The warm-up is linear from 0: step i of it uses lr * i / warmup_steps, so its last step uses lr itself (without a
-    warm-up, step 1 does). After it:
-
-    * cosine, linear: fall to min_lr, which the last step uses exactly.
-    * wsd: stays at lr, then falls linearly over the last decay_steps (0: a tenth of the run, at least one) to min_lr,
-      which the last step uses exactly. If the decay overlaps the warm-up, it starts after the warm-up.
-    * constant: stays at lr.
-
-    A run no longer than its warm-up has no decay. Steps after the last one use the rate of the last.
+    warm-up, step 1 does). The part of `train.lr_schedule` says what follows. A run no longer than its warm-up has no
+    decay. Steps after the last one use the rate of the last.
 
     Args:
-        train: lr, min_lr, warmup_steps, lr_schedule and decay_steps are read.
+        train: lr, warmup_steps, lr_schedule and the keys of the schedule are read.
         steps: optimizer steps of the whole run, those before a resume included.
         step: 1-based.
 
@@ -38,17 +35,12 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     step = min(step, steps)
     if step <= train.warmup_steps:
         return train.lr * (step / train.warmup_steps)
-    peak_step = max(train.warmup_steps, 1)
-    match train.lr_schedule:
-        case "cosine":
-            return _interpolate(train, (1 + math.cos(math.pi * _progress(step, peak_step, steps))) / 2)
-        case "linear":
-            return _interpolate(train, 1 - _progress(step, peak_step, steps))
-        case "wsd":
-            decay_steps = train.decay_steps or max(1, steps // 10)
-            return _interpolate(train, 1 - _progress(step, max(peak_step, steps - decay_steps), steps))
-        case "constant":
-            return train.lr
+    return chosen_in(train, LrSchedulePart).rate(train.lr, _peak_step(train), step, steps)
+
+
+def _peak_step(train: TrainConfig) -> int:
+    """Return the step with the peak rate, at which the schedule of the part begins."""
+    return max(train.warmup_steps, 1)
 
 
 SCHEDULE_KEYS = ("lr", "min_lr", "warmup_steps", "lr_schedule", "decay_steps")
@@ -74,9 +66,12 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
     default = schedule_settings(Config())
     if settings.keys() != default.keys():
         raise TypeError(f"schedule has the keys {sorted(settings)}")
-    kinds = get_type_hints(TrainConfig)["lr_schedule"].__args__
     for key, value in settings.items():
-        is_right = value in kinds if key == "train.lr_schedule" else type(value) in (type(default[key]), int)
+        is_right = (
+            value in kinds(LrSchedulePart.group)
+            if key == LrSchedulePart.key
+            else (key != LrSchedulePart.key and type(value) in (type(default[key]), int))
+        )
         if not is_right or (type(value) in (int, float) and not 0 <= value < math.inf):
             raise TypeError(f"schedule has {key}={value!r}")
 
@@ -110,20 +105,16 @@ def describe_schedule_change(before: Mapping[str, Any], cfg: Config, step: int) 
 
 def _decays(train: TrainConfig, steps: int) -> bool:
     """Return whether the rate of the last step is lower than the peak, as the schedule has a decay."""
-    return train.lr_schedule != "constant" and train.min_lr < train.lr and steps > max(train.warmup_steps, 1)
+    peak = _peak_step(train)
+    return steps > peak and chosen_in(train, LrSchedulePart).rate(train.lr, peak, steps, steps) < train.lr
 
 
 def _describe_course(cfg: Config, step: int) -> str:
     """Describe the rates of a run after a step."""
     train = cfg.train
-    steps = cfg.run.steps
-    end = f"{learning_rate(train, steps, steps):.3g}"
-    if not _decays(train, steps):
+    if not _decays(train, cfg.run.steps):
         return "it is constant after the warm-up" if step < train.warmup_steps else "it is constant from there on"
-    if train.lr_schedule == "wsd":
-        first = max(train.warmup_steps, steps - (train.decay_steps or max(1, steps // 10)))
-        return f"the decay of wsd begins after step {max(first, step):,} and ends at {end} in step {steps:,}"
-    return f"the {train.lr_schedule} ends at {end} in step {steps:,}"
+    return chosen_in(train, LrSchedulePart).describe(train.lr, _peak_step(train), step, cfg.run.steps)
 
 
 def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
@@ -150,13 +141,3 @@ def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
         return (longer, f"train.lr={last!r}"), f"keeps the learning rate at {last:.3g}, where its schedule has ended"
     peak = f"train.lr={train.lr * SECOND_PEAK!r}"
     return (longer, peak), "its learning rate has ended at 0: this one rises again, half as high, and ends at 0 too"
-
-
-def _progress(step: int, first: int, last: int) -> float:
-    """Return the fraction of the way from step `first` to step `last`, 0 up to `first`."""
-    return (step - first) / (last - first) if step > first else 0.0
-
-
-def _interpolate(train: TrainConfig, fraction: float) -> float:
-    """Interpolate from min_lr (fraction 0) to lr (fraction 1), both exactly."""
-    return train.lr if fraction == 1 else train.min_lr + (train.lr - train.min_lr) * fraction

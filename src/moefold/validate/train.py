@@ -27,11 +27,6 @@ def validate_learning_rate(cfg: Config) -> Iterator[str]:
         yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}"
     if train.warmup_steps > steps:
         yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
-    elif train.lr_schedule == "wsd" and train.warmup_steps + train.decay_steps > steps:
-        yield (
-            f"train.decay_steps={train.decay_steps} and train.warmup_steps={train.warmup_steps} must fit into "
-            f"run.steps={steps}; choose decay_steps of at most {steps - train.warmup_steps}"
-        )
 
 
 def validate_evaluation(cfg: Config) -> Iterator[str]:

@@ -5,8 +5,11 @@ A key that is left out, or set to its default, is no such setting. Options of an
 """
 
 from moefold.config.align import REWARD_METHODS
+from moefold.config.chosen import chosen, chosen_in, read_key, readers
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
-from moefold.config.suggestions import default_of
+from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
@@ -136,38 +139,20 @@ UNUSED_KEY_RULES = (
         "set train.eval_every",
     ),
     UnusedKeyRule(
-        "model.router_softmax",
-        lambda cfg: cfg.model.router_score != "softmax",
-        "only model.router_score='softmax' reads it",
-        "set model.router_normalize for other scores",
-    ),
-    UnusedKeyRule(
-        "model.sparsemixer_jitter moe.sparsemixer_sampling",
-        lambda cfg: cfg.model.router_softmax != "sparsemixer",
-        "only model.router_softmax='sparsemixer' reads it",
-        "choose model.router_softmax='sparsemixer'",
-    ),
-    UnusedKeyRule(
-        "model.router_normalize",
-        lambda cfg: cfg.model.router_score == "softmax",
-        "model.router_score='softmax' is normalised by model.router_softmax",
-        "set model.router_softmax",
-    ),
-    UnusedKeyRule(
         "moe.bias_update_rate",
-        lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
+        lambda cfg: not cfg.model.expert_bias or chosen_in(cfg.moe, ChoicePart).sets_bias,
         "no bias is updated by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
         "set model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedKeyRule(
         "moe.aux_loss",
-        lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
+        lambda cfg: cfg.moe.aux_loss > 0 and aux_coefficient(cfg.moe) == 0,
         "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
     UnusedKeyRule(
         "moe.aux_kind",
-        lambda cfg: cfg.moe.aux_coefficient == 0,
+        lambda cfg: aux_coefficient(cfg.moe) == 0,
         "moe.aux_loss=0.0 turns the loss off, and so does a moe.choice other than 'topk'",
         "set moe.aux_loss above 0 with moe.choice='topk'",
     ),
@@ -176,18 +161,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.moe.trace_every > cfg.run.steps,
         "the run ends earlier, after run.steps",
         "choose at most run.steps",
-    ),
-    UnusedKeyRule(
-        "moe.sinkhorn_iterations",
-        lambda cfg: cfg.moe.choice != "sinkhorn",
-        "only moe.choice='sinkhorn' reads it",
-        "choose moe.choice='sinkhorn'",
-    ),
-    UnusedKeyRule(
-        "moe.skew",
-        lambda cfg: cfg.moe.choice != "skewed",
-        "only moe.choice='skewed' reads it",
-        "choose moe.choice='skewed'",
     ),
     UnusedKeyRule(
         "moe.router_dtype",
@@ -237,18 +210,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.mtp_layers == 0,
         "model.mtp_layers=0 predicts no additional tokens",
         "set model.mtp_layers",
-    ),
-    UnusedKeyRule(
-        "train.min_lr",
-        lambda cfg: cfg.train.lr_schedule == "constant",
-        "train.lr_schedule='constant' does not decay",
-        "choose train.lr_schedule='cosine', 'linear' or 'wsd'",
-    ),
-    UnusedKeyRule(
-        "train.decay_steps",
-        lambda cfg: cfg.train.lr_schedule != "wsd",
-        "only train.lr_schedule='wsd' reads it",
-        "choose train.lr_schedule='wsd'",
     ),
     UnusedKeyRule(
         "train.eval_samples",
@@ -597,14 +558,33 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     """
     messages: dict[str, str] = {}
     for rule in UNUSED_KEY_RULES:
-        if not rule.condition(cfg):
-            continue
-        for name in rule.keys.split():
-            section, key = name.split(".")
-            value = getattr(getattr(cfg, section), key)
-            if name in explicit_keys and value != default_of(section, key):
-                text = str(value).lower() if isinstance(value, bool) else repr(value)
-                messages.setdefault(
-                    name, f"{name}={text} has no effect: {rule.reason}; {rule.remedy}, or leave {key} out"
-                )
+        for name in rule.keys.split() if rule.condition(cfg) else ():
+            if name in explicit_keys and _is_set(cfg, name):
+                messages.setdefault(name, _describe_unused(cfg, name, rule.reason, rule.remedy))
+    for name in sorted(explicit_keys & readers().keys() - messages.keys()):
+        if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
+            messages[name] = _describe_unused(cfg, name, *reason)
     raise_all(messages.values())
+
+
+def _is_set(cfg: Config, name: str) -> bool:
+    """Return whether a key differs from its default."""
+    return bool(read_key(cfg, name) != default_of(*name.split(".")))
+
+
+def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a key that other kinds of a part read; None: a chosen part reads it."""
+    owners = readers()[name]
+    if any(chosen(cfg, group).kind == kind for group, kind in owners):
+        return None
+    group = owners[0][0]
+    kinds = [kind for owner, kind in owners if owner is group]
+    value = read_key(cfg, group.key)
+    reason = f"only {group.key}={kinds[0]!r} reads it" if len(kinds) == 1 else f"{group.key}={value!r} does not read it"
+    return reason, f"choose {group.key}={join_with_or(list(map(repr, kinds)))}"
+
+
+def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:
+    value = read_key(cfg, name)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return f"{name}={text} has no effect: {reason}; {remedy}, or leave {name.partition('.')[2]} out"

@@ -4,8 +4,9 @@ The oracle has no default branch over kinds. `unknown_kind` ends each `match` ov
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 """
 
-from typing import Never, NoReturn
+from typing import Any, Never, NoReturn
 
+from moefold.config.part import Part
 from moefold.errors import NoFormulaError
 
 
@@ -20,6 +21,15 @@ def unknown_kind(key: str, value: Never) -> NoReturn:
         NoFormulaError: always.
     """
     no_formula(f"{key}={value!r}")
+
+
+def formula_of(part: Part) -> Any:
+    """Return the formula of a part.
+
+    Raises:
+        NoFormulaError: it has none.
+    """
+    return part.formula() or no_formula(f"{part.key}={part.kind!r}", "parts/*/oracle.py")
 
 
 def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:

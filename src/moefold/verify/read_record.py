@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, cast
 
+from moefold.config.part import Part
+
 T = TypeVar("T")
 
 
@@ -27,7 +29,7 @@ class ReadRecord:
         for field in fields(value):
             name = prefix + field.name
             found = getattr(value, field.name)
-            if is_dataclass(found):
+            if is_dataclass(found) and not isinstance(found, Part):
                 yield from self.unread(found, f"{name}.")
             elif name not in self.names and not _is_default(field, found):
                 yield name
@@ -56,7 +58,7 @@ class _Watched:
         else:
             found = getattr(self._value, name)
             if name in {field.name for field in fields(self._value)}:
-                if is_dataclass(found):
+                if is_dataclass(found) and not isinstance(found, Part):
                     found = _Watched(found, f"{self._prefix}{name}.", self._names)
                 else:
                     self._names.add(self._prefix + name)

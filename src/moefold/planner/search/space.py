@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
 from math import prod
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from moefold.config.schema import RECOMPUTE_PARTS, Config
-from moefold.config.suggestions import key_types
+from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (
@@ -363,7 +363,7 @@ class MappingSpace:
     def _allowed_values(self, axis: str) -> list[Any]:
         """Return the values of an enumerated key that the restriction allows."""
         section, key = AXIS_KEYS[axis]
-        return [value for value in get_args(key_types(section)[key]) if self.restriction.allows(axis, value)]
+        return [value for value in choices_of(section, key) if self.restriction.allows(axis, value)]
 
 
 MAX_SAMPLED_FOLDS = 8

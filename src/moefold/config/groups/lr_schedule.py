@@ -1,0 +1,44 @@
+"""Learning-rate schedules: the shape of the learning rate after the warm-up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moefold.config.part import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedulePart(Part):
+    """Learning rate after the warm-up, which is linear and the same for all schedules."""
+
+    group: ClassVar[str] = "lr_schedule"
+    key: ClassVar[str] = "train.lr_schedule"
+
+    def rate(self, peak: float, first: int, step: int, steps: int) -> float:
+        """Return the learning rate of a step after the warm-up.
+
+        Args:
+            peak: learning rate at the end of the warm-up.
+            first: last step of the warm-up, or 1 without one: it has the peak exactly.
+            step: from `first` to `steps`, counted from 1.
+            steps: optimizer steps of the whole run; the last one has the lowest rate exactly.
+        """
+        raise NotImplementedError
+
+    def describe(self, peak: float, first: int, step: int, steps: int) -> str:
+        """Describe the decay that is left after a step, for the log."""
+        return f"the {self.kind} ends at {self.rate(peak, first, steps, steps):.3g} in step {steps:,}"
+
+    def formula(self) -> Callable[[float, int, int, int], float] | None:
+        """Return `rate` written a second time, for the oracle; None: it has no formula."""
+        return None
+
+
+def interpolate(low: float, high: float, fraction: float) -> float:
+    """Return the number at a fraction of the way from `low` (0) to `high` (1), both exactly."""
+    return high if fraction == 1 else low + (high - low) * fraction
+
+
+def progress(step: int, first: int, last: int) -> float:
+    """Return the fraction of the way from step `first` to step `last`, 0 up to `first`."""
+    return (step - first) / (last - first) if step > first else 0.0

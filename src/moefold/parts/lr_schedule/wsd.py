@@ -1,0 +1,59 @@
+"""Warm-up, stable, decay (WSD, arXiv:2404.06395): the peak for most of the run, then a linear decay."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from moefold.config.groups.lr_schedule import LrSchedulePart, interpolate, progress
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay(LrSchedulePart):
+    """Stay at the peak, then fall linearly to min_lr over the last decay_steps (0: a tenth of the run, at least one).
+
+    If the decay overlaps the warm-up, it starts after the warm-up.
+    """
+
+    min_lr: Annotated[float, FlatKey("train.min_lr")]
+    decay_steps: Annotated[int, FlatKey("train.decay_steps")]
+
+    def rate(self, peak: float, first: int, step: int, steps: int) -> float:
+        """Return the learning rate of a step after the warm-up; see the base class."""
+        return interpolate(self.min_lr, peak, 1 - progress(step, self._decay_start(first, steps), steps))
+
+    def describe(self, peak: float, first: int, step: int, steps: int) -> str:
+        """Describe the decay that is left after a step, for the log."""
+        begin = max(self._decay_start(first, steps), step)
+        end = self.rate(peak, first, steps, steps)
+        return f"the decay of wsd begins after step {begin:,} and ends at {end:.3g} in step {steps:,}"
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield that warm-up and decay are longer than the run."""
+        warmup = recipe.train.warmup_steps
+        steps = recipe.run.steps
+        if warmup <= steps < warmup + self.decay_steps:
+            yield Problem(
+                "train.decay_steps",
+                self.decay_steps,
+                f"and train.warmup_steps={warmup} must fit into run.steps={steps}",
+                f"choose decay_steps of at most {steps - warmup}",
+            )
+
+    def formula(self) -> Callable[[float, int, int, int], float]:
+        """Return the rate counted from the end of the run."""
+
+        def rate(peak: float, first: int, step: int, steps: int) -> float:
+            length = min(self.decay_steps or max(1, steps // 10), steps - first)
+            left = min(steps - step, length)
+            return peak if left == length else self.min_lr + left * (peak - self.min_lr) / length
+
+        return rate
+
+    def _decay_start(self, first: int, steps: int) -> int:
+        """Return the last step with the peak rate."""
+        return max(first, steps - (self.decay_steps or max(1, steps // 10)))

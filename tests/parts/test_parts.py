@@ -1,0 +1,107 @@
+"""Rules for every built-in part: its file is its kind, its fields are recipe keys, its formula stands by itself."""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import moefold.parts
+from moefold.config.chosen import chosen, flat_keys, readers
+from moefold.config.find import built_in_kinds, find_part, groups, kind_of
+from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.schema import Config
+from moefold.config.suggestions import choices_of, default_of, key_types
+from tests.architecture import imports
+
+PARTS = Path(moefold.parts.__file__).parent
+KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.group)]
+ids = [f"{group.group}-{kind}" for group, kind in KINDS]
+LIBRARIES = {"torch", "math", "functools", "dataclasses", "typing", "collections"}
+"""What a formula may import, beside its own file and `config`."""
+
+
+def test_each_folder_of_parts_is_a_group():
+    folders = {path.name for path in PARTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {group.group for group in groups()}
+
+
+def test_nothing_imports_a_part():
+    """`config/find.py` finds a part by its kind; files of a part import their own folder."""
+    found = imports.imports(PARTS.parent)
+    outside = [one for one in found if one.imported.startswith("parts.") and not one.importer.startswith("parts.")]
+    assert [str(one) for one in outside] == []
+
+
+@pytest.mark.parametrize("group", groups(), ids=lambda group: group.group)
+def test_the_key_of_a_group_chooses_from_its_kinds(group):
+    section, key = group.key.split(".")
+    assert choices_of(section, key)[: len(built_in_kinds(group.group))] == built_in_kinds(group.group)
+    assert default_of(section, key) in built_in_kinds(group.group)
+    assert isinstance(chosen(Config(), group), group)
+
+
+@pytest.mark.parametrize(("group", "kind"), KINDS, ids=ids)
+def test_a_part_is_a_frozen_dataclass_of_recipe_keys(group, kind):
+    part = find_part(group.group, kind)
+    assert issubclass(part, group)
+    assert kind_of(part) == kind
+    assert part.__dataclass_params__.frozen
+    assert all(field.kw_only for field in fields(part))
+    assert inspect.getdoc(part) != inspect.getdoc(group)
+    keys = [key for _, key in flat_keys(group.group, kind)]
+    names = [key.key if isinstance(key, type) else key for key in keys]
+    for name in names:
+        section, key = name.split(".")
+        assert key in key_types(section)
+    hints = get_type_hints(part, include_extras=True)
+    entries = [getattr(hints[field.name], "__metadata__", ()) for field in fields(part)]
+    assert all(any(isinstance(entry, FlatKey | KindOf) for entry in found) for found in entries)
+    assert {name for name, owners in readers().items() if (group, kind) in owners} == set(names)
+
+
+@pytest.mark.parametrize(("group", "kind"), KINDS, ids=ids)
+def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
+    part = find_part(group.group, kind)
+    if not part.changes_maths:
+        assert part.formula is Part.formula
+        return
+    assert part.formula not in (Part.formula, group.formula), "each built-in kind is judged"
+    read = _attributes(part)
+    assert {field.name for field in fields(part)} <= read
+    methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
+    assert read & (methods - {"formula"}) == set()
+
+
+def _attributes(part) -> set[str]:
+    """Return what the formula of a part reads of the part: attributes of `self`, and of `part` in its oracle.py."""
+    formula = ast.parse(textwrap.dedent(inspect.getsource(part.formula)))
+    oracle = Path(inspect.getfile(part)).with_name("oracle.py")
+    trees = [formula, *([ast.parse(oracle.read_text())] if _has_folder(part) and oracle.exists() else [])]
+    for tree in trees:
+        assert not (_imported(tree) - LIBRARIES), "a formula imports torch, math and types"
+    return {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "part")
+    }
+
+
+def _has_folder(part) -> bool:
+    return part.__module__.endswith(".part")
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """Return the libraries that a formula imports; of the package, modules other than its own oracle and `config`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            own = node.module.startswith("moefold.config.") or node.module.endswith((".oracle", ".part"))
+            found |= set() if own else {node.module.split(".")[0]}
+    return found
