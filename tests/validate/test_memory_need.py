@@ -8,7 +8,13 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import kv_cache_bytes, min_rollout_cache_bytes, num_state_slots, recurrent_state_bytes
+from moefold.cost.kv_cache import (
+    kv_cache_bytes,
+    min_rollout_cache_bytes,
+    num_state_slots,
+    recurrent_state_bytes,
+    rollouts_at_once,
+)
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.rollout_memory import drawn_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
@@ -264,7 +270,7 @@ def test_a_machine_checks_its_ranks_that_only_sample(monkeypatch):
     parts = sampling_rank_memory(cfg, "cpu")
     assert [set(part) for part in parts] == [{"rollout weights", "rollout cache", "draws of tokens"}] * 2
     # The last stage draws.
-    assert [part["draws of tokens"] for part in parts] == [0, drawn_bytes(cfg)]
+    assert [part["draws of tokens"] for part in parts] == [0, drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)]
     sampling, training = RankEnv(4, 0, 8, "", 1, local_world_size=4), RankEnv(0, 0, 8, "", 1, local_world_size=4)
     need = 2 * sum(part.total() for part in parts) + 4 * MIN_PROCESS_BYTES
     monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(need, "free"))

@@ -65,7 +65,9 @@ def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind =
 
 
 def rollouts_at_once(cfg: Config) -> int:
-    """Return the largest number of rollouts that a rank decodes in one pass."""
+    """Return the largest number of rollouts that a rank decodes in one pass; 0 where a server samples."""
+    if cfg.rollout.engine == "vllm":
+        return 0
     p = (rollout_config(cfg) if has_rollout_mapping(cfg) else cfg).parallel
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
     return min(num_rollouts, cfg.rollout.slots)
@@ -80,8 +82,6 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     Args:
         cfg: a recipe of reinforcement learning that `check_config` passed.
     """
-    if cfg.rollout.engine == "vllm":
-        return 0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
     p = sampling.parallel
     num_slots = rollouts_at_once(cfg)

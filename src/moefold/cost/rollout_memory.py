@@ -1,7 +1,6 @@
 """Memory of reinforcement learning besides the step: weights of further models, and draws of tokens. Torch-free."""
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import rollouts_at_once
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.state_memory import StateMemory
@@ -15,13 +14,14 @@ BYTES_OF_A_WEIGHT = 24
 which rollouts of training do not use, take up to 41."""
 
 
-def drawn_bytes(cfg: Config) -> int:
-    """Return the bytes of the draws of a pass on a rank that draws: the first over tp, of the last pipeline stage."""
-    if cfg.rollout.engine == "vllm":
-        return 0
-    vocab = cfg.model.vocab_size
-    at_once = min(rollouts_at_once(cfg), max(1, MAX_WEIGHTS // vocab))
-    return at_once * vocab * BYTES_OF_A_WEIGHT
+def drawn_bytes(num_rows: int, vocab_size: int) -> int:
+    """Return the bytes of the draws of a pass on a rank that draws: the first over tp, of the last pipeline stage.
+
+    Args:
+        num_rows: rollouts of the pass.
+        vocab_size: size of the vocabulary.
+    """
+    return min(num_rows, max(1, MAX_WEIGHTS // vocab_size)) * vocab_size * BYTES_OF_A_WEIGHT
 
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:

@@ -66,9 +66,10 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
     # "plain" asks for torch's own operations. Every rank must find the same here: they settle their choices together.
-    is_measured = device.type == "cuda" and cfg.run.kernels != "plain" and not cfg.run.deterministic
+    is_plain = cfg.run.kernels == "plain"
+    is_measured = device.type == "cuda" and not is_plain and not cfg.run.deterministic
     autotuner = Autotuner(is_enabled=is_measured, num_ranks=cfg.parallel.world_size)
-    kernels = _uncompiled_kernels(cfg, device, autotuner)
+    kernels = _uncompiled_kernels(cfg, device, autotuner, is_plain=is_plain)
     message = "; ".join(filter(None, (kernels.message, use_flash_attention_3(device))))
     kernels = replace(kernels, message=message, autotuner=autotuner)
     if cfg.run.compile == "none":
@@ -81,10 +82,10 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     return replace(kernels, qk_norm_rope=CompiledQKNormRope(), swiglu=CompiledSwiGLU(), message=message)
 
 
-def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> SelectedKernels:
+def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner, *, is_plain: bool) -> SelectedKernels:
     if cfg.train.precision != "dtype":
         return _low_precision_kernels(cfg, device, autotuner)
-    if cfg.run.kernels == "plain":
+    if is_plain:
         return SelectedKernels()
     check_kernel_device(cfg, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
@@ -103,12 +103,13 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     memory = StateMemory(cfg, KERNEL_PROFILES[device_type])
     cache = min_rollout_cache_bytes(cfg)
     p = cfg.parallel
+    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
     if has_rollout_mapping(cfg):
         # Every stage may have ranks that draw under the other mapping: their mean is certain.
         of_sampling = rollout_config(cfg).parallel
-        draws = [drawn_bytes(cfg) // (of_sampling.tp * of_sampling.pp)] * p.pp
+        draws = [drawn // (of_sampling.tp * of_sampling.pp)] * p.pp
     else:
-        draws = _draws_by_stage(cfg, p.pp, p.tp, device_type)
+        draws = _draws_by_stage(drawn, p.pp, p.tp, device_type)
     return tuple(
         BytesByPart(
             {
@@ -117,21 +118,21 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
                 "buffers": states.buffers,
                 "gathered weights": gathered,
                 CACHE_PART: cache,
-                DRAWS_PART: drawn,
+                DRAWS_PART: of_draws,
             }
         )
-        for states, moments, gathered, drawn in zip(
+        for states, moments, gathered, of_draws in zip(
             memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), draws, strict=True
         )
     )
 
 
-def _draws_by_stage(cfg: Config, num_stages: int, tp: int, device_type: str) -> list[int]:
+def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> list[int]:
     """Return the bytes of draws of each stage of the mapping that samples: of one rank of each tp group of the last.
 
     On a CPU, whose ranks share memory, their mean; on GPUs the bytes of the rank that draws.
     """
-    return [0] * (num_stages - 1) + [drawn_bytes(cfg) // (tp if device_type == "cpu" else 1)]
+    return [0] * (num_stages - 1) + [drawn // (tp if device_type == "cpu" else 1)]
 
 
 def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
@@ -144,7 +145,8 @@ def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ..
         pp_rank = view.coordinate(rank, "pp")
         sizes[pp_rank] = min(size, sizes.get(pp_rank, size))
     cache = min_rollout_cache_bytes(cfg)
-    draws = _draws_by_stage(cfg, len(sizes), rollout_config(cfg).parallel.tp, device_type)
+    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
+    draws = _draws_by_stage(drawn, len(sizes), rollout_config(cfg).parallel.tp, device_type)
     return tuple(
         BytesByPart({"rollout weights": sizes[pp_rank], CACHE_PART: cache, DRAWS_PART: draws[pp_rank]})
         for pp_rank in sorted(sizes)

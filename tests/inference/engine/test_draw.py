@@ -6,6 +6,7 @@ import torch
 from moefold.bench.timing import StorageMeter
 from moefold.comm.torch_compat import TorchDispatchMode
 from moefold.cost import rollout_memory
+from moefold.cost.kv_cache import rollouts_at_once
 from moefold.cost.rollout_memory import BYTES_OF_A_WEIGHT, drawn_bytes
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
@@ -236,13 +237,11 @@ def test_the_formula_of_memory_counts_what_draws_take(monkeypatch, temperature, 
     rows, vocab = 16, 5000
     monkeypatch.setattr(rollout_memory, "MAX_WEIGHTS", at_once * vocab)
     monkeypatch.setattr("moefold.inference.engine.draw.MAX_WEIGHTS", at_once * vocab)
-    words = ["data.kind=task", "data.task=sort", "model.preset=tiny", f"model.vocab_size={vocab}"]
-    words += ["rl.group_size=4", f"train.global_batch_size={rows}", "train.seq_len=128", "train.eval_every=0"]
     logits = torch.randn(rows, vocab)
     params = SamplingParams(temperature=temperature)
     with StorageMeter() as meter:
         choose_tokens(logits, [Draw(params, i / rows) for i in range(rows)])
-    formula = drawn_bytes(load_config(None, words))
+    formula = drawn_bytes(rows, vocab)
     assert formula == min(rows, at_once) * vocab * BYTES_OF_A_WEIGHT
     assert formula <= meter.peak_bytes <= 1.01 * formula
 
@@ -256,4 +255,4 @@ def test_top_p_takes_no_more_than_is_said():
 
 def test_a_vllm_server_draws_elsewhere():
     words = ["data.kind=task", "data.task=sort", "model.preset=tiny", "rl.group_size=4", "rollout.engine=vllm"]
-    assert drawn_bytes(load_config(None, words)) == 0
+    assert rollouts_at_once(load_config(None, words)) == 0
