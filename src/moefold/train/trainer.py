@@ -17,6 +17,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
+from moefold.train.callbacks.kernel_choices import KernelChoices
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
 from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
@@ -265,6 +266,7 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         rounds = (SiteRounds(cfg),)
         evaluations = (*evaluations, SiteEvaluation(cfg))
     return (
+        KernelChoices(),
         *rounds,
         ReferencePass(),
         *evaluations,
