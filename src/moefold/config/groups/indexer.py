@@ -89,6 +89,8 @@ class IndexerPart(Part):
             source: width of the input of the indexer's queries where that is a latent; 0: the layer's input.
         """
         saved = self.index_bytes(sizes)
+        # The loss keeps the gradients of the gathered keys, and nothing of this rank's own.
+        saved["attention"] -= sizes.tokens * self.head_dim * sizes.item_bytes
         p = sizes.cfg.parallel
         num_own = sizes.cfg.train.seq_len // (p.cp * p.tp)
         num_blocks = -(-num_own // self._warmup_block_rows(sizes, num_heads))
