@@ -1,7 +1,7 @@
 """The parts that a recipe chooses, built from its keys. Torch-free."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -21,9 +21,36 @@ def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
     """
     value = read_key(recipe, group.key)
     if isinstance(value, str):
-        value = _build(group.group, value, tuple(read_key(recipe, name) for _, name in flat_keys(group.group, value)))
+        value = part_of_kind(recipe, group, value)
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
+
+
+def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
+    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe."""
+    values = tuple(read_key(recipe, name) for _, name in flat_keys(group.group, kind))
+    part: AnyPart = _build(group.group, kind, values)
+    return part
+
+
+@cache
+def default_part(group: type[AnyPart]) -> AnyPart:
+    """Return the part of a group in a recipe that sets nothing."""
+    return chosen(Config(), group)
+
+
+def with_part(recipe: Config, part: Part) -> Config:
+    """Return a recipe with other settings of a part that it chooses: in its flat keys, if it has them."""
+    if not isinstance(read_key(recipe, part.key), str):
+        return _with_key(recipe, part.key, part)
+    for field, name in flat_keys(part.group, part.kind):
+        recipe = _with_key(recipe, name, getattr(part, field))
+    return recipe
+
+
+def _with_key(recipe: Config, name: str, value: Any) -> Config:
+    section, _, key = name.partition(".")
+    return replace(recipe, **{section: replace(getattr(recipe, section), **{key: value})})
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:

@@ -7,7 +7,6 @@ its entry to `ATTENTION_MEMORY` or `FEED_FORWARD_MEMORY`. Letters as in `activat
 from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.linear_memory import LINEAR_ATTENTION_MEMORY
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
-from moefold.topology.dispatchers import dispatcher_of
 
 INDEX_BYTES = 4
 """Bytes of the number of a selected key, int32."""
@@ -166,7 +165,7 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
 def _moe_wgrad(sizes: BlockSizes) -> BytesByPart:
     model = sizes.cfg.model
     delayed = BytesByPart()
-    if not dispatcher_of(sizes.cfg).moves_experts:
+    if not sizes.experts.dispatcher.moves_experts:
         width = 2 * model.expert_hidden_size + 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
         delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
     if model.shared_expert_ffn_hidden_size:
@@ -183,7 +182,7 @@ def _concurrent_moe_wgrad(sizes: BlockSizes) -> BytesByPart:
     Experts that run one after another free their inner projections when the last expert is done.
     """
     model = sizes.cfg.model
-    if sizes.kernels.grouped_experts or dispatcher_of(sizes.cfg).moves_experts:
+    if sizes.kernels.grouped_experts or sizes.experts.dispatcher.moves_experts:
         return BytesByPart()
     # The output gradient replaces the output where that is saved.
     inner = 3 * model.moe_ffn_hidden_size // sizes.cfg.parallel.etp
