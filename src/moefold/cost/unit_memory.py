@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.groups.wire import WirePart
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
@@ -178,7 +181,7 @@ def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
 
 def expert_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
-    counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
+    counts = 8 * (aux_coefficient(cfg.moe) > 0 and chosen_in(cfg.moe, BalanceScopePart).keeps_counts)
     return cfg.model.num_router_choices * (4 * cfg.model.expert_bias + counts)
 
 
@@ -201,7 +204,7 @@ def dispatch_sizes(cfg: Config) -> DispatchSizes:
         max_rows=cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k,
         width=cfg.model.expert_hidden_size,
         item_bytes=compute_dtype_bytes(cfg),
-        fp8_dispatch=cfg.moe.dispatch_precision != "dtype",
+        fp8_dispatch=chosen(cfg, WirePart).rounds,
     )
 
 

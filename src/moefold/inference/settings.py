@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from moefold.config.chosen import chosen, part_of_kind
 from moefold.config.find import built_in_kinds
+from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.rl import RolloutConfig
@@ -200,7 +201,7 @@ def _check_generation(cfg: Config) -> None:
             f"parallel.dispatcher={dispatcher.kind!r} needs equally many tokens on each rank, which generation does "
             "not have; choose 'alltoall'"
         )
-    if cfg.moe.choice in ("round_robin", "skewed"):
+    if chosen(cfg, ChoicePart).is_forced:
         raise ConfigError(
             f"the run of this checkpoint forced its routing (moe.choice={cfg.moe.choice!r}, a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"

@@ -15,6 +15,7 @@ from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.chosen import chosen
 from moefold.config.find import find_part
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.wire import WirePart
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -104,10 +105,9 @@ def trace_layer(
         with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
             kernels = select_kernels(cfg, CUDA)
         block: Any = stage.layers["0"]
-        if cfg.moe.dispatch_precision != "dtype":
-            block.ffn.dispatcher = expert_parallel.build_dispatcher(
-                chosen(cfg, DispatcherPart), groups.moe, dispatch_sizes(cfg)
-            )
+        if chosen(cfg, WirePart).rounds:
+            dispatcher = chosen(cfg, DispatcherPart)
+            block.ffn.dispatcher = expert_parallel.build_dispatcher(dispatcher, groups.moe, dispatch_sizes(cfg))
         # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
         apply_kernels(stage, kernels)
         stage.train()

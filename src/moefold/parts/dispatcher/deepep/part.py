@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, SentTokens, Transfer
+from moefold.config.groups.wire import WirePart
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -44,7 +46,7 @@ class DeepEP(DispatcherPart):
                 f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is no multiple of "
                 f"{ALIGNMENT_BYTES // 2}"
             )
-        if recipe.moe.dispatch_precision != "dtype" and model.expert_hidden_size % FP8_BLOCK:
+        if chosen(recipe, WirePart).rounds and model.expert_hidden_size % FP8_BLOCK:
             yield (
                 f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
                 f"{recipe.moe.dispatch_precision!r} {width} is no multiple of that"

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.groups.wire import WirePart
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class SymmMem(DispatcherPart):
             yield f"it sends tokens to whole experts, and parallel.etp={p.etp} shards the experts"
         if recipe.moe.pad_to_capacity:
             yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
-        if recipe.moe.dispatch_precision != "dtype":
+        if chosen(recipe, WirePart).rounds:
             yield f"it sends tokens in run.dtype, and moe.dispatch_precision={recipe.moe.dispatch_precision!r}"
         if recipe.model.moe_bias:
             yield "it leaves rows without an expert, and model.moe_bias=true adds the bias of an expert to each row"
