@@ -125,6 +125,8 @@ class DispatcherPart(Part):
     """Whether each rank gathers all tokens over ep*etp, in one collective, and sums its experts' results itself."""
     moves_experts: ClassVar[bool] = False
     """Whether ranks take over routed tokens of busy experts with a copy of the weights."""
+    sends_once: ClassVar[bool] = False
+    """Whether a token that chose several experts of a rank is sent to that rank once."""
     keeps_sum_order: ClassVar[bool] = False
     """Whether the rank of a token sums the outputs of its experts in the order of its choices, with which sampling and
     training have the same bits."""
@@ -214,7 +216,7 @@ class DispatcherPart(Part):
     def traffic(self, sent: SentTokens) -> tuple[Transfer, ...]:
         """Return the collectives that bring tokens to their experts, with their bytes, for the price of a mapping."""
         over_etp = Transfer("etp", sent.received * sent.row_bytes, gathers=True)
-        return Transfer("ep", sent.routed * sent.row_bytes), over_etp
+        return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
 
     def room(self, routed: int) -> int | None:
         """Return the rows that a rank has room to receive, whatever arrives; None: as many as arrive.

@@ -370,7 +370,9 @@ class Search:
             return found[:1]
         default = default_part(DispatcherPart)
         like = default in found
-        return tuple(part for part in reversed(found) if part == default or not like or is_own(part, "traffic"))
+        return tuple(
+            part for part in reversed(found) if part == default or not like or is_own(part, "traffic", "sends_once")
+        )
 
     def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""

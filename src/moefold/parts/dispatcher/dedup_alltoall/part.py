@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, SentTokens, Transfer
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -15,13 +15,9 @@ class DedupAllToAll(DispatcherPart):
     """Send a token once to each rank, whatever the number of its experts there."""
 
     needs_spread_experts: ClassVar[bool] = True
+    sends_once: ClassVar[bool] = True
     needs_whole_experts: ClassVar[bool] = True
     is_searched: ClassVar[bool] = False
-
-    def traffic(self, sent: SentTokens) -> tuple[Transfer, ...]:
-        """Return the all-to-all's collectives, in which no token is sent twice to a rank."""
-        over_ep, *others = super().traffic(sent)
-        return over_ep._replace(sends_once=True), *others
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DedupAllToAllDispatcher":
         """Return the dispatcher."""

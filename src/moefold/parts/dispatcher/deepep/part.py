@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.chosen import chosen
-from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, SentTokens, Transfer
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.groups.wire import WirePart
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class DeepEP(DispatcherPart):
     """Dispatch and combine with the kernels of DeepEP, on Hopper GPUs or newer."""
 
     needs_spread_experts: ClassVar[bool] = True
+    sends_once: ClassVar[bool] = True
     has_shared_buffers: ClassVar[bool] = True
     kernel_package: ClassVar[str] = "deep_ep"
     package_source: ClassVar[str] = "github.com/deepseek-ai/DeepEP"
@@ -57,11 +58,6 @@ class DeepEP(DispatcherPart):
             yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
         if recipe.run.device == "cpu":
             yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
-
-    def traffic(self, sent: SentTokens) -> tuple[Transfer, ...]:
-        """Return the all-to-all's collectives, in which no token is sent twice to a rank."""
-        over_ep, *others = super().traffic(sent)
-        return over_ep._replace(sends_once=True), *others
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DeepEPDispatcher":
         """Open the buffers of DeepEP, and return the dispatcher; collective over ep."""
