@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from moefold.cli.screen import Column, print_columns
-from moefold.config.find import find_part
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.limits import parse_count
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
@@ -141,7 +141,11 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
 
 def _is_searched(key: str, choice: str) -> bool:
     """Return whether the search tries a choice: no schedule from a file, no dispatcher that stands for others."""
-    return not (SCHEDULES[choice].reads_file if key == "schedule" else find_part(key, choice).prefers)
+    return not (
+        SCHEDULES[choice].reads_file
+        if key == "schedule"
+        else choice in built_in_kinds(key) and find_part(key, choice).prefers
+    )
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:
