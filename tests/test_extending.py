@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moefold.api import build_model, load_config, train_model
+from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
@@ -24,7 +25,6 @@ from moefold.parallel.parallelize import parallelize
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
-from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import runtime_slots
 from moefold.train.batch import BatchSharder

@@ -47,7 +47,7 @@ OTHER_LETTERS = {
     "planner/svg_chart.py": "F",
     "topology/collective_order.py": "FRW",
     "topology/message_plan.py": "FW",
-    "topology/pipeline_action.py": "FW",
+    "config/pipeline_action.py": "FW",
     "topology/pipeline_layout.py": "L",
     "topology/schedule_csv.py": "FW",
 }

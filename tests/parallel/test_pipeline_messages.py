@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.comm.comm_timer import CommTimer
+from moefold.config.pipeline_action import one_per_slot
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
@@ -17,7 +18,6 @@ from moefold.parallel.pipeline_schedule import PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.message_plan import RankPlan, forward_rows, live_messages, plan_messages
-from moefold.topology.pipeline_action import one_per_slot
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import SCHEDULES, schedule_rows
 from tests.cost.test_activation_memory import _config, measured

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from moefold.config.pipeline_action import Action, SlotRow
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.memory_snapshots import StepSchedule
 from moefold.topology.message_plan import (
@@ -19,7 +20,6 @@ from moefold.topology.message_plan import (
     plan_messages,
     received,
 )
-from moefold.topology.pipeline_action import Action, SlotRow
 from moefold.topology.schedules import SCHEDULES, overlapped_schedules, schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 

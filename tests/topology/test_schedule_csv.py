@@ -1,10 +1,10 @@
 import pytest
 
 from moefold.config.load import config_from_dict
+from moefold.config.pipeline_action import Action, one_per_slot
 from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
-from moefold.topology.pipeline_action import Action, one_per_slot
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import stage_ranks
 from moefold.train.start import check_machine

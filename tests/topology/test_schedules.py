@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 
 import moefold
+from moefold.config.pipeline_action import SlotRow, find_deadlock
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.config.suggestions import default_of, key_types
 from moefold.planner.cost_model.bubble import CLOSED_FORMS, bubble_s, simulated_bubble_s
-from moefold.topology.pipeline_action import SlotRow, find_deadlock
 from moefold.topology.schedules import DEFAULT_SCHEDULE, SCHEDULES, schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 

@@ -17,7 +17,7 @@ from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import schedule_named
 from moefold.validate.memory import OFFLOAD_PARTS
 
 GIB = 2**30
@@ -141,7 +141,7 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
 
 def _is_searched(key: str, choice: str) -> bool:
     """Return whether the search tries a choice: no schedule from a file, no dispatcher that stands for others."""
-    return not (SCHEDULES[choice].reads_file if key == "schedule" else dispatcher_spec(choice).prefers)
+    return not (schedule_named(choice).is_for_one_mapping if key == "schedule" else dispatcher_spec(choice).prefers)
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:

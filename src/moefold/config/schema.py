@@ -96,7 +96,7 @@ class ParallelConfig:
     """Rank order of the attention view, slowest to fastest axis."""
     moe_order: str = "pp-edp-ep-etp"
     """Rank order of the MoE view, slowest to fastest axis."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev", "csv"] = "1f1b"
+    schedule: Annotated[str | Part, KindOf("schedule")] = "1f1b"
     """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
     need 2; csv reads schedule_csv."""
     virtual_stages: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 1

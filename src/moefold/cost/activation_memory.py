@@ -8,6 +8,8 @@ them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (do
 from collections.abc import Iterable
 from functools import cached_property
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
 from moefold.cost.block_memory import (
@@ -21,7 +23,6 @@ from moefold.cost.block_memory import (
 from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.layer_spec import attention_name
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
-from moefold.topology.schedules import SCHEDULES
 from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
@@ -53,7 +54,7 @@ class ActivationMemory(BlockSizes):
     ) -> None:
         super().__init__(cfg, frozenset(cfg.train.recompute if recompute is None else recompute), kernels, imbalance)
         p = cfg.parallel
-        self._delays_wgrad = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
+        self._delays_wgrad = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
 
     def layer_saved(self, kind: str) -> BytesByPart:
         """Return the bytes that a layer of one of `BLOCK_KINDS` saves for backward, without its input."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.schedules import DEFAULT_SCHEDULE
@@ -42,7 +43,7 @@ class ParallelMapping:
     """Token dispatcher: local, allgather, alltoall, leastloaded, deepep or hybridep."""
     overlap: bool = False
     """True if the expert all-to-all of one micro-batch overlaps with the compute of another."""
-    schedule: str = DEFAULT_SCHEDULE
+    schedule: str | Part = DEFAULT_SCHEDULE
     """Pipeline schedule; `vpp` of 2 or more with "1f1b" means its interleaved form."""
 
     @property

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from moefold.config.pipeline_action import Action, SlotRow
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
-from moefold.topology.pipeline_action import Action, SlotRow
 from moefold.topology.pipeline_layout import Stage
 
 RECOMPUTED_WITH_COMM = ("moe", "layer")

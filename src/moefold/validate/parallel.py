@@ -10,8 +10,11 @@ from math import ceil, gcd, lcm
 from typing import Any
 
 from moefold.config.align import PREFERENCE_METHODS
+from moefold.config.chosen import chosen
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
+from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.layer_spec import attention_spec
@@ -22,10 +25,8 @@ from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import divisors, fold
-from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
-from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
+from moefold.topology.schedules import is_foreign, overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
 from moefold.validate.placement import PLACEMENT_RULES
 from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
@@ -34,7 +35,7 @@ from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
 def validate_schedule(cfg: Config) -> Iterator[str]:
     """Check the schedule against virtual_stages and pp."""
     p = cfg.parallel
-    spec = schedule_of(cfg)
+    spec = chosen(cfg, SchedulePart)
     minimum, maximum = spec.virtual_stage_bounds
     if p.virtual_stages < minimum:
         needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
@@ -59,16 +60,6 @@ def validate_schedule(cfg: Config) -> Iterator[str]:
             f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; "
             "choose schedule='1f1b' with virtual_stages=1, or pp=2"
         )
-    if spec.reads_file and not p.schedule_csv:
-        yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.schedule_csv, the path of its file; or choose "
-            "'zero-bubble'"
-        )
-    if spec.reads_file and p.pp == 1:
-        yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or "
-            "pp=2"
-        )
 
 
 def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
@@ -80,7 +71,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
-    spec = schedule_of(cfg)
+    spec = chosen(cfg, SchedulePart)
     rounds = max(1, count // p.pp)
     if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
@@ -101,6 +92,18 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
             f"micro-batches, {found}; choose train.global_batch_size={step * minimum}{smaller}, or "
             f"schedule={spec.with_fewer_micro_batches!r}"
         )
+
+
+def validate_rows(cfg: Config) -> Iterator[str]:
+    """Check the rows of a schedule of another package."""
+    if cfg.parallel.pp == 1 or not is_foreign(chosen(cfg, SchedulePart)):
+        return
+    if any(list(rule(cfg)) for rule in (validate_schedule, validate_batch_size, validate_micro_batch_count)):
+        return
+    try:
+        runtime_slots(cfg)
+    except ConfigError as error:
+        yield str(error)
 
 
 def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
@@ -124,8 +127,8 @@ def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
     )
     for message in messages:
         yield f"parallel.pipeline_layout={text!r}: {message}"
-    spec = schedule_of(cfg)
-    if messages or spec.virtual_stage_bounds[0] > p.virtual_stages or spec.reads_file:
+    spec = chosen(cfg, SchedulePart)
+    if messages or spec.virtual_stage_bounds[0] > p.virtual_stages or spec.is_for_one_mapping:
         return
     yield from _validate_no_empty_ranks(cfg, stage_ranks(p))
 
@@ -137,9 +140,11 @@ def check_schedule_file(cfg: Config) -> None:
         ConfigError: it is not valid.
     """
     p = cfg.parallel
-    if not schedule_of(cfg).reads_file:
+    schedule = chosen(cfg, SchedulePart)
+    if not schedule.is_for_one_mapping:
         return
-    ranks = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, cfg.num_micro_batches).stage_to_rank
+    schedule.rows(p.pp, p.virtual_stages, cfg.num_micro_batches)
+    ranks = schedule.stage_ranks(p.pp, p.virtual_stages)
     if p.pipeline_layout not in ("", "auto"):
         for message in _validate_no_empty_ranks(cfg, ranks):
             raise ConfigError(message)
@@ -493,11 +498,11 @@ def validate_expert_overlap(cfg: Config) -> Iterator[str]:
             f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
             "there is none; choose ep=2 or more, or overlap_experts=false"
         )
-    if p.schedule not in overlapped_schedules():
+    if not (schedule := chosen(cfg, SchedulePart)).pairs_passes():
         *others, last = map(repr, overlapped_schedules())
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
-            f"parallel.schedule={p.schedule!r} has none; choose schedule={', '.join(others)} or {last}, or "
+            f"parallel.schedule={schedule.kind!r} has none; choose schedule={', '.join(others)} or {last}, or "
             "overlap_experts=false"
         )
     if p.zero == 3:
@@ -526,8 +531,8 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
     if AUTO in train.recompute:
         # The parts are chosen later, for these stages; the order depends only on whether collectives are repeated.
         placed = with_explicit_layout(cfg)
-        for chosen in ((), RECOMPUTED_WITH_COMM[:1]):
-            yield from validate_collective_order(replace(placed, train=replace(train, recompute=chosen)))
+        for parts in ((), RECOMPUTED_WITH_COMM[:1]):
+            yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
     rows = runtime_slots(cfg)
     if found := find_deadlock(rows):

@@ -6,6 +6,8 @@ from itertools import product
 from math import lcm, prod
 
 from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
@@ -16,7 +18,6 @@ from moefold.errors import ConfigError
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
-from moefold.topology.schedules import SCHEDULES
 from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
 
@@ -97,7 +98,7 @@ def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield all ways to lower degrees to divisors of at least 2, with all fitting numbers of ranks."""
     layout = _shrink_pipeline_layout(p.pipeline_layout)
     # An explicit layout or a schedule from a file fixes the number of stages.
-    has_fixed_stages = layout not in ("", "auto") or SCHEDULES[p.schedule].reads_file
+    has_fixed_stages = layout not in ("", "auto") or chosen_in(p, SchedulePart).is_for_one_mapping
     choices = [
         [degree]
         if degree == 1 or (axis == "pp" and has_fixed_stages)
@@ -111,7 +112,7 @@ def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
 
 
 def _limit_virtual_stages(p: ParallelConfig) -> ParallelConfig:
-    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or SCHEDULES[p.schedule].reads_file:
+    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or chosen_in(p, SchedulePart).is_for_one_mapping:
         return p
     fitting = [n for n in divisors(p.virtual_stages) if n > 1 and p.pp * n <= MAX_STAGES]
     return replace(p, virtual_stages=max(fitting, default=divisors(p.virtual_stages)[1]))
@@ -322,7 +323,7 @@ def _keep_kinds(letters: str, num_layers: int) -> str:
 def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
     train = cfg.train
     # A schedule from a file fixes the number of micro-batches.
-    count = cfg.num_micro_batches if SCHEDULES[p.schedule].reads_file else 2 * p.pp
+    count = cfg.num_micro_batches if chosen_in(p, SchedulePart).is_for_one_mapping else 2 * p.pp
     micro = min(train.micro_batch_size, 2)
     unit = 4 * p.cp * p.tp
     return replace(

@@ -41,7 +41,7 @@ from moefold.planner.search.constraints import (
 from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS
 
@@ -343,8 +343,7 @@ class MappingSpace:
                     and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
                 ]
                 for schedule in self._allowed_values("schedule")
-                # A file is written for one mapping.
-                if not SCHEDULES[schedule].reads_file
+                if not schedule_named(schedule).is_for_one_mapping
             }
         return self._variants_by_pp[pp]
 
@@ -453,7 +452,7 @@ def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:
     values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
     values |= {axis: value for axis, value in restriction.fixed.items() if axis in AXIS_KEYS}
     if values.get("vpp", 1) > 1 and "schedule" not in values:
-        values["schedule"] = next(s.name for s in SCHEDULES.values() if s.allows_virtual_stages(values["vpp"]))
+        values["schedule"] = schedule_named(DEFAULT_SCHEDULE).with_other_virtual_stages
     return values
 
 
