@@ -82,7 +82,7 @@ def _mapping_columns(plans: Sequence[PlannedMapping]) -> list[Column]:
     mappings = [plan.mapping for plan in plans]
     return [
         *(_numbers(name, [str(getattr(m, name)) for m in mappings]) for name in DEGREES),
-        Column(name="schedule", cells=[m.schedule if m.pp > 1 else "-" for m in mappings]),
+        Column(name="schedule", cells=[schedule_named(m.schedule).kind if m.pp > 1 else "-" for m in mappings]),
         Column(name="dispatcher", cells=[_dispatcher(m) for m in mappings], wraps=True),
         Column(name="recompute", cells=[", ".join(m.recompute) or "-" for m in mappings], wraps=True),
         Column(name="offload", cells=[", ".join(m.offload) or "-" for m in mappings], wraps=True),

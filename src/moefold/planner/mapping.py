@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.topology.dispatchers import dispatcher_spec
-from moefold.topology.schedules import DEFAULT_SCHEDULE
+from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""
@@ -100,7 +100,7 @@ def format_compact_degrees(mapping: ParallelMapping) -> str:
 def describe_strategy(mapping: ParallelMapping) -> str:
     """Describe how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
     m = mapping
-    words = [m.schedule] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
+    words = [schedule_named(m.schedule).kind] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
     words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []
     words += [f"offload: {' + '.join(m.offload)}"] if m.offload else []
     return ", ".join([*words, *(["expert all-to-all overlapped"] if m.overlap else [])])

@@ -3,7 +3,7 @@
 from functools import cache, lru_cache
 
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.find import built_in_kinds, find_part, kinds
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.part import Part
 from moefold.config.pipeline_action import SlotRow, find_fault, split_pairs
@@ -26,8 +26,10 @@ def schedule_named(schedule: str | Part) -> SchedulePart:
 
 @cache
 def overlapped_schedules() -> tuple[str, ...]:
-    """Return the kinds of schedules that `parallel.overlap_experts` may use."""
-    return tuple(kind for kind in kinds(SchedulePart.group) if find_part(SchedulePart.group, kind).pairs_passes())
+    """Return the built-in schedules that `parallel.overlap_experts` may use."""
+    return tuple(
+        kind for kind in built_in_kinds(SchedulePart.group) if find_part(SchedulePart.group, kind).pairs_passes()
+    )
 
 
 @lru_cache(maxsize=16384)

@@ -40,24 +40,24 @@ def validate_schedule(cfg: Config) -> Iterator[str]:
     if p.virtual_stages < minimum:
         needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
         yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
+            f"parallel.schedule={spec.kind!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
             f"choose virtual_stages={minimum}, or schedule={spec.with_other_virtual_stages!r}"
         )
     elif maximum == 1 and p.virtual_stages > 1:
         yield (
             f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule={spec.with_other_virtual_stages!r}, "
-            f"and it is {p.schedule!r}; choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or "
+            f"and it is {spec.kind!r}; choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or "
             "virtual_stages=1"
         )
     elif maximum is not None and p.virtual_stages > maximum:
         yield (
-            f"parallel.schedule={p.schedule!r} has exactly {maximum} stages on each rank, and "
+            f"parallel.schedule={spec.kind!r} has exactly {maximum} stages on each rank, and "
             f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or "
             f"schedule={spec.with_other_virtual_stages!r}"
         )
     elif p.pp == 1 and p.virtual_stages > 1:
         yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; "
+            f"parallel.schedule={spec.kind!r} needs parallel.pp of 2 or more, and it is 1; "
             "choose schedule='1f1b' with virtual_stages=1, or pp=2"
         )
 
@@ -79,7 +79,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         legal = [other for other in near if other % max(1, other // p.pp) == 0]
         batches = nearest_numbers(batch, [other * step for other in legal], count=2)
         yield (
-            f"parallel.schedule={p.schedule!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
+            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
             f"choose train.global_batch_size={batches}"
         )
     factor = spec.min_micro_batches_per_rank
@@ -88,7 +88,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         micro = cfg.train.micro_batch_size
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         yield (
-            f"parallel.schedule={p.schedule!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
+            f"parallel.schedule={spec.kind!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
             f"micro-batches, {found}; choose train.global_batch_size={step * minimum}{smaller}, or "
             f"schedule={spec.with_fewer_micro_batches!r}"
         )
@@ -163,7 +163,7 @@ def _validate_no_empty_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[st
             )
 
 
-PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_pipeline_layout)
+PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_rows, validate_pipeline_layout)
 
 
 def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from moefold.config.part import Part
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import layer_weights, mtp_layer_weights
@@ -197,7 +198,7 @@ class DataParallelCostModel:
         device: Device,
         workload: TrainingWorkload,
         gemm: GemmCost,
-        rank_contents: Callable[[int, int, str], tuple[RankContent, ...]],
+        rank_contents: Callable[[int, int, str | Part], tuple[RankContent, ...]],
     ) -> None:
         self.model_spec = model_spec
         self.device = device

@@ -15,6 +15,7 @@ from itertools import chain, combinations, product
 from math import prod
 from typing import Any, NamedTuple
 
+from moefold.config.part import Part
 from moefold.config.schema import RECOMPUTE_PARTS, Config
 from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError
@@ -73,7 +74,7 @@ class Fold(NamedTuple):
 class PipelineVariant(NamedTuple):
     """A schedule with its virtual stages."""
 
-    schedule: str
+    schedule: str | Part
     vpp: int
 
 
@@ -164,7 +165,9 @@ class MappingSpace:
         """True if offload to host memory is priced: a CPU has none, and disks have no price."""
         return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
 
-    def legal_zero_stages(self, fold: Fold, mbs: int, schedule: str, dispatcher: str, overlap: bool) -> tuple[int, ...]:
+    def legal_zero_stages(
+        self, fold: Fold, mbs: int, schedule: str | Part, dispatcher: str, overlap: bool
+    ) -> tuple[int, ...]:
         """Return the legal ZeRO stages; empty if the expert all-to-all cannot overlap as requested."""
         if overlap not in self._allowed_overlaps:
             return ()
@@ -180,7 +183,7 @@ class MappingSpace:
             self._overlapping_dispatchers[key] = self.constraints.allows(DISPATCH_OVERLAP_RULES, values)
         return self._overlapping_dispatchers[key]
 
-    def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str) -> tuple[int, ...]:
+    def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str | Part) -> tuple[int, ...]:
         key = (fold.ep * fold.etp > 1, fold.dp * mbs, schedule)
         if key not in self._overlapped_zero_stages:
             values = {**fold.values, "mbs": mbs, "schedule": schedule, "overlap": True}
