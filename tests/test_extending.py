@@ -77,9 +77,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> str:
     metadata = folder / "moefold_eager-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moefold-eager\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text(
-        entry.replace('[project.entry-points."moefold.schedule"]', "[moefold.schedule]").replace('"', "")
-    )
+    header = '[project.entry-points."moefold.schedule"]'
+    (metadata / "entry_points.txt").write_text(entry.replace(header, "[moefold.schedule]").replace('"', ""))
     return str(folder)
 
 

@@ -106,7 +106,7 @@ class MappingSpace:
         self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._overlapping_dispatchers: dict[tuple[int | str, ...], bool] = {}
-        self._overlapped_zero_stages: dict[tuple[int | str, ...], tuple[int, ...]] = {}
+        self._overlapped_zero_stages: dict[tuple[int | str | Part, ...], tuple[int, ...]] = {}
 
     @cached_property
     def views(self) -> tuple[AttentionView, ...]:
