@@ -49,7 +49,6 @@ OTHER_LETTERS = {
     "topology/message_plan.py": "FW",
     "config/pipeline_action.py": "FW",
     "topology/pipeline_layout.py": "L",
-    "topology/schedule_csv.py": "FW",
 }
 """Letters that mean something else in a file: actions of a pipeline, trace events, units."""
 STRING_METHODS = _set(

@@ -118,5 +118,19 @@ def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_ba
     return ""
 
 
+SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
+"""Kinds of the actions of a slot."""
+
+
+def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
+    """Return what rows have that no slot may have, or that their schedule denies; as `find_fault`."""
+    slots = [slot for row in rows for slot in row]
+    if wrong := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
+        return f" has {', '.join(map(str, wrong))} in one slot; a slot is one action, or F and then B"
+    if not splits_backward and any(slot[0].kind == "W" for slot in slots):
+        return " has W actions, and splits_backward=False; set it to True"
+    return ""
+
+
 def _stages_of(rank: int, stage_ranks: Sequence[int]) -> list[int]:
     return [stage for stage, owner in enumerate(stage_ranks) if owner == rank]

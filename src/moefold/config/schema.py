@@ -125,7 +125,7 @@ class ParallelConfig:
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
-    context: Literal["ring", "allgather", "ulysses", "planned"] = "ring"
+    context: Annotated[str | Part, KindOf("context")] = "ring"
     """Context-parallel attention under cp: how each rank attends to the whole sequence. planned: with documents, only
     visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
     placement: Literal["samples", "documents", "balanced"] = "samples"

@@ -4,7 +4,8 @@ Each function lists the tensors that the operations of a block save, the norm be
 its entry to `ATTENTION_MEMORY` or `FEED_FORWARD_MEMORY`. Letters as in `activation_memory.py`.
 """
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.linear_memory import LINEAR_ATTENTION_MEMORY
@@ -86,8 +87,8 @@ def _mla_head_widths(sizes: BlockSizes) -> int:
     """Return the saved numbers of a head for each token: of its query, its key and its value."""
     model = sizes.cfg.model
     p = sizes.cfg.parallel
-    shares_work = p.context == "planned" and "balanced" in (p.attention_hosts, p.placement)
-    attends_in_blocks = shares_work or (p.cp > 1 and p.context != "ulysses")
+    shares_work = chosen_in(p, ContextPart).is_planned and "balanced" in (p.attention_hosts, p.placement)
+    attends_in_blocks = shares_work or (p.cp > 1 and not chosen_in(p, ContextPart).shards_heads)
     has_windows = any(model.layer_windows)
     if (
         sizes.kernels.narrow_values
@@ -119,7 +120,7 @@ def saved_by_core_attention(sizes: BlockSizes, value_head_size: int) -> BytesByP
     """Return the bytes of the output of the heads, and of the logarithms of their softmax sums."""
     p = sizes.cfg.parallel
     # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
-    copies = 2 if p.cp > 1 and p.context == "ulysses" else 1
+    copies = 2 if p.cp > 1 and chosen_in(p, ContextPart).shards_heads else 1
     output = sizes.gathered_bytes(sizes.heads * value_head_size) * copies
     is_recomputed = "core_attention" in sizes.recompute
     log_sum = 0 if is_recomputed else sizes.gathered_tokens * sizes.heads * sizes.high_precision_bytes

@@ -6,14 +6,12 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.part import Part
-from moefold.config.pipeline_action import SlotRow, find_fault, split_pairs
+from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
 from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.errors import ConfigError
 
 DEFAULT_SCHEDULE = ParallelConfig().schedule
 """The schedule of recipes that name none."""
-SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
-"""Kinds of the actions of a slot."""
 
 
 @cache
@@ -74,14 +72,8 @@ def is_foreign(schedule: SchedulePart) -> bool:
 @lru_cache(maxsize=16384)
 def _fault_of(schedule: SchedulePart, rows: tuple[SlotRow, ...], pp: int, virtual_stages: int, count: int) -> str:
     """Return what is wrong with the rows of a schedule, as it follows its name in a message; "": nothing."""
-    if fault := find_fault(rows, schedule.stage_ranks(pp, virtual_stages), count):
-        return fault
-    slots = [slot for row in rows for slot in row]
-    if wrong := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
-        return f" has {', '.join(map(str, wrong))} in one slot; a slot is one action, or F and then B"
-    if not schedule.splits_backward and any(slot[0].kind == "W" for slot in slots):
-        return " has W actions, and splits_backward=False; set it to True"
-    return ""
+    ranks = schedule.stage_ranks(pp, virtual_stages)
+    return find_fault(rows, ranks, count) or find_undeclared(rows, splits_backward=schedule.splits_backward)
 
 
 def runtime_slots(cfg: Config) -> tuple[SlotRow, ...]:

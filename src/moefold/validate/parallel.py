@@ -11,6 +11,7 @@ from typing import Any
 
 from moefold.config.align import PREFERENCE_METHODS
 from moefold.config.chosen import chosen
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
@@ -29,7 +30,7 @@ from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import is_foreign, overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.moe import validate_dispatch_kernels
 from moefold.validate.placement import PLACEMENT_RULES
-from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
+from moefold.validate.planned_attention import validate_attention_pool
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
@@ -208,13 +209,14 @@ def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
-    if cp > 1 and cfg.model.index_topk and cfg.parallel.context in ("ring", "ulysses"):
+    context = chosen(cfg, ContextPart)
+    if cp > 1 and cfg.model.index_topk and not (context.takes_selected_keys or context.is_planned):
         yield (
-            f"parallel.context={cfg.parallel.context!r} with parallel.cp={cp} does not go with "
+            f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
             f"model.index_topk={cfg.model.index_topk}, which selects among the keys of the whole sequence; choose "
             "'allgather'"
         )
-    if cfg.parallel.context != "ulysses" or cp == 1 or not cfg.model.has_softmax_attention:
+    if not context.shards_heads or cp == 1 or not cfg.model.has_softmax_attention:
         return
     tp = cfg.parallel.tp
     heads = cfg.model.num_attention_heads
@@ -223,8 +225,9 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
         return
     if heads // tp % cp:
         yield (
-            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with parallel.context='ulysses', "
-            "which gives each rank whole heads; choose parallel.context='ring' or 'allgather'"
+            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
+            f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
+            "parallel.context='ring' or 'allgather'"
         )
 
 
@@ -320,7 +323,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     tp = cfg.parallel.tp
     cp = cfg.parallel.cp
     seq_len = cfg.train.seq_len
-    zigzag = cp > 1 and cfg.parallel.context != "ulysses"
+    zigzag = cp > 1 and chosen(cfg, ContextPart).splits_in_chunks
     step = lcm(cp * tp, 2 * cp if zigzag else 1)
     if seq_len % step == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
@@ -474,7 +477,7 @@ PARALLEL_RULES = (
     validate_least_loaded,
     validate_batch_size,
     *PIPELINE_RULES,
-    *PLANNED_ATTENTION_CHECKS,
+    validate_attention_pool,
     *PLACEMENT_RULES,
 )
 

@@ -7,6 +7,7 @@ from math import lcm, prod
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import RoutingSections, chosen, chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.lora import LoraConfig
@@ -226,7 +227,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
     attention_pattern = _keep_kinds(model.attention_letters, num_layers)
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
-    if p.context == "ulysses":
+    if chosen_in(p, ContextPart).shards_heads:
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)

@@ -71,6 +71,12 @@ class Fold(NamedTuple):
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
+def _complexity(schedule: str) -> tuple[bool, int, int]:
+    """Return the order in which schedules are tried; of those that take equally long, the first is chosen."""
+    part = schedule_named(schedule)
+    return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
+
+
 class PipelineVariant(NamedTuple):
     """A schedule with its virtual stages."""
 
@@ -345,7 +351,7 @@ class MappingSpace:
                     if self.restriction.allows("vpp", chunks)
                     and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
                 ]
-                for schedule in self._allowed_values("schedule")
+                for schedule in sorted(self._allowed_values("schedule"), key=_complexity)
                 if not schedule_named(schedule).is_for_one_mapping
             }
         return self._variants_by_pp[pp]
