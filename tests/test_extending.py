@@ -289,7 +289,7 @@ def test_example_of_a_schedule_is_judged_and_searched(pool: WorkerPool, package:
 
 
 def _searched_schedules() -> set[str | Part]:
-    cfg = load_config(None, ["model.preset=tiny", "parallel.world_size=2", "train.global_batch_size=8"])
+    cfg = load_config(None, ["model.preset=tiny", "parallel.world_size=2", "parallel.pp=2", "parallel.schedule=eager"])
     space = MappingSpace(MappingConstraints(cfg), Restriction({"pp": 2}))
     return {run["schedule"] for fold, view in space.folds for run in space.sample_mappings(fold, view)}
 

@@ -71,7 +71,7 @@ class Fold(NamedTuple):
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
-def _complexity(schedule: str) -> tuple[bool, int, int]:
+def _complexity(schedule: str | Part) -> tuple[bool, int, int]:
     """Return the order in which schedules are tried; of those that take equally long, the first is chosen."""
     part = schedule_named(schedule)
     return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
@@ -108,7 +108,7 @@ class MappingSpace:
         self.constraints = constraints
         self.restriction = restriction or Restriction()
         self._cfg = constraints.base_config
-        self._variants_by_pp: dict[int, dict[str, list[PipelineVariant]]] = {}
+        self._variants_by_pp: dict[int, dict[str | Part, list[PipelineVariant]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._overlapping_dispatchers: dict[tuple[int | str, ...], bool] = {}
@@ -341,7 +341,7 @@ class MappingSpace:
             if self.constraints.allows(PIPELINE_RULES, {**values, "schedule": schedule}):
                 yield from pipelines
 
-    def _pipeline_variants(self, pp: int) -> dict[str, list[PipelineVariant]]:
+    def _pipeline_variants(self, pp: int) -> dict[str | Part, list[PipelineVariant]]:
         """Return the virtual stages of each schedule, whatever the batch."""
         if pp not in self._variants_by_pp:
             self._variants_by_pp[pp] = {
@@ -351,7 +351,7 @@ class MappingSpace:
                     if self.restriction.allows("vpp", chunks)
                     and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
                 ]
-                for schedule in sorted(self._allowed_values("schedule"), key=_complexity)
+                for schedule in self._schedules()
                 if not schedule_named(schedule).is_for_one_mapping
             }
         return self._variants_by_pp[pp]
@@ -372,6 +372,11 @@ class MappingSpace:
         """Return the values of an enumerated key that the restriction allows."""
         section, key = AXIS_KEYS[axis]
         return [value for value in choices_of(section, key) if self.restriction.allows(axis, value)]
+
+    def _schedules(self) -> list[str | Part]:
+        """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""
+        named = dict.fromkeys((*choices_of("parallel", "schedule"), self._cfg.parallel.schedule))
+        return sorted((value for value in named if self.restriction.allows("schedule", value)), key=_complexity)
 
 
 MAX_SAMPLED_FOLDS = 8
