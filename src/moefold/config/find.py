@@ -28,10 +28,15 @@ def built_in_kinds(group: str) -> tuple[str, ...]:
 
 
 @cache
-def kinds(group: str) -> tuple[str, ...]:
-    """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages."""
+def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages.
+
+    Args:
+        group: the folder of `parts/`.
+        words: the built-in kinds that count; empty: all.
+    """
     built_in = built_in_kinds(group)
-    return (*built_in, *(name for name in sorted(_entry_points(group)) if name not in built_in))
+    return (*(words or built_in), *(name for name in sorted(_entry_points(group)) if name not in built_in))
 
 
 @cache

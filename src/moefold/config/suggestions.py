@@ -94,9 +94,9 @@ def key_types(section: str) -> dict[str, Any]:
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from; empty: it takes any value of its type."""
     hint = get_type_hints(sections()[section], include_extras=True)[key]
-    groups = [entry.group for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
-    if groups:
-        return kinds(groups[0])
+    marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
+    if marks:
+        return kinds(*marks[0])
     plain = key_types(section)[key]
     return get_args(plain) if get_origin(plain) is Literal else ()
 

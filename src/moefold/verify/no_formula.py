@@ -29,7 +29,7 @@ def formula_of(part: Part) -> Any:
     Raises:
         NoFormulaError: it has none.
     """
-    return part.formula() or no_formula(f"{part.key}={part.kind!r}", "parts/*/oracle.py")
+    return part.formula() or no_formula(f"{getattr(part, 'key', part.group)}={part.kind!r}", "parts/*/oracle.py")
 
 
 def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:

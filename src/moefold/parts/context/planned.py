@@ -36,7 +36,7 @@ class PlannedContext(ContextPart):
             )
             way_out = "choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
             yield Problem(self.key, self.kind, rule, way_out)
-        if "C" in model.attention_pattern:
+        if any(layer.chunk for layer in model.layers):
             rule = (
                 f"plans attention within documents, and model.attention_pattern={model.attention_pattern!r} has layers "
                 "of kind C, which divide them into chunks"
