@@ -31,7 +31,7 @@ from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
 from moefold.topology.message_plan import plan_messages
-from moefold.topology.schedules import SCHEDULES, runtime_slots, stage_ranks
+from moefold.topology.schedules import runtime_slots, schedule_named, stage_ranks
 
 TimeSpans = list[tuple[float, float]]
 
@@ -143,7 +143,7 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
             continue
         module = SleepingStage(times, spans)
         wgrad_store = None
-        if SCHEDULES[parallel.schedule].splits_backward:
+        if schedule_named(parallel.schedule).splits_backward:
             wgrad_store = WeightGradStore(module, reduces_each_micro_batch=False)
             set_on_modules(module, "wgrad_store", wgrad_store)
         stages.append(PipelineStage(module, number, len(ranks), wgrad_store=wgrad_store))

@@ -1,9 +1,11 @@
 """The examples of docs/extending.md: each registers a part, trains two steps and equals a reference."""
 
+import importlib
 import json
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,8 @@ import torch
 from moefold.api import build_model, load_config, train_model
 from moefold.cli.main import main
 from moefold.config import find
+from moefold.config.part import Part
+from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
@@ -29,19 +33,21 @@ from moefold.data import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
+from moefold.parts.schedule.csv import CsvSchedule
 from moefold.planner.cost_model.bubble import bubble_s
+from moefold.planner.search.constraints import MappingConstraints, Restriction
+from moefold.planner.search.space import MappingSpace
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.testing.pool import WorkerPool
-from moefold.topology.pipeline_action import find_deadlock
-from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
-from moefold.verify.compare import run_oracle
+from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, gather_full_tensors, run_distributed
 from moefold.verify.oracle_objectives import objective_of
-from tests.verify.recipes import tiny
+from tests.verify.oracle import TOLERANCE
+from tests.verify.recipes import tiny, without_mapping
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 LR = 1e-2
@@ -107,8 +113,32 @@ def _run_with_optimizer(cfg: Config, steps: int) -> tuple[DistributedRecord, int
     return run_distributed(cfg, steps), rank_state_bytes(cfg, 0).optimizer
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install the schedule of the page, with its entry point, into a folder."""
+    folder = tmp_path_factory.mktemp("installed")
+    [code], [entry] = _blocks("python", "A pipeline schedule"), _blocks("toml", "A pipeline schedule")
+    (folder / "eager.py").write_text(code)
+    metadata = folder / "moefold_eager-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moefold-eager\nVersion: 0.1\n")
+    header = '[project.entry-points."moefold.schedule"]'
+    (metadata / "entry_points.txt").write_text(entry.replace(header, "[moefold.schedule]").replace('"', ""))
+    return str(folder)
+
+
+def _in_package(folder: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a task where the package is installed: on a rank of the pool, which ends after it."""
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name.startswith("moefold.config.")]:
+        for cached in vars(sys.modules[name]).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+    return task(*arguments)
+
+
 def _run_with_schedule(cfg: Config) -> DistributedRecord:
-    _register("A pipeline schedule")
     check_config(cfg)
     assert find_deadlock(runtime_slots(cfg)) is None
     return run_distributed(cfg, 2)
@@ -116,7 +146,6 @@ def _run_with_schedule(cfg: Config) -> DistributedRecord:
 
 def _price_with_schedule(cfg: Config) -> tuple[list[int], list[float]]:
     """Return the micro-batches in flight on each rank, and the idle seconds: priced, many at once, and simulated."""
-    _register("A pipeline schedule")
     p = cfg.parallel
     count = cfg.num_micro_batches
     bubble = partial(bubble_s, pp=p.pp, num_micro_batches=count, schedule=p.schedule)
@@ -279,7 +308,6 @@ def _refusal_of(heading: str, cfg: Config) -> str:
         ("A dispatcher", "parallel", {"dispatcher": "gathering"}, ""),
         ("A block", "model", {}, "model.attention='extension:GatedPart'"),
         ("An optimizer", "train", {"optimizer": "sgd"}, "train.optimizer='sgd'"),
-        ("A pipeline schedule", "parallel", {"schedule": "eager"}, ""),
         ("A loss and its data", "model", {}, "the loss PolicyGradientLoss"),
     ],
 )
@@ -306,22 +334,47 @@ def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
-def test_example_of_a_schedule_equals_one_rank(pool: WorkerPool) -> None:
+def test_example_of_a_schedule_equals_one_rank(pool: WorkerPool, package: str) -> None:
     """Train two steps on two pipeline ranks and on one."""
     one = tiny(train={"global_batch_size": 8, "lr": LR})
     [alone] = pool.run(1, run_distributed, one, 2)
     two = _with(one, "parallel", world_size=2, pp=2, schedule="eager")
-    first, last = pool.run(2, _run_with_schedule, two)
+    first, last = pool.run(2, _in_package, package, _run_with_schedule, two)
     assert [step.loss for step in first.steps] == pytest.approx([step.loss for step in alone.steps], rel=1e-12)
     torch.testing.assert_close(first.gradients | last.gradients, alone.gradients, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(first.weights | last.weights, alone.weights, rtol=1e-12, atol=1e-12)
 
 
+def _judge_with_schedule(cfg: Config, records: list[DistributedRecord]) -> float:
+    """Return the largest difference from the oracle, which does not read the schedule."""
+    return compare_records(run_oracle(without_mapping(cfg), 2), records)[0].error
+
+
 @pytest.mark.parity
-def test_example_of_a_schedule_is_priced(pool: WorkerPool) -> None:
+def test_example_of_a_schedule_is_judged_and_searched(pool: WorkerPool, package: str) -> None:
+    """The oracle judges a run with it, and the planner tries it beside the built-in ones."""
+    cfg = _with(tiny(train={"global_batch_size": 8}), "parallel", world_size=2, pp=2, schedule="eager")
+    records = pool.run(2, _in_package, package, _run_with_schedule, cfg)
+    [error] = pool.run(1, _in_package, package, _judge_with_schedule, cfg, records)
+    assert error < TOLERANCE
+    [kinds] = pool.run(1, _in_package, package, _searched_schedules)
+    assert "eager" in kinds
+    assert "csv" not in kinds
+
+
+def _searched_schedules() -> set[str | Part]:
+    cfg = load_config(None, ["model.preset=tiny", "parallel.world_size=2", "parallel.pp=2", "parallel.schedule=eager"])
+    space = MappingSpace(MappingConstraints(cfg), Restriction({"pp": 2}))
+    return {run["schedule"] for fold, view in space.folds for run in space.sample_mappings(fold, view)}
+
+
+@pytest.mark.parity
+def test_example_of_a_schedule_is_priced(pool: WorkerPool, package: str) -> None:
     """Compare memory in flight and idle time with 1F1B, to which warm-up adds a micro-batch and no time."""
     base = tiny(world_size=4, pp=4, model={"num_layers": 4}, train={"global_batch_size": 16})
-    [(in_flight, idle)] = pool.run(1, _price_with_schedule, _with(base, "parallel", schedule="eager"))
+    [(in_flight, idle)] = pool.run(
+        1, _in_package, package, _price_with_schedule, _with(base, "parallel", schedule="eager")
+    )
     assert in_flight == [count + 1 for count in max_in_flight(base, 4)] == [5, 4, 3, 2]
     assert idle == [bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="1f1b")] * 3
 
@@ -348,5 +401,5 @@ def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:
     [table] = _blocks("csv", "A pipeline schedule")
     path = tmp_path / "schedule.csv"
     path.write_text(table)
-    found = read_schedule(str(path), 2, 1, 2)
-    assert [[str(action) for action in row] for row in found.rows] == [line.split(",") for line in table.split()]
+    found = CsvSchedule(path=str(path)).rows(2, 1, 2)
+    assert [[str(action) for (action,) in row] for row in found] == [line.split(",") for line in table.split()]

@@ -47,9 +47,8 @@ OTHER_LETTERS = {
     "planner/svg_chart.py": "F",
     "topology/collective_order.py": "FRW",
     "topology/message_plan.py": "FW",
-    "topology/pipeline_action.py": "FW",
+    "config/pipeline_action.py": "FW",
     "topology/pipeline_layout.py": "L",
-    "topology/schedule_csv.py": "FW",
 }
 """Letters that mean something else in a file: actions of a pipeline, trace events, units."""
 STRING_METHODS = _set(

@@ -89,7 +89,7 @@ def test_a_list_of_paths_is_a_list_on_the_command_line_too():
         ("parallel.zero=4", "parallel.zero=4 must be one of 0, 1, 2, 3"),
         (
             "parallel.context=rings",
-            "parallel.context='rings' must be one of 'ring', 'allgather', 'ulysses', 'planned'; did",
+            "parallel.context='rings' must be one of 'allgather', 'planned', 'ring', 'ulysses'; did",
         ),
         ("data.path=[1]", "data.path=[1] must be a string or a list of strings"),
     ],

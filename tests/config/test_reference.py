@@ -16,7 +16,7 @@ def test_every_key_of_the_schema_has_help():
 
 def test_a_key_is_described_with_type_and_default():
     key = next(key for key in recipe_keys("parallel") if key.name == "parallel.context")
-    assert (key.type, key.default) == ("one of 'ring', 'allgather', 'ulysses', 'planned'", '"ring"')
+    assert (key.type, key.default) == ("one of 'allgather', 'planned', 'ring', 'ulysses'", '"ring"')
     assert key.help.startswith("Context-parallel attention under cp: how each rank attends to the whole sequence.")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.find import find_part
 from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
 from moefold.ops.cudnn_attention import CudnnAttention
@@ -54,7 +55,7 @@ def _core(kind: str, groups: ParallelGroups, window: int = 0):
     """The core attention of a kind."""
     if kind == "planned":
         return PlannedAttention(AttentionPlanner(groups, PlanOptions()), window)
-    return context_parallel_attention(kind, groups.attn.cp, window)
+    return context_parallel_attention(find_part("context", kind)(), groups.attn.cp, window)
 
 
 def _attend_on_shards(
@@ -63,7 +64,7 @@ def _attend_on_shards(
     """On each rank: [out, dq, dk, dv] in float64 of its positions, for each case. The data differ along tp."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     cp = groups.attn.cp
-    positions = sequence_positions(cut_as, limits.seq_len, cp.size, cp.rank)
+    positions = sequence_positions(find_part("context", cut_as), limits.seq_len, cp.size, cp.rank)
     core = _core(kind, groups, limits.window)
     results = []
     for heads, batch in cases:
@@ -115,7 +116,9 @@ def _largest_errors(
     """For out, dq, dk and dv: the largest error over the cases, each relative to the largest value of the tensor."""
     layout, cut_as = fold(**sizes), cut_as or kind
     ranks = pool.run(layout.world_size, attend_on_shards, kind, sizes, cases, dtype, cut_as, limits)
-    order = torch.cat([sequence_positions(cut_as, limits.seq_len, layout.cp, rank) for rank in range(layout.cp)])
+    order = torch.cat(
+        [sequence_positions(find_part("context", cut_as), limits.seq_len, layout.cp, rank) for rank in range(layout.cp)]
+    )
     errors = []
     for tp_rank, (i, (heads, batch)) in itertools.product(range(layout.tp), enumerate(cases)):
         # The reference sees what the rank sees: numbers of the narrow type.
@@ -264,10 +267,10 @@ def _pairs(q: torch.Tensor, k: torch.Tensor, causal: tuple[bool, ...]) -> int:
 
 def _count_pairs(kind: str, cp: int, window: int = 0) -> tuple[int, int]:
     group = ParallelGroups.create(fold(world_size=cp, cp=cp), torch.device("cpu")).attn.cp
-    positions = sequence_positions(kind, SEQ_LEN, cp, group.rank)
+    positions = sequence_positions(find_part("context", kind), SEQ_LEN, cp, group.rank)
     shards = [x[positions] for x in random_attention(0, SEQ_LEN, 1, HEADS[1])]
     with _CountPairs() as count:
-        with_gradients(context_parallel_attention(kind, group, window), *shards)
+        with_gradients(context_parallel_attention(find_part("context", kind)(), group, window), *shards)
     return count.forward_pairs, count.backward_pairs
 
 
@@ -280,7 +283,7 @@ def test_only_pairs_of_the_past_are_computed_and_every_rank_has_as_many(pool, ki
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 def test_positions_partition_the_sequence(kind, cp):
-    parts = [sequence_positions(kind, 48, cp, rank) for rank in range(cp)]
+    parts = [sequence_positions(find_part("context", kind), 48, cp, rank) for rank in range(cp)]
     assert all(part.dtype == torch.int64 and part.shape == (48 // cp,) for part in parts)
     assert all((part.diff() > 0).all() for part in parts)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(48))
@@ -289,21 +292,21 @@ def test_positions_partition_the_sequence(kind, cp):
 @pytest.mark.parametrize("kind", ["ring", "allgather"])
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 def test_zigzag_balances_the_causal_work_exactly(kind, cp):
-    work = {int((sequence_positions(kind, 48, cp, rank) + 1).sum()) for rank in range(cp)}
+    work = {int((sequence_positions(find_part("context", kind), 48, cp, rank) + 1).sum()) for rank in range(cp)}
     assert work == {48 * 49 // 2 // cp}
 
 
 def test_positions_worked_by_hand():
-    assert sequence_positions("ring", 8, 2, 0).tolist() == [0, 1, 6, 7]
-    assert sequence_positions("allgather", 8, 2, 1).tolist() == [2, 3, 4, 5]
-    assert sequence_positions("ulysses", 8, 2, 1).tolist() == [4, 5, 6, 7]
-    assert sequence_positions("ring", 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+    assert sequence_positions(find_part("context", "ring"), 8, 2, 0).tolist() == [0, 1, 6, 7]
+    assert sequence_positions(find_part("context", "allgather"), 8, 2, 1).tolist() == [2, 3, 4, 5]
+    assert sequence_positions(find_part("context", "ulysses"), 8, 2, 1).tolist() == [4, 5, 6, 7]
+    assert sequence_positions(find_part("context", "ring"), 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
 
 
 def _kind_of_core(kind: str) -> str:
     group = ParallelGroups.create(fold(world_size=2, cp=2), torch.device("cpu")).attn
-    assert isinstance(context_parallel_attention(kind, group.tp), CausalAttention)
-    return type(context_parallel_attention(kind, group.cp)).__name__
+    assert isinstance(context_parallel_attention(find_part("context", kind)(), group.tp), CausalAttention)
+    return type(context_parallel_attention(find_part("context", kind)(), group.cp)).__name__
 
 
 def test_the_core_follows_the_kind(pool):

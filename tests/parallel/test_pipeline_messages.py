@@ -16,10 +16,9 @@ from moefold.parallel.pipeline_messages import PipelineMessages
 from moefold.parallel.pipeline_schedule import PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
+from moefold.parts.schedule.csv import CsvSchedule
 from moefold.topology.message_plan import RankPlan, forward_rows, live_messages, plan_messages
-from moefold.topology.pipeline_action import one_per_slot
-from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedules import SCHEDULES, schedule_rows
+from moefold.topology.schedules import schedule_named, schedule_rows
 from tests.cost.test_activation_memory import _config, measured
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
@@ -144,7 +143,7 @@ def expected_counts(plan: RankPlan, num_stages: int) -> list[int]:
 @pytest.mark.parity
 @pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
 def test_what_is_alive_is_what_the_plan_says(pool, schedule, chunks):
-    spec = SCHEDULES[schedule]
+    spec = schedule_named(schedule)
     ranks = spec.stage_ranks(2, chunks)
     most = []
     for count in COUNTS:
@@ -163,9 +162,9 @@ def test_what_is_alive_is_what_the_plan_says(pool, schedule, chunks):
 def test_a_file_frees_its_messages(pool, tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
-    table = read_schedule(str(path), 2, 1)
-    rows = tuple(map(one_per_slot, table.rows))
-    for observed, expected, _ in pool.run(2, run_counted, rows, table.stage_to_rank, 2, True):
+    schedule = CsvSchedule(path=str(path))
+    rows, ranks = schedule.rows(2, 1, 2), schedule.stage_ranks(2, 1)
+    for observed, expected, _ in pool.run(2, run_counted, rows, ranks, 2, True):
         assert observed == expected
 
 

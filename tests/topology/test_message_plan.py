@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from moefold.config.pipeline_action import Action, SlotRow
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.memory_snapshots import StepSchedule
 from moefold.topology.message_plan import (
@@ -19,8 +20,7 @@ from moefold.topology.message_plan import (
     plan_messages,
     received,
 )
-from moefold.topology.pipeline_action import Action, SlotRow
-from moefold.topology.schedules import SCHEDULES, overlapped_schedules, schedule_rows
+from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 7), ("zero-bubble", 1)]
@@ -98,7 +98,7 @@ def legal_counts(schedule: str, chunks: int, pp: int) -> Iterator[int]:
 @pytest.mark.parametrize(("schedule", "chunks", "overlap"), SCHEDULE_SHAPES)
 @pytest.mark.parametrize("pp", [2, 3, 5])
 def test_every_plan_ends_even_if_each_message_blocks_both_ranks(schedule, chunks, overlap, pp):
-    ranks = SCHEDULES[schedule].stage_ranks(pp, chunks)
+    ranks = schedule_named(schedule).stage_ranks(pp, chunks)
     counts = list(legal_counts(schedule, chunks, pp))
     assert len(counts) > pp
     for count in counts:
@@ -182,7 +182,7 @@ def test_hand_worked_plan():
 
 def most_messages(schedule: str, chunks: int, pp: int, count: int, *, overlap: bool) -> list[int]:
     plans = plan_messages(
-        schedule_rows(schedule, pp, chunks, count, overlap=overlap), SCHEDULES[schedule].stage_ranks(pp, chunks)
+        schedule_rows(schedule, pp, chunks, count, overlap=overlap), schedule_named(schedule).stage_ranks(pp, chunks)
     )
     return [max(live_messages(plan, pp * chunks, overlaps=overlap)) for plan in plans]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from moefold.config.pipeline_action import Action, find_deadlock, one_per_slot
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
-from moefold.topology.pipeline_action import Action, find_deadlock, one_per_slot
 from moefold.topology.schedules import schedule_rows
 
 SHAPES = [(1, 1), *((pp, chunks) for pp in (2, 3, 4, 8) for chunks in (1, 2, 3))]

@@ -1,11 +1,11 @@
 import pytest
 
 from moefold.config.load import config_from_dict
+from moefold.config.pipeline_action import Action
 from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
+from moefold.parts.schedule.csv import _read_schedule
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
-from moefold.topology.pipeline_action import Action, one_per_slot
-from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import stage_ranks
 from moefold.train.start import check_machine
 
@@ -19,24 +19,24 @@ def read(tmp_path):
     def call(text: str, pp: int = 2, virtual_stages: int = 1, num_micro_batches: int | None = None):
         path = tmp_path / "schedule.csv"
         path.write_text(text)
-        return read_schedule(str(path), pp, virtual_stages, num_micro_batches)
+        return _read_schedule(str(path), pp, virtual_stages, num_micro_batches)
 
     return call
 
 
 @pytest.mark.parametrize("text", [ONE_F_ONE_B, SPLIT])
 def test_rows_are_read_in_order(read, text):
-    rows = read(text).rows
-    assert ",".join(map(str, rows[0])) == text.splitlines()[0].replace(",,", ",")
+    rows, _ = read(text)
+    assert ",".join(str(action) for (action,) in rows[0]) == text.splitlines()[0].replace(",,", ",")
 
 
 def test_the_file_says_where_stages_stand(read):
-    assert read(V_SHAPE, virtual_stages=2).stage_to_rank == (0, 1, 1, 0)
+    assert read(V_SHAPE, virtual_stages=2)[1] == (0, 1, 1, 0)
 
 
 def test_overlapped_work_is_work_in_order(read):
     text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"
-    assert [str(action) for action in read(text).rows[0]] == ["0F0", "0F1", "0B0", "0B1"]
+    assert [str(action) for (action,) in read(text)[0][0]] == ["0F0", "0F1", "0B0", "0B1"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_time_passes_as_order_and_needs_allow(read):
     work = StageSegments(forward=second, backward=2 * second, input_gradient=second, weight_gradient=second)
 
     def span_s(text: str) -> float:
-        return simulate([one_per_slot(row) for row in read(text).rows], [work, work]).span_s
+        return simulate(read(text)[0], [work, work]).span_s
 
     # Two micro-batches of 3 s, and (p-1) of them to fill and drain.
     assert span_s(ONE_F_ONE_B) == 9.0

@@ -1,52 +1,41 @@
-"""The registry of schedules agrees with the recipe's schema, its rows are complete, and no module compares names."""
+"""Rows of the built-in schedules are complete, and closed forms equal their execution; wrong rows are refused."""
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
-from typing import get_args
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
-import moefold
+from moefold.config.find import built_in_kinds
+from moefold.config.groups.schedule import SchedulePart
+from moefold.config.pipeline_action import Action, SlotRow, find_deadlock
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
-from moefold.config.suggestions import default_of, key_types
-from moefold.planner.cost_model.bubble import CLOSED_FORMS, bubble_s, simulated_bubble_s
-from moefold.topology.pipeline_action import SlotRow, find_deadlock
-from moefold.topology.schedules import DEFAULT_SCHEDULE, SCHEDULES, schedule_rows
-from moefold.validate.parallel import validate_micro_batch_count
+from moefold.errors import ConfigError
+from moefold.planner.cost_model.bubble import bubble_s, simulated_bubble_s
+from moefold.topology.schedules import schedule_named, schedule_rows
+from moefold.validate.parallel import validate_micro_batch_count, validate_rows, validate_schedule
 
-SOURCE = Path(moefold.__file__).parent
 RANKS = (2, 3, 4, 7)
-GENERATED = [name for name, spec in SCHEDULES.items() if not spec.reads_file]
+GENERATED = [name for name in built_in_kinds("schedule") if not schedule_named(name).is_for_one_mapping]
 
 
 def _shapes(name: str) -> Iterator[tuple[int, int, int]]:
     """Yield legal numbers of pipeline ranks, stages per rank and micro-batches."""
     for pp in RANKS:
-        for chunks in filter(SCHEDULES[name].allows_virtual_stages, (1, 2, 3)):
+        for chunks in (1, 2, 3):
             parallel = ParallelConfig(world_size=pp, pp=pp, schedule=name, virtual_stages=chunks)
             for count in range(1, 3 * pp + 2):
                 cfg = Config(parallel=parallel, train=TrainConfig(global_batch_size=count))
-                if not list(validate_micro_batch_count(cfg)):
+                if not [*validate_schedule(cfg), *validate_micro_batch_count(cfg)]:
                     yield pp, chunks, count
-
-
-def test_names_agree() -> None:
-    """Check the schema's names and default, and the names in records, against the registry."""
-    assert list(SCHEDULES) == list(get_args(key_types("parallel")["schedule"]))
-    assert all(spec.name == name for name, spec in SCHEDULES.items())
-    assert default_of("parallel", "schedule") == DEFAULT_SCHEDULE
-    assert set(CLOSED_FORMS) <= set(SCHEDULES)
-    for spec in SCHEDULES.values():
-        assert {spec.with_fewer_micro_batches, spec.with_other_virtual_stages} - {""} <= set(SCHEDULES)
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_rows_are_complete_and_end(name: str) -> None:
     """Check all actions of each stage on its rank, kinds of backward passes, and deadlocks."""
-    spec = SCHEDULES[name]
+    spec = schedule_named(name)
     for pp, chunks, count in _shapes(name):
-        for overlap in (False, True) if spec.overlapped_row else (False,):
+        for overlap in (False, True) if spec.pairs_passes() else (False,):
             rows = schedule_rows(name, pp, chunks, count, overlap=overlap)
             assert find_deadlock(rows) is None, (pp, chunks, count, overlap)
             _assert_complete(rows, spec.stage_ranks(pp, chunks), count, splits=spec.splits_backward)
@@ -64,7 +53,7 @@ def _assert_complete(rows: tuple[SlotRow, ...], ranks: tuple[int, ...], count: i
     assert set(kinds.values()) <= ({"FB", "FIW"} if splits else {"FB"})
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATED if name in CLOSED_FORMS])
+@pytest.mark.parametrize("name", GENERATED)
 def test_closed_forms_equal_the_execution_of_the_rows(name: str) -> None:
     """Compare the idle time where forward, input gradients and weight gradients take equally long."""
     compared = 0
@@ -73,26 +62,45 @@ def test_closed_forms_equal_the_execution_of_the_rows(name: str) -> None:
             continue
         times = (2.0 * chunks, 4.0 * chunks, 2.0 * chunks)
         formula = bubble_s(*times, pp=pp, vpp=chunks, num_micro_batches=count, schedule=name)
+        assert schedule_named(name).bubble_s(*times, pp, chunks, count) is not None
         executed = simulated_bubble_s(name, *times, pp, chunks, count)
         assert formula == pytest.approx(executed, rel=1e-12, abs=1e-9), (pp, chunks, count)
         compared += 1
     assert compared >= 2 * len(RANKS)
 
 
-def test_no_module_compares_names_of_schedules() -> None:
-    """Check that only the registry knows schedules by name; a branch on a name would bypass a new record."""
-    assert list(_name_comparisons()) == []
+@dataclass(frozen=True, kw_only=True)
+class WrittenRows(SchedulePart):
+    """Rows of two ranks with two micro-batches, written as in a schedule file; `+` joins the actions of a slot."""
+
+    kind: ClassVar[str] = "written"
+    text: str
+
+    def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
+        slots = self.text.split("/")[rank].split()
+        return tuple(tuple(Action(int(a[0]), a[1], int(a[2])) for a in slot.split("+")) for slot in slots)
 
 
-def _name_comparisons() -> Iterator[str]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare) and "schedule" in ast.unparse(node):
-                literals = {
-                    part.value
-                    for side in (node.left, *node.comparators)
-                    for part in ast.walk(side)
-                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
-                }
-                if literals & set(SCHEDULES):
-                    yield f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)}"
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("0F0 0F1 0B0 0B1/1F0 1B0 1F1", ": stage 1 does F with micro-batch 1; it must do F and B, or F, I and W"),
+        ("0F0 0F1 0B0 0B1/1F0 1B0", ": stage 1 does nothing with micro-batch 1; it must do F and B, or F, I and W"),
+        ("0B0 0F0 0F1 0B1/1F0 1B0 1F1 1B1", " deadlocks: rank 0 waits before 0B0, because its input comes later"),
+        ("0F0 0B0 0F1 0B1/1F1 1B1 1F0 1B0", " deadlocks: rank 0 waits before 0B0, because its input comes later"),
+        ("0F0 0F0 0B0 0B1/1F0 1B0 1F1 1B1", ": 0F0 occurs twice; leave one out"),
+        ("0F0 0F1 1B0 0B1/1F0 1B0 1F1 1B1", ": rank 0 has 1B0, and the stages [0]"),
+        ("0F0 0F1 0F2 0B0 0B1 0B2/1F0 1B0 1F1 1B1 1F2 1B2", ": stage 0 has micro-batch 2, and there are 2"),
+        ("0F0 0F1 0I0 0W0 0I1 0W1/1F0 1B0 1F1 1B1", " has W actions, and splits_backward=False; set it to True"),
+        ("0F0+0F1 0B0 0B1/1F0 1B0 1F1 1B1", " has 0F0, 0F1 in one slot; a slot is one action, or F and then B"),
+        ("0F0 0F1 0B0 0B1/1F0 1B0 1F1 1B1", ""),
+    ],
+)
+def test_wrong_rows_of_another_package_are_refused_by_name(text: str, fault: str) -> None:
+    parallel = ParallelConfig(world_size=2, pp=2, schedule=WrittenRows(text=text))
+    found = list(validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2))))
+    name = "parallel.schedule='written' (tests.topology.test_schedules:WrittenRows)"
+    assert [message[: len(name + fault)] for message in found] == ([name + fault] if fault else [])
+    if fault:
+        with pytest.raises(ConfigError, match="'written'"):
+            bubble_s(1.0, 2.0, 1.0, pp=2, vpp=1, num_micro_batches=2, schedule=parallel.schedule)

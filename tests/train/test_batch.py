@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.chosen import chosen
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config, DataConfig
 from moefold.data import open_dataset
 from moefold.errors import ConfigError
@@ -24,7 +26,7 @@ def _loader(cfg: Config, part: str = "train") -> tuple[BatchSharder, ParallelGro
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     cp = groups.attn.cp
-    positions = torch.as_tensor(sequence_positions(cfg.parallel.context, cfg.train.seq_len, cp.size, cp.rank))
+    positions = torch.as_tensor(sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, cp.size, cp.rank))
     return BatchSharder(getattr(data, part), cfg, groups, positions), groups, positions
 
 

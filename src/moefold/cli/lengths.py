@@ -131,7 +131,7 @@ def _print(rows: list[BalanceRow], args: argparse.Namespace) -> None:
     )
     print_escaped(f"{'lengths':12} {'attention':45} {'busiest':>8} {'keys/token':>11} {'queries moved':>14}")
     for row in rows:
-        keys = f"{row.received_keys:11.2f}" if row.strategy.context != "ulysses" else f"{'-':>11}"
+        keys = f"{row.received_keys:11.2f}" if not row.strategy.shards_heads else f"{'-':>11}"
         print_escaped(
             f"{row.lengths:12} {row.strategy.describe():45} {row.max_over_mean:8.2f} {keys} {row.moved_queries:14.1%}"
         )

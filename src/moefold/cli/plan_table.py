@@ -17,7 +17,7 @@ from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import schedule_named
 from moefold.validate.memory import OFFLOAD_PARTS
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def _mapping_columns(plans: Sequence[PlannedMapping]) -> list[Column]:
     mappings = [plan.mapping for plan in plans]
     return [
         *(_numbers(name, [str(getattr(m, name)) for m in mappings]) for name in DEGREES),
-        Column(name="schedule", cells=[m.schedule if m.pp > 1 else "-" for m in mappings]),
+        Column(name="schedule", cells=[schedule_named(m.schedule).kind if m.pp > 1 else "-" for m in mappings]),
         Column(name="dispatcher", cells=[_dispatcher(m) for m in mappings], wraps=True),
         Column(name="recompute", cells=[", ".join(m.recompute) or "-" for m in mappings], wraps=True),
         Column(name="offload", cells=[", ".join(m.offload) or "-" for m in mappings], wraps=True),
@@ -141,11 +141,9 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
 
 def _is_searched(key: str, choice: str) -> bool:
     """Return whether the search tries a choice: no schedule from a file, no dispatcher that stands for others."""
-    return not (
-        SCHEDULES[choice].reads_file
-        if key == "schedule"
-        else choice in built_in_kinds(key) and find_part(key, choice).prefers
-    )
+    if key == "schedule":
+        return not schedule_named(choice).is_for_one_mapping
+    return not (choice in built_in_kinds(key) and find_part(key, choice).prefers)
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:

@@ -19,6 +19,8 @@ from moefold.cli.simulate_rounds import (
     simulate_recipe_rounds,
     with_packed_batch,
 )
+from moefold.config.chosen import chosen
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
 from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
@@ -202,9 +204,9 @@ def _simulate(
     cfg, precision = resolve_precision(cfg, args.precision, device)
     workload = workload_from_config(cfg, precision, imbalance=args.imbalance, attention=loads)
     cost_model = CostModel(shape, device, workload)
-    path = cfg.parallel.schedule_csv
+    schedule = chosen(cfg, SchedulePart)
     return simulate_mapping(
-        cost_model, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule_csv=path
+        cost_model, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule=schedule
     )
 
 

@@ -97,7 +97,7 @@ class ParallelConfig:
     """Rank order of the attention view, slowest to fastest axis."""
     moe_order: str = "pp-edp-ep-etp"
     """Rank order of the MoE view, slowest to fastest axis."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev", "csv"] = "1f1b"
+    schedule: Annotated[str | Part, KindOf("schedule")] = "1f1b"
     """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
     need 2; csv reads schedule_csv."""
     virtual_stages: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 1
@@ -124,7 +124,7 @@ class ParallelConfig:
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
-    context: Literal["ring", "allgather", "ulysses", "planned"] = "ring"
+    context: Annotated[str | Part, KindOf("context")] = "ring"
     """Context-parallel attention under cp: how each rank attends to the whole sequence. planned: with documents, only
     visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
     placement: Literal["samples", "documents", "balanced"] = "samples"

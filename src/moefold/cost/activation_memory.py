@@ -8,13 +8,14 @@ them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (do
 from collections.abc import Iterable
 from functools import cached_property
 
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import SoftmaxCore
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
 from moefold.cost.block_sizes import BlockSizes
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
-from moefold.topology.schedules import SCHEDULES
 from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
@@ -46,7 +47,7 @@ class ActivationMemory(BlockSizes):
     ) -> None:
         super().__init__(cfg, frozenset(cfg.train.recompute if recompute is None else recompute), kernels, imbalance)
         p = cfg.parallel
-        self._delays_wgrad = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
+        self._delays_wgrad = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
 
     def layer_saved(self, kind: Layer) -> BytesByPart:
         """Return the bytes that a layer of a kind saves for backward, without its input."""

@@ -1,5 +1,7 @@
 """Sizes of one micro-batch on one rank, from which each part of a layer counts its memory. Torch-free."""
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import BytesByPart, KernelProfile
@@ -86,7 +88,7 @@ class BlockSizes:
         """Return the bytes of the output of this rank's heads, and of the logarithms of their softmax sums."""
         p = self.cfg.parallel
         # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
-        copies = 2 if p.cp > 1 and p.context == "ulysses" else 1
+        copies = 2 if p.cp > 1 and chosen_in(p, ContextPart).shards_heads else 1
         output = self.gathered_bytes(heads * value_width) * copies
         is_recomputed = "core_attention" in self.recompute
         log_sum = 0 if is_recomputed else self.gathered_tokens * heads * self.high_precision_bytes

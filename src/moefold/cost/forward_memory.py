@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from moefold.config.layers import Layer
+from moefold.config.pipeline_action import SlotRow
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.message_plan import forward_rows, live_messages, plan_messages
-from moefold.topology.pipeline_action import SlotRow
 
 PHASES = (("attention", "core attention"), ("dense MLP",), ("experts", "dispatch buffers"), ("shared experts",))
 """Parts of a layer that are in memory at different times; all others are during the whole layer."""

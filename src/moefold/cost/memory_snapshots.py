@@ -11,11 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from moefold.config.part import Part
+from moefold.config.pipeline_action import SlotRow, split_pairs
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.message_plan import live_messages, plan_messages
-from moefold.topology.pipeline_action import SlotRow, split_pairs
-from moefold.topology.schedules import SCHEDULES, schedule_row
+from moefold.topology.schedules import schedule_named, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
 """Micro-batches for each rank after which the steady phase only repeats; see `StepSchedule.shortest_equivalent`."""
@@ -55,7 +56,7 @@ class RankSnapshots:
 class StepSchedule:
     """The schedule of a step."""
 
-    schedule: str
+    schedule: str | Part
     pp: int
     vpp: int
     num_micro_batches: int
@@ -73,7 +74,7 @@ class StepSchedule:
         """
         n = self.num_micro_batches
         limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
-        spec = SCHEDULES[self.schedule]
+        spec = schedule_named(self.schedule)
         if n <= limit or not spec.repeats_steady_phase and self.pp > 1:
             return self
         # Rounds that are not pp long change with the number of micro-batches.
@@ -222,7 +223,7 @@ class _RankWalker:
         self.chunks = chunks
         self.rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
         self.columns = columns
-        self.splits_backward = schedule_spec.pp > 1 and SCHEDULES[schedule_spec.schedule].splits_backward
+        self.splits_backward = schedule_spec.pp > 1 and schedule_named(schedule_spec.schedule).splits_backward
         # Stages with equal chunks share a class.
         known: dict[ModelChunk | int, int] = {}
         keys = chunks if merges_equal_chunks else range(len(chunks))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, broadcast_object
+from moefold.config.chosen import chosen
+from moefold.config.groups.context import ContextPart
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import LoadedModel
@@ -226,7 +228,7 @@ class LogitsFile:
             tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
             for rank in groups.attn.stage.ranks
         ]
-        context = loaded.cfg.parallel.context
+        context = chosen(loaded.cfg, ContextPart)
         seq_len = loaded.cfg.train.seq_len
         self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
         self._file: np.ndarray | None = None

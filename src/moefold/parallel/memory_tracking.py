@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.schedule import SchedulePart
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.attention import SelfAttention, TokenMixer
@@ -26,7 +28,6 @@ from moefold.parallel.layer_parts import forward_method
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import PipelineRunner
 from moefold.parallel.wgrad_store import WeightGradStore
-from moefold.topology.schedules import SCHEDULES
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (RMSNorm, "normalize", "norms"),
@@ -197,4 +198,4 @@ def _tag_survivors(stage: Transformer, tracker: MemoryTracker) -> None:
     p = stage.cfg.parallel
     if p.pp > 1:
         # Without a split backward, the surviving tensors are being sent to the previous stage.
-        tracker.tag_survivors(DELAYED_WGRAD if SCHEDULES[p.schedule].splits_backward else PIPELINE)
+        tracker.tag_survivors(DELAYED_WGRAD if chosen_in(p, SchedulePart).splits_backward else PIPELINE)

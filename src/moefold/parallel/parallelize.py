@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.chosen import chosen
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import dispatch_sizes
@@ -117,7 +119,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     """
     layout = groups.layout
     plan = plan_stages(cfg)
-    of_cp_rank = sequence_positions(cfg.parallel.context, cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
+    of_cp_rank = sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
     positions = torch.as_tensor(of_cp_rank, device=groups.device)
     with torch.device("meta"):
         stages = [

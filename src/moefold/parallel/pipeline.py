@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
+from moefold.config.chosen import chosen
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
@@ -23,7 +25,7 @@ from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.topology.message_plan import forward_rows, plan_messages
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedules import runtime_slots, schedule_of
+from moefold.topology.schedules import runtime_slots
 
 
 class PipelineRunner:
@@ -79,7 +81,7 @@ class PipelineRunner:
 
     def _make_wgrad_store(self, module: Transformer, cfg: Config) -> WeightGradStore | None:
         """Delay the weight gradients of a stage if the schedule splits the backward pass."""
-        if not schedule_of(cfg).splits_backward:
+        if not chosen(cfg, SchedulePart).splits_backward:
             return None
         has_hooks = self._unsharded_params is None
         store = WeightGradStore(module, reduces_each_micro_batch=cfg.parallel.zero >= 2, has_hooks=has_hooks)
@@ -88,7 +90,7 @@ class PipelineRunner:
 
     def _finish_backward(self, module: Transformer, cfg: Config) -> Callable[[], None] | None:
         """Return what accumulates the gradients of unsharded parameters after a backward pass that is not split."""
-        if self._unsharded_params is None or schedule_of(cfg).splits_backward:
+        if self._unsharded_params is None or chosen(cfg, SchedulePart).splits_backward:
             return None
         return partial(self._unsharded_params.finish_backward, module)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.topology.pipeline_action import ActionResult
+from moefold.config.pipeline_action import ActionResult
 
 
 class PipelineMessages:

@@ -9,10 +9,10 @@ from torch import Tensor
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.resumable import BackwardOverlap
+from moefold.config.pipeline_action import Action, Slot
 from moefold.parallel.pipeline_messages import PipelineMessages
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.topology.message_plan import RankPlan, Receive, Release, Send, received
-from moefold.topology.pipeline_action import Action, Slot
 
 MicroBatch = tuple[Tensor, dict[str, Any]]
 """Arguments of the model: tokens, which the first stage alone reads, and keywords, which every stage gets."""

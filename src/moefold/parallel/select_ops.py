@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import RecurrentCore
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config, RunConfig
 from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
+from moefold.model.causal_blocks import TakesBlockKernel
 from moefold.model.kernels import Kernels, RoutingKernel
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
@@ -29,7 +32,6 @@ from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
-from moefold.parallel.context_parallel import AllGatherAttention, RingAttention
 from moefold.parallel.planned_attention import PlannedAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
@@ -150,7 +152,7 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         core = module.core_attention
         if isinstance(core, CausalAttention | PlannedAttention):
             core.kernel = kernels.attention
-        if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
+        if isinstance(core, TakesBlockKernel):
             core.block_kernel = kernels.block_attention
         if isinstance(core, CausalAttention) and kernels.autotuner.is_enabled:
             core.tuner = kernels.autotuner
@@ -253,7 +255,7 @@ def _block_attention(
     Not with `run.deterministic`, which its backward pass need not be.
     """
     p = cfg.parallel
-    needs_lse = p.context != "ulysses" if p.cp > 1 else cfg.model.attention_sinks
+    needs_lse = not chosen_in(p, ContextPart).shards_heads if p.cp > 1 else cfg.model.attention_sinks
     if device.type != "cuda" or cfg.run.deterministic or not needs_lse:
         return None, ""
     reason = probe_cudnn_attention(device)

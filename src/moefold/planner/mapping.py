@@ -5,8 +5,9 @@ from functools import partial
 
 from moefold.config.chosen import chosen, default_part, part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.part import Part
 from moefold.config.schema import Config
-from moefold.topology.schedules import DEFAULT_SCHEDULE
+from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""
@@ -44,7 +45,7 @@ class ParallelMapping:
     """Token dispatcher, with its settings."""
     overlap: bool = False
     """True if the expert all-to-all of one micro-batch overlaps with the compute of another."""
-    schedule: str = DEFAULT_SCHEDULE
+    schedule: str | Part = DEFAULT_SCHEDULE
     """Pipeline schedule; `vpp` of 2 or more with "1f1b" means its interleaved form."""
 
     @property
@@ -104,7 +105,7 @@ def format_compact_degrees(mapping: ParallelMapping) -> str:
 def describe_strategy(mapping: ParallelMapping) -> str:
     """Describe how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
     m = mapping
-    words = [m.schedule] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
+    words = [schedule_named(m.schedule).kind] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
     words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []
     words += [f"offload: {' + '.join(m.offload)}"] if m.offload else []
     return ", ".join([*words, *(["expert all-to-all overlapped"] if m.overlap else [])])

@@ -10,13 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.context import ContextPart
 from moefold.config.load import config_from_dict
+from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
-from moefold.planner.lengths.strategy import ContextKind
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
@@ -71,13 +73,15 @@ class PlanRequest:
         )
 
 
-def legal_context(cfg: Config) -> ContextKind:
+def legal_context(cfg: Config) -> str | Part:
     """Return the kind of context parallelism to search with: the recipe's, or the only one of sparse attention.
 
     Without context parallelism `parallel.context` has no effect.
     """
     is_sparse = cfg.model.index_topk > 0 and cfg.model.has_softmax_attention
-    return "allgather" if is_sparse and cfg.parallel.context in ("ring", "ulysses") else cfg.parallel.context
+    context = chosen(cfg, ContextPart)
+    is_illegal = is_sparse and not (context.takes_selected_keys or context.is_planned)
+    return "allgather" if is_illegal else cfg.parallel.context
 
 
 class Planner:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from moefold.config.part import Part
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.stage_partition import fastest_stages
 from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
 from moefold.topology.pipeline_layout import StageParts, even_stages
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import schedule_named
 from moefold.topology.selection_groups import stage_starts
 
 
@@ -146,7 +147,9 @@ class RecipeStageSplitter:
         return all(stage.layers.start in stage_starts(model) for stage in even_stages(model.num_layers, 0, num_chunks))
 
 
-def chunks_of_rank(chunks: tuple[ModelChunk, ...], schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+def chunks_of_rank(
+    chunks: tuple[ModelChunk, ...], schedule: str | Part, pp: int, vpp: int
+) -> tuple[tuple[int, ...], ...]:
     """Return the indices of each pipeline rank's chunks."""
-    ranks = SCHEDULES[schedule].stage_ranks(pp, vpp)
+    ranks = schedule_named(schedule).stage_ranks(pp, vpp)
     return tuple(tuple(i for i, rank in enumerate(ranks[: len(chunks)]) if rank == r) for r in range(pp))

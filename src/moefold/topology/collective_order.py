@@ -11,9 +11,9 @@ from itertools import chain
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.pipeline_action import Action, SlotRow
 from moefold.config.schema import Config
 from moefold.topology.layout import Layout
-from moefold.topology.pipeline_action import Action, SlotRow
 from moefold.topology.pipeline_layout import Stage
 
 RECOMPUTED_WITH_COMM = ("moe", "layer")

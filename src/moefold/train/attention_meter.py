@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.model.attention import SelfAttention
 from moefold.parallel.parallel_model import ParallelModel
@@ -43,7 +45,7 @@ class AttentionMeter:
         self._cfg = cfg
         p = cfg.parallel
         # Equal on all ranks, also on those without softmax attention.
-        self._num_rounds = cfg.num_micro_batches if p.context == "planned" and p.dp * p.cp > 1 else 0
+        self._num_rounds = cfg.num_micro_batches if chosen_in(p, ContextPart).is_planned and p.dp * p.cp > 1 else 0
 
     def begin_step(self) -> None:
         """Forget earlier passes."""

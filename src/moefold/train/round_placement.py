@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
@@ -29,7 +31,7 @@ class RoundPlacer:
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         p = cfg.parallel
-        is_planned = p.context == "planned" and p.dp * p.cp > 1
+        is_planned = chosen_in(p, ContextPart).is_planned and p.dp * p.cp > 1
         self._shares_work = is_planned and p.attention_hosts == "balanced"
         self._kind = p.placement
         self._block = p.attention_block

@@ -21,7 +21,7 @@ from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES, validate_layer_pattern
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
-from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
+from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
 from moefold.validate.regroup import REGROUP_RULES
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
@@ -86,6 +86,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in rule(cfg)]
     raise_all((*messages, *(str(problem) for part in chosen_parts(cfg) for problem in part.check(cfg))))
+    raise_all(validate_rows(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config, has_moe_layers
 from moefold.errors import ConfigError
-from moefold.topology.schedules import schedule_of
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
 """Parts that may be recomputed where attention is captured."""
@@ -50,7 +51,7 @@ def _module_obstacles(cfg: Config) -> Iterator[Obstacle]:
     """Return the obstacles to graphs of attention."""
     p = cfg.parallel
     yield "parallel.zero=3", p.zero == 3 and p.world_size > 1, "a graph keeps the weights that ZeRO 3 frees"
-    splits_backward = p.pp > 1 and schedule_of(cfg).splits_backward
+    splits_backward = p.pp > 1 and chosen(cfg, SchedulePart).splits_backward
     late = "a delayed weight gradient reads memory that the next replay overwrites"
     yield f"parallel.schedule={p.schedule!r}", splits_backward, late
     pattern = f"model.attention_pattern={cfg.model.attention_pattern!r}"

@@ -11,13 +11,13 @@ from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.topology.rollout_mapping import rollout_degrees
-from moefold.topology.schedules import SCHEDULES
 
 MAX_EXACT_SEQ_LEN = 16384
 """Longest sample that training attends to with the C kernel, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
@@ -59,7 +59,7 @@ def _kernels(cfg: Config, device_type: str, has_c_kernels: bool) -> Iterator[str
         yield f"train.precision={cfg.train.precision!r}: scales are shared by blocks of tokens; set 'dtype'"
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len
     is_single_chunk = not 0 < cfg.loss_chunk_tokens(device_type) < tokens
-    if cfg.parallel.pp > 1 and SCHEDULES[cfg.parallel.schedule].splits_backward and is_single_chunk:
+    if cfg.parallel.pp > 1 and chosen(cfg, SchedulePart).splits_backward and is_single_chunk:
         yield (
             f"parallel.schedule={cfg.parallel.schedule!r}: delays the head's weight gradient, and takes another path "
             f"through the loss; choose '1f1b', or train.loss_chunk below {tokens}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes, rollouts_at_once
@@ -25,7 +27,6 @@ from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
-from moefold.topology.schedules import schedule_of
 from moefold.validate.config import check_config
 
 GIB = 2**30
@@ -356,7 +357,7 @@ def _with_fewer_micro_batches(cfg: Config) -> Config:
     p = cfg.parallel
     train = cfg.train
     count = STEADY_MICRO_BATCHES_PER_STAGE * p.pp * p.virtual_stages
-    if schedule_of(cfg).reads_file or cfg.num_micro_batches <= count:
+    if chosen(cfg, SchedulePart).is_for_one_mapping or cfg.num_micro_batches <= count:
         return cfg
     return replace(cfg, train=replace(train, global_batch_size=count * train.micro_batch_size * p.dp))
 

@@ -9,11 +9,14 @@ from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.context import ContextPart
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import shard_rows
+from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.recompute_parts import AUTO
@@ -21,51 +24,39 @@ from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold
-from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
-from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
+from moefold.topology.schedules import is_foreign, overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.placement import PLACEMENT_RULES
-from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
+from moefold.validate.planned_attention import validate_attention_pool
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
     """Check the schedule against virtual_stages and pp."""
     p = cfg.parallel
-    spec = schedule_of(cfg)
+    spec = chosen(cfg, SchedulePart)
     minimum, maximum = spec.virtual_stage_bounds
     if p.virtual_stages < minimum:
         needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
         yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
+            f"parallel.schedule={spec.kind!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
             f"choose virtual_stages={minimum}, or schedule={spec.with_other_virtual_stages!r}"
         )
     elif maximum == 1 and p.virtual_stages > 1:
         yield (
             f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule={spec.with_other_virtual_stages!r}, "
-            f"and it is {p.schedule!r}; choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or "
+            f"and it is {spec.kind!r}; choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or "
             "virtual_stages=1"
         )
     elif maximum is not None and p.virtual_stages > maximum:
         yield (
-            f"parallel.schedule={p.schedule!r} has exactly {maximum} stages on each rank, and "
+            f"parallel.schedule={spec.kind!r} has exactly {maximum} stages on each rank, and "
             f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or "
             f"schedule={spec.with_other_virtual_stages!r}"
         )
     elif p.pp == 1 and p.virtual_stages > 1:
         yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; "
+            f"parallel.schedule={spec.kind!r} needs parallel.pp of 2 or more, and it is 1; "
             "choose schedule='1f1b' with virtual_stages=1, or pp=2"
-        )
-    if spec.reads_file and not p.schedule_csv:
-        yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.schedule_csv, the path of its file; or choose "
-            "'zero-bubble'"
-        )
-    if spec.reads_file and p.pp == 1:
-        yield (
-            f"parallel.schedule={p.schedule!r} needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or "
-            "pp=2"
         )
 
 
@@ -78,7 +69,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
-    spec = schedule_of(cfg)
+    spec = chosen(cfg, SchedulePart)
     rounds = max(1, count // p.pp)
     if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
@@ -86,7 +77,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         legal = [other for other in near if other % max(1, other // p.pp) == 0]
         batches = nearest_numbers(batch, [other * step for other in legal], count=2)
         yield (
-            f"parallel.schedule={p.schedule!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
+            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
             f"choose train.global_batch_size={batches}"
         )
     factor = spec.min_micro_batches_per_rank
@@ -95,10 +86,20 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         micro = cfg.train.micro_batch_size
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         yield (
-            f"parallel.schedule={p.schedule!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
+            f"parallel.schedule={spec.kind!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
             f"micro-batches, {found}; choose train.global_batch_size={step * minimum}{smaller}, or "
             f"schedule={spec.with_fewer_micro_batches!r}"
         )
+
+
+def validate_rows(cfg: Config) -> Iterator[str]:
+    """Check the rows of a schedule of another package, of a recipe that keeps all other rules."""
+    if cfg.parallel.pp == 1 or not is_foreign(chosen(cfg, SchedulePart)):
+        return
+    try:
+        runtime_slots(cfg)
+    except ConfigError as error:
+        yield str(error)
 
 
 def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
@@ -122,8 +123,8 @@ def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
     )
     for message in messages:
         yield f"parallel.pipeline_layout={text!r}: {message}"
-    spec = schedule_of(cfg)
-    if messages or spec.virtual_stage_bounds[0] > p.virtual_stages or spec.reads_file:
+    spec = chosen(cfg, SchedulePart)
+    if messages or spec.virtual_stage_bounds[0] > p.virtual_stages or spec.is_for_one_mapping:
         return
     yield from _validate_no_empty_ranks(cfg, stage_ranks(p))
 
@@ -135,9 +136,11 @@ def check_schedule_file(cfg: Config) -> None:
         ConfigError: it is not valid.
     """
     p = cfg.parallel
-    if not schedule_of(cfg).reads_file:
+    schedule = chosen(cfg, SchedulePart)
+    if not schedule.is_for_one_mapping:
         return
-    ranks = read_schedule(p.schedule_csv, p.pp, p.virtual_stages, cfg.num_micro_batches).stage_to_rank
+    schedule.rows(p.pp, p.virtual_stages, cfg.num_micro_batches)
+    ranks = schedule.stage_ranks(p.pp, p.virtual_stages)
     if p.pipeline_layout not in ("", "auto"):
         for message in _validate_no_empty_ranks(cfg, ranks):
             raise ConfigError(message)
@@ -199,13 +202,14 @@ def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
-    if cp > 1 and cfg.model.index_topk and cfg.parallel.context in ("ring", "ulysses"):
+    context = chosen(cfg, ContextPart)
+    if cp > 1 and cfg.model.index_topk and not (context.takes_selected_keys or context.is_planned):
         yield (
-            f"parallel.context={cfg.parallel.context!r} with parallel.cp={cp} does not go with "
+            f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
             f"model.index_topk={cfg.model.index_topk}, which selects among the keys of the whole sequence; choose "
             "'allgather'"
         )
-    if cfg.parallel.context != "ulysses" or cp == 1 or not cfg.model.has_softmax_attention:
+    if not context.shards_heads or cp == 1 or not cfg.model.has_softmax_attention:
         return
     tp = cfg.parallel.tp
     heads = cfg.model.num_attention_heads
@@ -214,8 +218,9 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
         return
     if heads // tp % cp:
         yield (
-            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with parallel.context='ulysses', "
-            "which gives each rank whole heads; choose parallel.context='ring' or 'allgather'"
+            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
+            f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
+            "parallel.context='ring' or 'allgather'"
         )
 
 
@@ -311,7 +316,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     tp = cfg.parallel.tp
     cp = cfg.parallel.cp
     seq_len = cfg.train.seq_len
-    zigzag = cp > 1 and cfg.parallel.context != "ulysses"
+    zigzag = cp > 1 and chosen(cfg, ContextPart).splits_in_chunks
     step = lcm(cp * tp, 2 * cp if zigzag else 1)
     if seq_len % step == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
@@ -399,7 +404,7 @@ PARALLEL_RULES = (
     validate_sequence_length,
     validate_batch_size,
     *PIPELINE_RULES,
-    *PLANNED_ATTENTION_CHECKS,
+    validate_attention_pool,
     *PLACEMENT_RULES,
 )
 
@@ -423,11 +428,11 @@ def validate_expert_overlap(cfg: Config) -> Iterator[str]:
             f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
             "there is none; choose ep=2 or more, or overlap_experts=false"
         )
-    if p.schedule not in overlapped_schedules():
+    if not (schedule := chosen(cfg, SchedulePart)).pairs_passes():
         *others, last = map(repr, overlapped_schedules())
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
-            f"parallel.schedule={p.schedule!r} has none; choose schedule={', '.join(others)} or {last}, or "
+            f"parallel.schedule={schedule.kind!r} has none; choose schedule={', '.join(others)} or {last}, or "
             "overlap_experts=false"
         )
     if p.zero == 3:
@@ -456,8 +461,8 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
     if AUTO in train.recompute:
         # The parts are chosen later, for these stages; the order depends only on whether collectives are repeated.
         placed = with_explicit_layout(cfg)
-        for chosen in ((), RECOMPUTED_WITH_COMM[:1]):
-            yield from validate_collective_order(replace(placed, train=replace(train, recompute=chosen)))
+        for parts in ((), RECOMPUTED_WITH_COMM[:1]):
+            yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
     rows = runtime_slots(cfg)
     if found := find_deadlock(rows):

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config, has_moe_layers
 
 
 def validate_placed_tokens(cfg: Config) -> Iterator[str]:
     """Check that what needs whole samples, or the tokens of one micro-batch on one group of ranks, is off."""
     p = cfg.parallel
-    if p.context != "planned" or p.placement == "samples":
+    if not chosen(cfg, ContextPart).is_planned or p.placement == "samples":
         return
     name = f"parallel.placement={p.placement!r}"
     way_out = "choose parallel.placement='samples'"

@@ -14,11 +14,6 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
     if not model.index_topk:
         return
     top_k = model.index_topk
-    if cfg.parallel.context == "planned":
-        yield (
-            f"parallel.context='planned' does not go with model.index_topk={top_k}, which selects among the keys of "
-            "the whole sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
-        )
     rotated = model.rotary_dim
     if model.has_rope and model.index_head_dim < rotated:
         yield (

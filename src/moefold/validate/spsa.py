@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
 from moefold.cost.optimizers import optimizer_of
-from moefold.topology.schedules import schedule_of
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -26,7 +27,7 @@ def validate_spsa(cfg: Config) -> Iterator[str]:
             f"parallel.overlap_experts=true overlaps forward with backward passes, and {name} has only forward passes; "
             "set overlap_experts=false"
         )
-    if p.pp > 1 and schedule_of(cfg).splits_backward:
+    if p.pp > 1 and chosen(cfg, SchedulePart).splits_backward:
         yield (
             f"parallel.schedule={p.schedule!r} splits the backward pass, and {name} has none; choose schedule='1f1b' "
             "or 'interleaved'"

@@ -16,7 +16,6 @@ from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
-from moefold.topology.schedules import schedule_of
 from moefold.validate.exactness import caches_latents, inexact_settings
 from moefold.validate.lora import UNUSED_LORA_KEYS
 from moefold.validate.memory import ssd_offload_keys
@@ -156,12 +155,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.parallel.tp == 1,
         "parallel.tp=1 communicates nothing",
         "choose tp=2 or more",
-    ),
-    UnusedKeyRule(
-        "parallel.schedule_csv",
-        lambda cfg: not schedule_of(cfg).reads_file,
-        "only parallel.schedule='csv' reads it",
-        "choose parallel.schedule='csv'",
     ),
     UnusedKeyRule(
         "train.mtp_loss",

@@ -1,34 +1,39 @@
 """Keys without effect where attention is not planned, or has nothing to balance."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from moefold.config.chosen import chosen, readers
+from moefold.config.groups.context import ContextPart
+from moefold.config.part import flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of
 from moefold.validate.cuda_graphs import has_documents
 from moefold.validate.unused_rule import UnusedKeyRule
 
+
+def _is_planned(cfg: Config) -> bool:
+    return chosen(cfg, ContextPart).is_planned
+
+
 PLANNED_ATTENTION_RULES = (
     UnusedKeyRule(
         "parallel.placement parallel.attention_hosts",
-        lambda cfg: cfg.parallel.context != "planned",
-        "only parallel.context='planned' reads it",
-        "choose parallel.context='planned'",
-    ),
-    UnusedKeyRule(
-        "parallel.placement parallel.attention_hosts",
-        lambda cfg: not has_documents(cfg),
+        lambda cfg: _is_planned(cfg) and not has_documents(cfg),
         "every sample is one document, so the ranks have equal attention work",
         "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
     ),
     UnusedKeyRule(
         "parallel.placement parallel.attention_hosts",
-        lambda cfg: cfg.parallel.cp == 1 and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp,
+        lambda cfg: (
+            _is_planned(cfg) and cfg.parallel.cp == 1 and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp
+        ),
         "dp*cp=1 rank has all tokens of a round",
         "give the run more ranks in dp or cp",
     ),
     UnusedKeyRule(
         "parallel.placement",
-        lambda cfg: cfg.parallel.placement == "documents" and cfg.parallel.cp == 1,
+        lambda cfg: _is_planned(cfg) and cfg.parallel.placement == "documents" and cfg.parallel.cp == 1,
         "parallel.cp=1 leaves every sample whole on its rank",
         "set parallel.cp above 1, or parallel.placement='balanced'",
     ),
@@ -50,9 +55,16 @@ PLANNED_ATTENTION_RULES = (
 
 def without_idle_attention_keys(cfg: Config) -> Config:
     """Return a recipe whose keys of planned attention without effect have their defaults."""
+    part = chosen(cfg, ContextPart)
+    read = {key for _, key in flat_keys(part.group, part.kind)}
+    idle = [key for key, owners in readers().items() if owners[0][0] is ContextPart and key not in read]
+    cfg = _with_defaults(cfg, idle)
     for rule in PLANNED_ATTENTION_RULES:
         if rule.condition(cfg):
-            keys = [key.removeprefix("parallel.") for key in rule.keys.split()]
-            defaults = {key: default_of("parallel", key) for key in keys}
-            cfg = replace(cfg, parallel=replace(cfg.parallel, **defaults))
+            cfg = _with_defaults(cfg, rule.keys.split())
     return cfg
+
+
+def _with_defaults(cfg: Config, keys: Iterable[str]) -> Config:
+    names = [key.removeprefix("parallel.") for key in keys]
+    return replace(cfg, parallel=replace(cfg.parallel, **{name: default_of("parallel", name) for name in names}))

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.data import ProgramData, Sampler
 from moefold.errors import format_list
@@ -141,8 +143,9 @@ def token_chunks(cfg: Config) -> list[list[int]]:
     """Return the sequence positions of each (cp, tp) rank, as sharded between sub-layers by sequence parallelism."""
     parallel = cfg.parallel
     chunks: list[list[int]] = []
+    context = chosen(cfg, ContextPart)
     for cp_rank in range(parallel.cp):
-        positions = torch.as_tensor(sequence_positions(parallel.context, cfg.train.seq_len, parallel.cp, cp_rank))
+        positions = torch.as_tensor(sequence_positions(context, cfg.train.seq_len, parallel.cp, cp_rank))
         chunks += [part.tolist() for part in positions.chunk(parallel.tp)]
     return chunks
 

@@ -6,9 +6,11 @@ from itertools import product
 from math import lcm, prod
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import RoutingSections, chosen, with_part
+from moefold.config.chosen import RoutingSections, chosen, chosen_in, with_part
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, spell
@@ -19,7 +21,6 @@ from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
-from moefold.topology.schedules import SCHEDULES
 from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
 
@@ -100,7 +101,7 @@ def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield all ways to lower degrees to divisors of at least 2, with all fitting numbers of ranks."""
     layout = _shrink_pipeline_layout(p.pipeline_layout)
     # An explicit layout or a schedule from a file fixes the number of stages.
-    has_fixed_stages = layout not in ("", "auto") or SCHEDULES[p.schedule].reads_file
+    has_fixed_stages = layout not in ("", "auto") or chosen_in(p, SchedulePart).is_for_one_mapping
     choices = [
         [degree]
         if degree == 1 or (axis == "pp" and has_fixed_stages)
@@ -114,7 +115,7 @@ def _lowered_degrees(p: ParallelConfig) -> Iterator[ParallelConfig]:
 
 
 def _limit_virtual_stages(p: ParallelConfig) -> ParallelConfig:
-    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or SCHEDULES[p.schedule].reads_file:
+    if p.virtual_stages == 1 or p.pipeline_layout not in ("", "auto") or chosen_in(p, SchedulePart).is_for_one_mapping:
         return p
     fitting = [n for n in divisors(p.virtual_stages) if n > 1 and p.pp * n <= MAX_STAGES]
     return replace(p, virtual_stages=max(fitting, default=divisors(p.virtual_stages)[1]))
@@ -224,7 +225,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
     attention_pattern = _keep_kinds(spell(model.attention_pattern, ATTENTION_KINDS, model.num_layers), num_layers)
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
-    if p.context == "ulysses":
+    if chosen_in(p, ContextPart).shards_heads:
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)
@@ -323,7 +324,7 @@ def _keep_kinds(letters: str, num_layers: int) -> str:
 def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
     train = cfg.train
     # A schedule from a file fixes the number of micro-batches.
-    count = cfg.num_micro_batches if SCHEDULES[p.schedule].reads_file else 2 * p.pp
+    count = cfg.num_micro_batches if chosen_in(p, SchedulePart).is_for_one_mapping else 2 * p.pp
     micro = min(train.micro_batch_size, 2)
     unit = 4 * p.cp * p.tp
     return replace(

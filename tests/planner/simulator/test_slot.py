@@ -4,6 +4,7 @@ import pytest
 
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.errors import ConfigError
+from moefold.parts.schedule.csv import CsvSchedule
 from moefold.planner.simulator.simulate import slot_rows
 from moefold.topology.schedules import runtime_slots
 from moefold.validate.parallel import validate_micro_batch_count
@@ -38,7 +39,7 @@ def test_the_slots_equal_the_runtime(pp, schedule, chunks):
 def test_the_slots_of_a_file_equal_the_runtime(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
-    mine = slot_rows("csv", 2, 1, 2, path=str(path))
+    mine = slot_rows(CsvSchedule(path=str(path)), 2, 1, 2)
     assert mine == runtime_slots(config("csv", 2, 1, 2, str(path)))
 
 
@@ -59,5 +60,5 @@ def test_pairs_are_of_a_forward_and_a_backward_pass_and_no_work_is_lost(schedule
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("zero-bubble", 1), ("zbv", 2)])
 def test_schedules_without_pairs_are_refused(schedule, chunks):
-    with pytest.raises(ConfigError, match="choose one of '1f1b', 'interleaved', 'dualpipev'"):
+    with pytest.raises(ConfigError, match="choose one of '1f1b', 'dualpipev', 'interleaved'"):
         slot_rows(schedule, 4, chunks, 8, overlap=True)

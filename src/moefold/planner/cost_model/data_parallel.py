@@ -10,15 +10,17 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from moefold.config.param_spec import ParamSpec
+from moefold.config.part import Part
+from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import mtp_layer_weights
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
-from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.states import runtime_layer
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import schedule_named
 
 MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float64"}
 """Dtype of weights, gradients and Newton-Schulz GEMMs, by the compute type."""
@@ -196,7 +198,7 @@ class DataParallelCostModel:
         device: Device,
         workload: TrainingWorkload,
         gemm: GemmCost,
-        rank_contents: Callable[[int, int, str], tuple[RankContent, ...]],
+        rank_contents: Callable[[int, int, str | Part], tuple[RankContent, ...]],
     ) -> None:
         self.model_spec = model_spec
         self.device = device
@@ -231,7 +233,7 @@ class DataParallelCostModel:
             is_offloaded,
         )
         if self._muon_cost:
-            key = (*key, mapping.ep, mapping.pp, mapping.vpp, SCHEDULES[mapping.schedule].placement == "v")
+            key = (*key, mapping.ep, mapping.pp, mapping.vpp, schedule_named(mapping.schedule).placement == "v")
         if key not in self._costs:
             self._costs[key] = self._price(mapping, dense, experts)
         return self._costs[key]
@@ -287,7 +289,7 @@ class DataParallelCostModel:
             mapping.ep * mapping.etp,
             mapping.pp,
             mapping.vpp,
-            SCHEDULES[mapping.schedule].placement == "v",
+            schedule_named(mapping.schedule).placement == "v",
         )
         if key not in self._max_parameters:
             self._max_parameters[key] = self._count_max_parameters(mapping)

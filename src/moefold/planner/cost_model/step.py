@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.param_spec import shard_rows
+from moefold.config.part import Part
 from moefold.config.schema import RECOMPUTE_PARTS
+from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
@@ -20,7 +22,7 @@ from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel
-from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
     ActivationMemoryTable,
@@ -31,7 +33,7 @@ from moefold.planner.memory.activations import (
 )
 from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
 from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import schedule_named
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
 LAYER_PARTS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")
@@ -458,9 +460,9 @@ class CostModel:
         pp = len(ranks)
         return (*times, tuple(parts)), (total[0] / pp, total[1] / pp, total[2] / pp)
 
-    def rank_contents(self, pp: int, vpp: int, schedule: str) -> tuple[RankContent, ...]:
+    def rank_contents(self, pp: int, vpp: int, schedule: str | Part) -> tuple[RankContent, ...]:
         """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
-        key = (pp, vpp, SCHEDULES[schedule].placement)
+        key = (pp, vpp, schedule_named(schedule).placement)
         if key not in self._rank_contents:
             chunks = self.split(pp * vpp)
             placed = chunks_of_rank(chunks, schedule, pp, vpp)

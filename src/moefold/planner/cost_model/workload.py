@@ -234,10 +234,3 @@ class RecordedRouting:
                 loads = routed_tokens[: self._num_experts].reshape(ep, -1).sum(1)
                 ratios.append(loads.max() / loads.mean())
         return float(np.mean(ratios))
-
-
-def elementwise_max(left: Any, right: Any) -> Any:
-    """Return the larger of two numbers, or the element-wise maximum of two arrays."""
-    return (
-        np.maximum(left, right) if isinstance(left, np.ndarray) or isinstance(right, np.ndarray) else max(left, right)
-    )

@@ -117,7 +117,7 @@ class DocumentLoads:
         rows = {name: float(x[chosen].max(1).mean()) / tokens for name, x in found.exchanged.items()}
         # Ring attention computes chunk by chunk; planned attention joins the two chunks of the middle of a sample.
         chunk = self.seq_len / (2 * peers.cp) if peers.cp > 1 else float(self.seq_len)
-        is_chunked = not planned and self.strategy.context != "ulysses"
+        is_chunked = not planned and not self.strategy.shards_heads
         return AttentionLoad(
             keys=_busiest(pairs, self._waiting(peers), peers.num_rounds) / tokens,
             mean_keys=float(pairs.mean()) / tokens,
@@ -207,7 +207,7 @@ class DocumentLoads:
         count = num_planned_rounds(shape.num_ranks)
         samples = self._first_samples(count * shape.num_samples)
         rounds = [samples[first : first + shape.num_samples] for first in range(0, len(samples), shape.num_samples)]
-        if strategy.context == "ulysses":
+        if strategy.shards_heads:
             return _head_loads(rounds, shape, key.window)
         return plan_loads(rounds, shape, key.window, strategy, key.ranks_per_node)
 

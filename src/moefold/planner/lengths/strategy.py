@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moefold.config.find import find_part, kind_of
+from moefold.config.groups.context import ContextPart
+from moefold.config.part import Part
 from moefold.config.schema import ParallelConfig
 from moefold.topology.token_placement import PlacementKind
 
-ContextKind = Literal["ring", "allgather", "ulysses", "planned"]
 HostKind = Literal["home", "balanced"]
 
 
@@ -14,7 +16,7 @@ HostKind = Literal["home", "balanced"]
 class AttentionStrategy:
     """Context parallelism of a recipe: keys of its [parallel] section, see there."""
 
-    context: ContextKind = "ring"
+    context: str | Part = "ring"
     placement: PlacementKind = "samples"
     hosts: HostKind = "home"
     tolerance: float = 0.1
@@ -48,14 +50,27 @@ class AttentionStrategy:
     @property
     def is_planned(self) -> bool:
         """True if only the needed rows of keys and values are exchanged."""
-        return self.context == "planned"
+        return self._facts.is_planned
+
+    @property
+    def shards_heads(self) -> bool:
+        """True if a rank computes whole sequences for its share of the heads."""
+        return self._facts.shards_heads
+
+    @property
+    def _facts(self) -> type[ContextPart]:
+        if not isinstance(self.context, str):
+            assert isinstance(self.context, ContextPart), "the loader builds parts of the group of the key"
+            return type(self.context)
+        found: type[ContextPart] = find_part(ContextPart.group, self.context)
+        return found
 
     def describe(self) -> str:
         """Describe the strategy, such as "planned attention (documents, balanced hosts)"."""
         if not self.is_planned:
-            return f"{self.context} attention"
+            return f"{kind_of(self._facts)} attention"
         return f"planned attention ({self.placement}, {self.hosts} hosts)"
 
     def as_dict(self) -> dict[str, str]:
         """Return the chosen keys of the [parallel] section."""
-        return {"context": self.context, "placement": self.placement, "attention_hosts": self.hosts}
+        return {"context": kind_of(self._facts), "placement": self.placement, "attention_hosts": self.hosts}

@@ -44,7 +44,7 @@ from moefold.planner.search.constraints import (
 )
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
-from moefold.topology.schedules import SCHEDULES
+from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS
 
@@ -73,10 +73,16 @@ class Fold(NamedTuple):
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
+def _complexity(schedule: str | Part) -> tuple[bool, int, int]:
+    """Return the order in which schedules are tried; of those that take equally long, the first is chosen."""
+    part = schedule_named(schedule)
+    return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
+
+
 class PipelineVariant(NamedTuple):
     """A schedule with its virtual stages."""
 
-    schedule: str
+    schedule: str | Part
     vpp: int
 
 
@@ -104,11 +110,11 @@ class MappingSpace:
         self.constraints = constraints
         self.restriction = restriction or Restriction()
         self._cfg = constraints.base_config
-        self._variants_by_pp: dict[int, dict[str, list[PipelineVariant]]] = {}
+        self._variants_by_pp: dict[int, dict[str | Part, list[PipelineVariant]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[DispatcherPart, ...]] = {}
         self._overlapping_dispatchers: dict[tuple[int | DispatcherPart, ...], bool] = {}
-        self._overlapped_zero_stages: dict[tuple[int | str, ...], tuple[int, ...]] = {}
+        self._overlapped_zero_stages: dict[tuple[int | str | Part, ...], tuple[int, ...]] = {}
 
     @cached_property
     def views(self) -> tuple[AttentionView, ...]:
@@ -168,7 +174,7 @@ class MappingSpace:
         return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
 
     def legal_zero_stages(
-        self, fold: Fold, mbs: int, schedule: str, dispatcher: DispatcherPart, overlap: bool
+        self, fold: Fold, mbs: int, schedule: str | Part, dispatcher: DispatcherPart, overlap: bool
     ) -> tuple[int, ...]:
         """Return the legal ZeRO stages; empty if the expert all-to-all cannot overlap as requested."""
         if overlap not in self._allowed_overlaps:
@@ -185,7 +191,7 @@ class MappingSpace:
             self._overlapping_dispatchers[key] = self.constraints.allows(DISPATCH_OVERLAP_RULES, values)
         return self._overlapping_dispatchers[key]
 
-    def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str) -> tuple[int, ...]:
+    def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str | Part) -> tuple[int, ...]:
         key = (fold.ep * fold.etp > 1, fold.dp * mbs, schedule)
         if key not in self._overlapped_zero_stages:
             values = {**fold.values, "mbs": mbs, "schedule": schedule, "overlap": True}
@@ -352,7 +358,7 @@ class MappingSpace:
             if self.constraints.allows(PIPELINE_RULES, {**values, "schedule": schedule}):
                 yield from pipelines
 
-    def _pipeline_variants(self, pp: int) -> dict[str, list[PipelineVariant]]:
+    def _pipeline_variants(self, pp: int) -> dict[str | Part, list[PipelineVariant]]:
         """Return the virtual stages of each schedule, whatever the batch."""
         if pp not in self._variants_by_pp:
             self._variants_by_pp[pp] = {
@@ -362,9 +368,8 @@ class MappingSpace:
                     if self.restriction.allows("vpp", chunks)
                     and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
                 ]
-                for schedule in self._allowed_values("schedule")
-                # A file is written for one mapping.
-                if not SCHEDULES[schedule].reads_file
+                for schedule in self._schedules()
+                if not schedule_named(schedule).is_for_one_mapping
             }
         return self._variants_by_pp[pp]
 
@@ -384,6 +389,11 @@ class MappingSpace:
         """Return the values of an enumerated key that the restriction allows."""
         section, key = AXIS_KEYS[axis]
         return [value for value in choices_of(section, key) if self.restriction.allows(axis, value)]
+
+    def _schedules(self) -> list[str | Part]:
+        """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""
+        named = dict.fromkeys((*choices_of("parallel", "schedule"), self._cfg.parallel.schedule))
+        return sorted((value for value in named if self.restriction.allows("schedule", value)), key=_complexity)
 
 
 MAX_SAMPLED_FOLDS = 8
@@ -473,7 +483,7 @@ def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:
     values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
     values |= {axis: value for axis, value in restriction.fixed.items() if axis in AXIS_KEYS}
     if values.get("vpp", 1) > 1 and "schedule" not in values:
-        values["schedule"] = next(s.name for s in SCHEDULES.values() if s.allows_virtual_stages(values["vpp"]))
+        values["schedule"] = schedule_named(DEFAULT_SCHEDULE).with_other_virtual_stages
     return values
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.config.pipeline_action import Action
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_writable
 from moefold.planner.simulator.timeline import (
@@ -28,7 +29,6 @@ from moefold.planner.svg_chart import (
     STEP_TAIL_COLOURS,
     STEP_TAIL_NAMES,
 )
-from moefold.topology.pipeline_action import Action
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

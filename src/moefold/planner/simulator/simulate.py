@@ -16,6 +16,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from moefold.config.part import Part
+from moefold.config.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.stages import plan_stages
@@ -26,9 +28,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
 from moefold.planner.stages import split_stages
-from moefold.topology.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock, one_per_slot
-from moefold.topology.schedule_csv import read_schedule
-from moefold.topology.schedules import SCHEDULES, overlapped_schedules, schedule_rows
+from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,26 +225,24 @@ class _Simulation:
 
 
 def slot_rows(
-    schedule: str, pp: int, virtual_stages: int, num_micro_batches: int, *, path: str = "", overlap: bool = False
+    schedule: str | Part, pp: int, virtual_stages: int, num_micro_batches: int, *, overlap: bool = False
 ) -> tuple[SlotRow, ...]:
     """Return the slots of every pipeline rank, as the runtime executes them.
 
     Args:
-        schedule: a key of `SCHEDULES`; 1f1b with several virtual stages is interleaved.
+        schedule: kind or part of a schedule; 1f1b with several virtual stages is interleaved.
         pp: pipeline ranks; with 1, micro-batches follow each other.
         virtual_stages: stages of each rank.
         num_micro_batches: micro-batches of a step.
-        path: path of the CSV file, for csv.
         overlap: whether all-to-alls overlap with compute: then the steady phase consists of pairs.
 
     Raises:
         ConfigError: the file is invalid, or the schedule has no pairs.
     """
-    if overlap and schedule not in overlapped_schedules():
+    part = schedule_named(schedule)
+    if overlap and not part.pairs_passes():
         legal = ", ".join(map(repr, overlapped_schedules()))
-        raise ConfigError(f"overlap needs a schedule with paired passes, not {schedule!r}; choose one of {legal}")
-    if SCHEDULES[schedule].reads_file:
-        return tuple(map(one_per_slot, read_schedule(path, pp, virtual_stages, num_micro_batches).rows))
+        raise ConfigError(f"overlap needs a schedule with paired passes, not {part.kind!r}; choose one of {legal}")
     return schedule_rows(schedule, pp, virtual_stages, num_micro_batches, overlap=overlap)
 
 
@@ -254,7 +252,7 @@ def simulate_mapping(
     noise: Noise | None = None,
     *,
     chunks: tuple[ModelChunk, ...] | None = None,
-    schedule_csv: str = "",
+    schedule: Part | None = None,
 ) -> Timeline:
     """Simulate one step of a mapping: its schedule, and the end of the step as the cost model prices it.
 
@@ -263,7 +261,7 @@ def simulate_mapping(
         mapping: a mapping that fits them.
         noise: stragglers and jitter; None: an ideal machine.
         chunks: layers of the stages, in model order; None: split as in the cost model.
-        schedule_csv: path of the file of a CSV schedule.
+        schedule: the mapping's schedule with its settings, such as the path of its file; None: without any.
 
     Raises:
         ConfigError: the file is invalid, or the schedule does not support the mapping's overlap.
@@ -272,7 +270,7 @@ def simulate_mapping(
     parts = cost_model.step_time(mapping).parts
     by_round = [stage_segments(model, mapping, chunks) for model in _models_of_rounds(cost_model, count)]
     return simulate(
-        slot_rows(mapping.schedule, mapping.pp, mapping.vpp, count, path=schedule_csv, overlap=mapping.overlap),
+        slot_rows(schedule or mapping.schedule, mapping.pp, mapping.vpp, count, overlap=mapping.overlap),
         stage_segments(cost_model, mapping, chunks),
         overlap=mapping.overlap,
         noise=noise,

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore, gate_bytes, norm_param, prefixed
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
@@ -150,8 +152,8 @@ class MlaPart(SoftmaxAttentionPart):
     def _saved_head_widths(self, sizes: "BlockSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
         p = sizes.cfg.parallel
-        shares_work = p.context == "planned" and "balanced" in (p.attention_hosts, p.placement)
-        attends_in_blocks = shares_work or (p.cp > 1 and p.context != "ulysses")
+        shares_work = chosen_in(p, ContextPart).is_planned and "balanced" in (p.attention_hosts, p.placement)
+        attends_in_blocks = shares_work or (p.cp > 1 and not chosen_in(p, ContextPart).shards_heads)
         has_windows = any(layer.window for layer in sizes.cfg.model.layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:

@@ -1,4 +1,4 @@
-"""Actions of a pipeline schedule, and their simulated execution to find deadlocks. Torch-free.
+"""Actions of a pipeline schedule, and the faults that its rows may have: work left out, deadlocks. Torch-free.
 
 A rank runs the slots of its row in order. A slot is one action, or an overlapped forward and backward pass that start
 together once the inputs of both are available.
@@ -39,19 +39,9 @@ class Action:
         return ((s, "F", m), (s + 1, "I", m)) if s + 1 < num_stages else ((s, "F", m),)
 
 
-ScheduleRow = tuple[Action, ...]
 Slot = tuple[Action, ...]
 """Actions that start together: one, or a forward and a backward pass of two micro-batches."""
 SlotRow = tuple[Slot, ...]
-
-
-@dataclass(frozen=True)
-class ScheduleTable:
-    """Actions of every pipeline rank, in order, and the rank of each stage."""
-
-    rows: tuple[ScheduleRow, ...]
-    stage_to_rank: tuple[int, ...]
-    """Pipeline rank of each stage."""
 
 
 def one_per_slot(actions: Iterable[Action]) -> SlotRow:
@@ -93,3 +83,54 @@ def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
         num_started[rank] += 1
     stuck = (rank for rank, row in enumerate(rows) if num_started[rank] < len(row))
     return next(((rank, rows[rank][num_started[rank]]) for rank in stuck), None)
+
+
+def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_batches: int) -> str:
+    """Return what is wrong with the rows of a schedule, as it follows the schedule's name in a message; "": nothing.
+
+    Args:
+        rows: slots of each pipeline rank.
+        stage_ranks: pipeline rank of each stage.
+        num_micro_batches: micro-batches of a step.
+    """
+    done: dict[tuple[int, int], list[str]] = {}
+    for rank, row in enumerate(rows):
+        for action in (action for slot in row for action in slot):
+            if not 0 <= action.stage < len(stage_ranks) or stage_ranks[action.stage] != rank:
+                return f": rank {rank} has {action}, and the stages {_stages_of(rank, stage_ranks)}"
+            kinds = done.setdefault((action.stage, action.micro_batch), [])
+            if action.kind in kinds:
+                return f": {action} occurs twice; leave one out"
+            kinds.append(action.kind)
+    for stage in range(len(stage_ranks)):
+        for micro_batch in range(num_micro_batches):
+            kinds = done.pop((stage, micro_batch), [])
+            if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
+                return (
+                    f": stage {stage} does {', '.join(kinds) or 'nothing'} with micro-batch {micro_batch}; it must do "
+                    "F and B, or F, I and W"
+                )
+    for stage, micro_batch in done:
+        return f": stage {stage} has micro-batch {micro_batch}, and there are {num_micro_batches}"
+    if stuck := find_deadlock(rows):
+        rank, (waiting, *_) = stuck
+        return f" deadlocks: rank {rank} waits before {waiting}, because its input comes later; reorder the rows"
+    return ""
+
+
+SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
+"""Kinds of the actions of a slot."""
+
+
+def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
+    """Return what rows have that no slot may have, or that their schedule denies; as `find_fault`."""
+    slots = [slot for row in rows for slot in row]
+    if wrong := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
+        return f" has {', '.join(map(str, wrong))} in one slot; a slot is one action, or F and then B"
+    if not splits_backward and any(slot[0].kind == "W" for slot in slots):
+        return " has W actions, and splits_backward=False; set it to True"
+    return ""
+
+
+def _stages_of(rank: int, stage_ranks: Sequence[int]) -> list[int]:
+    return [stage for stage, owner in enumerate(stage_ranks) if owner == rank]

@@ -1,4 +1,4 @@
-"""Pipeline schedules as CSV files: one row per pipeline rank, one cell per action. Torch-free.
+"""Pipeline schedules as CSV files: one row per pipeline rank, one cell per action.
 
 A cell is `<stage><action><micro-batch>`, both counted from 0: `2F0` forward, `2B0` whole backward, or instead of it
 `2I0`, the input gradients, and later `2W0`, the weight gradients. Empty cells are ignored: a rank starts the next
@@ -9,20 +9,71 @@ action as soon as its inputs are available. It is the compute-only form of `torc
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
+from moefold.config.groups.schedule import SchedulePart
+from moefold.config.part import FlatKey
+from moefold.config.pipeline_action import Action, SlotRow, find_fault, one_per_slot
+from moefold.config.problem import Problem
+from moefold.config.schedule_rows import interleaved_bubble_s, interleaved_row
 from moefold.errors import ConfigError
-from moefold.topology.pipeline_action import Action, ScheduleRow, ScheduleTable, find_deadlock, one_per_slot
+
+if TYPE_CHECKING:
+    from moefold.config.schema import Config
 
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 EXAMPLE = "such as 0F0, 1B0, 1I0 or 1W0"
 
+Row = tuple[Action, ...]
 
-def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None) -> ScheduleTable:
-    """Read a schedule and check that it is complete and free of deadlocks.
+
+@dataclass(frozen=True, kw_only=True)
+class CsvSchedule(SchedulePart):
+    """Rows from a file. Where no file is named, as in a mapping of the planner, the rows of interleaved 1F1B."""
+
+    path: Annotated[str, FlatKey("parallel.schedule_csv")] = ""
+
+    is_for_one_mapping: ClassVar[bool] = True
+    virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (1, None)
+    splits_backward: ClassVar[bool] = True
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield that no file is named, or that there are no ranks for its rows."""
+        if not self.path:
+            rule = "needs parallel.schedule_csv, the path of its file"
+            yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")
+        if recipe.parallel.pp == 1:
+            rule = "needs parallel.pp of 2 or more, and it is 1"
+            yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
+
+    def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
+        """Return the slots of interleaved 1F1B."""
+        return interleaved_row(rank, pp, num_stages, count)
+
+    def rows(self, pp: int, num_stages: int, count: int, *, overlap: bool = False) -> tuple[SlotRow, ...]:
+        """Read the rows of every pipeline rank; see the base class."""
+        if not self.path:
+            return super().rows(pp, num_stages, count, overlap=overlap)
+        return _read_schedule(self.path, pp, num_stages, count)[0]
+
+    def stage_ranks(self, pp: int, num_stages: int) -> tuple[int, ...]:
+        """Read the pipeline rank of each stage; see the base class."""
+        return _read_schedule(self.path, pp, num_stages)[1] if self.path else super().stage_ranks(pp, num_stages)
+
+    def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
+        """Return the bubble of interleaved 1F1B."""
+        return interleaved_bubble_s(forward_s, backward_s, pp, num_stages, count)
+
+
+def _read_schedule(
+    path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None
+) -> tuple[tuple[SlotRow, ...], tuple[int, ...]]:
+    """Read the rows and the rank of each stage, and check that they are complete and free of deadlocks.
 
     Args:
         path: path of the file.
@@ -45,16 +96,13 @@ def read_schedule(path: str, pp: int, virtual_stages: int, num_micro_batches: in
             f"{name} is for {found} micro-batches, and the batch gives each data-parallel rank {count}; "
             "choose train.global_batch_size = micro_batch_size*dp times as many, or another file"
         )
-    _check_complete(name, rows, len(ranks), count)
-    if stuck := find_deadlock([one_per_slot(row) for row in rows]):
-        rank, (waiting,) = stuck
-        raise ConfigError(
-            f"{name} deadlocks: rank {rank} waits before {waiting}, because its input comes later; reorder the rows"
-        )
-    return ScheduleTable(rows, ranks)
+    slots = tuple(map(one_per_slot, rows))
+    if fault := find_fault(slots, ranks, count):
+        raise ConfigError(name + fault)
+    return slots, ranks
 
 
-def _read(name: str, path: str) -> tuple[ScheduleRow, ...]:
+def _read(name: str, path: str) -> tuple[Row, ...]:
     try:
         text = read_bytes(Path(path), MAX_SCHEDULE_BYTES).decode("utf-8")
         cells = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
@@ -67,7 +115,7 @@ def _read(name: str, path: str) -> tuple[ScheduleRow, ...]:
     )
 
 
-def _parse_cell(name: str, cell: str, rank: int, column: int) -> ScheduleRow:
+def _parse_cell(name: str, cell: str, rank: int, column: int) -> Row:
     overlap = OVERLAP.fullmatch(cell)
     parts = overlap.group(1).split(";") if overlap else [cell] if cell else []
     actions = []
@@ -79,7 +127,7 @@ def _parse_cell(name: str, cell: str, rank: int, column: int) -> ScheduleRow:
     return tuple(actions)
 
 
-def _stage_ranks(name: str, rows: Sequence[ScheduleRow], pp: int, virtual_stages: int) -> tuple[int, ...]:
+def _stage_ranks(name: str, rows: Sequence[Row], pp: int, virtual_stages: int) -> tuple[int, ...]:
     rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -100,22 +148,3 @@ def _stage_ranks(name: str, rows: Sequence[ScheduleRow], pp: int, virtual_stages
             f"{name} gives the ranks {counts} stages; each must have parallel.virtual_stages={virtual_stages}"
         )
     return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
-
-
-def _check_complete(name: str, rows: Sequence[ScheduleRow], num_stages: int, num_micro_batches: int) -> None:
-    """Check that every stage has F and either B, or I and W, once for every micro-batch."""
-    seen: dict[tuple[int, int], list[str]] = {}
-    for row in rows:
-        for action in row:
-            kinds = seen.setdefault((action.stage, action.micro_batch), [])
-            if action.kind in kinds:
-                raise ConfigError(f"{name}: {action} occurs twice; leave one out")
-            kinds.append(action.kind)
-    for stage in range(num_stages):
-        for micro_batch in range(num_micro_batches):
-            kinds = seen.get((stage, micro_batch), [])
-            if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
-                raise ConfigError(
-                    f"{name}: stage {stage} does {', '.join(kinds) or 'nothing'} with micro-batch {micro_batch}; it "
-                    "must do F and B, or F, I and W"
-                )

@@ -1,0 +1,1 @@
+"""Context parallelism: how attention sees the whole sequence."""

@@ -1,0 +1,1 @@
+"""Ulysses attention."""

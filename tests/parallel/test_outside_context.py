@@ -1,0 +1,59 @@
+"""Context parallelism that another package brings, in one class: trained and compared with one rank."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_gather
+from moefold.comm.groups import Group
+from moefold.config.groups.context import ContextPart
+from moefold.config.schema import Config, ParallelConfig
+from moefold.model.attention import CausalAttention
+from moefold.testing.pool import WorkerPool
+from moefold.validate.config import check_config
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+
+class GatheringAttention:
+    """Attention of all tokens on every rank, which keeps its own rows."""
+
+    def __init__(self, cp: Group, window: int, chunk_size: int) -> None:
+        self._cp = cp
+        self._core = CausalAttention(window, chunk_size)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> Tensor:
+        whole = self._core(*(all_gather(x.contiguous(), self._cp) for x in (q, k, v)), *masks)
+        return whole.chunk(self._cp.size)[self._cp.rank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheringContext(ContextPart):
+    """Contiguous parts of a sample, and attention of all of them on every rank."""
+
+    kind: ClassVar[str] = "gathering"
+    splits_in_chunks: ClassVar[bool] = False
+
+    def build(self, cp: Group, window: int, chunk_size: int) -> GatheringAttention:
+        return GatheringAttention(cp, window, chunk_size)
+
+
+def _run(cfg: Config) -> DistributedRecord:
+    check_config(cfg)
+    return run_distributed(cfg, 2)
+
+
+def test_it_equals_one_rank(pool: WorkerPool) -> None:
+    one = tiny(model={"num_query_groups": 4}, train={"lr": 1e-2})
+    [alone] = pool.run(1, _run, one)
+    two = replace(one, parallel=ParallelConfig(world_size=2, cp=2, ep=2, context=GatheringContext()))
+    record = pool.run(2, _run, two)[0]
+    for found, expected in ((record.gradients, alone.gradients), (record.weights, alone.weights)):
+        assert set(found) == set(expected)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
