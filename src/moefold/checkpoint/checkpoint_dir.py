@@ -29,6 +29,7 @@ from moefold.config.model import (
     layers_with_rope,
     shared_selections,
 )
+from moefold.config.part import keys_of, without_source
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
@@ -155,7 +156,8 @@ def step_of(path: Path) -> int:
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
     """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
-    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(model).items()}
+    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in keys_of(model).items()}
+    sizes = {key: without_source(value, "file") for key, value in sizes.items()}
     return sizes | {"layer_kinds": "".join(model.layer_kinds)}
 
 
@@ -165,12 +167,12 @@ WANT_KEY = "align.want"
 
 def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
-    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
+    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
-    order |= {f"align.{key}": value for key, value in asdict(align).items()}
+    order |= {f"align.{key}": value for key, value in keys_of(align).items()}
     if cfg.align.method != "condition":
         del order[WANT_KEY]
     # The list of dropped files is compared instead.
@@ -601,8 +603,8 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
     unused |= frozenset() if model.index_topk else _INDEX_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = model_sizes(ModelConfig()) | stored
-    ours = model_sizes(model)
+    theirs = {key: without_source(value) for key, value in (model_sizes(ModelConfig()) | stored).items()}
+    ours = {key: without_source(value) for key, value in model_sizes(model).items()}
     for sizes in (theirs, ours):
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
