@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Required, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
-from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
 
 from moefold.config.chosen import flat_keys
 from moefold.config.field import Bound, Most
@@ -43,6 +41,7 @@ from moefold.errors import ConfigError, raise_all
 
 logger = logging.getLogger(__name__)
 
+_PREFIX = "of_"
 SOURCE = "from"
 """Key of a recorded table with the distribution or file of the part; no field can have this name."""
 
@@ -201,7 +200,8 @@ def _checked_values(name: str, kind: str, part: Any, table: Mapping[str, Any]) -
     known = {key: value for key, value in table.items() if key not in problems}
     values: dict[str, Any] = {}
     try:
-        values = dict(_adapter(part).validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)})))
+        found = _model(part).model_validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)}))
+        values = {name.removeprefix(_PREFIX): getattr(found, name) for name in found.model_fields_set}
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])
@@ -215,7 +215,7 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
         return Problem(f"{name}.{key}", None, "is missing, and has no default", f"write {name}.{key}=VALUE")
     choices = getattr(_hints(part)[key], "__args__", ())
     guess = closest_match(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else None
-    rule = message.replace("Input should ", "must ", 1)
+    rule = message.replace("Input should ", "must ", 1).removeprefix("Value error, ")
     return Problem(f"{name}.{key}", value, rule, f"did you mean {guess!r}?" if guess else "")
 
 
@@ -227,20 +227,20 @@ def _hints(part: Any) -> dict[str, Any]:
 
 
 @cache
-def _adapter(part: Any) -> TypeAdapter[Any]:
+def _model(part: Any) -> type[BaseModel]:
     """Return the validator of the settings of a part; a field without a default is required."""
-    required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
     kind, origin = origin_of(part)
-    keys = {}
+    required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
+    keys: dict[str, Any] = {}
     for key, hint in _hints(part).items():
         if any(isinstance(entry, FlatKey) for entry in getattr(hint, "__metadata__", ())):
             raise ConfigError(f"part {kind!r} of {origin}: FlatKey on {key} is for built-in kinds; leave it out")
-        keys[key] = (Required if key in required else NotRequired)[Annotated[hint, AfterValidator(_bounds_of(hint))]]
-    # A key may have the name of a method of a model of pydantic, but of a table.
-    table = TypedDict("table", keys)  # type: ignore[misc]
+        checked = Annotated[hint, AfterValidator(_bounds_of(hint))]
+        # The name of a setting may be one of a method of pydantic's models.
+        keys[f"{_PREFIX}{key}"] = (checked, Field(... if key in required else None, alias=key))
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     try:
-        return TypeAdapter(with_config(strict)(table))
+        return create_model(f"settings of {kind!r}", __config__=strict, **keys)
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"part {kind!r} of {origin} has a field whose type no recipe can write: {first}") from error
@@ -253,9 +253,9 @@ def _bounds_of(hint: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         for entry in entries:
             if isinstance(entry, Bound) and not entry.is_legal(value):
-                raise PydanticCustomError("bound", "{rule}", {"rule": entry.rule})
+                raise ValueError(entry.rule)
             if isinstance(entry, Most) and abs(value) > entry.value:
-                raise PydanticCustomError("bound", "must be at most {most}", {"most": entry.value})
+                raise ValueError(f"must be at most {entry.value}")
         return value
 
     return check
