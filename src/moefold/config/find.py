@@ -49,6 +49,11 @@ def groups() -> tuple[Any, ...]:
     return tuple(base for base in found if "key" in vars(base))
 
 
+def find_group(name: str) -> Any:
+    """Return the base class of a group."""
+    return next(group for group in groups() if group.group == name)
+
+
 @cache
 def find_part(group: str, kind: str) -> Any:
     """Return the class of a part.
@@ -64,15 +69,10 @@ def find_part(group: str, kind: str) -> Any:
     if kind in built_in_kinds(group):
         return _class_in(group, kind)
     point = entry_point_of(group, kind)
-    base = base_of(group)
+    base = find_group(group)
     part = load_entry_point(point, base.key)
     check_class(part, base, f"{base.key}={kind!r} of {origin_of_entry(point)} ({point.value})")
     return part
-
-
-def base_of(group: str) -> Any:
-    """Return the base class of a group."""
-    return next(base for base in groups() if base.group == group)
 
 
 def check_class(part: Any, base: type[Any], where: str) -> None:

@@ -5,7 +5,7 @@ formula in the same folder. The name of the file is the kind that a recipe write
 settings, and its methods answer everything else that is asked of it. `config/groups/` has the base class of each group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,8 +50,11 @@ class Part:
         """Yield what this part does not go with in a recipe, a `Config`. Bounds of one setting stand on its field."""
         yield from ()
 
-    def formula(self) -> Callable[..., Any] | None:
-        """Return the part in float64 for the oracle; None: `moefold verify` refuses recipes with it, by name."""
+    def formula(self) -> Any:
+        """Return the part in float64 for the oracle: a function, or a named tuple of functions and facts.
+
+        None: `moefold verify` refuses recipes with it, by name.
+        """
         return None
 
     def as_table(self) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from pydantic.errors import PydanticSchemaGenerationError
 from moefold.config.chosen import flat_keys
 from moefold.config.field import Bound, Most
 from moefold.config.find import (
-    base_of,
     built_in_kinds,
     check_class,
     check_not_shadowed,
+    find_group,
     find_part,
     kinds_in_words,
 )
@@ -34,7 +34,7 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import FlatKey, Part
+from moefold.config.part import FlatKey, KindOf, Part
 from moefold.config.problem import Problem
 from moefold.config.suggestions import closest_match, part_keys
 from moefold.errors import ConfigError, raise_all
@@ -132,7 +132,7 @@ def _read_origin(name: str, recorded: Any) -> Origin:
 
 def _flat_spelling(name: str, group: str, kind: str, table: Mapping[str, Any]) -> str:
     """Return the refusal of a table of a built-in kind, with the flat keys that it stands for."""
-    flat = dict(flat_keys(group, kind))
+    flat = {field: key.key if isinstance(key, type) else key for field, key in flat_keys(group, kind)}
     words = [f"{name}={kind}", *(f"{flat[key]}={_toml(value)}" for key, value in table.items() if key in flat)]
     strange = [key for key in table if key not in flat]
     more = f"; {name}.{strange[0]} is no key of {kind!r}" if strange else ""
@@ -145,7 +145,7 @@ def _toml(value: Any) -> str:
 
 def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, Origin]:
     """Return the class of a kind from outside, and where it was found."""
-    base = base_of(group)
+    base = find_group(group)
     if split_file_kind(kind) is not None:
         try:
             part, origin = imported_class(kind, recorded)
@@ -233,9 +233,9 @@ def _model(part: Any) -> type[BaseModel]:
     required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
     keys: dict[str, Any] = {}
     for key, hint in _hints(part).items():
-        if any(isinstance(entry, FlatKey) for entry in getattr(hint, "__metadata__", ())):
-            raise ConfigError(f"part {kind!r} of {origin}: FlatKey on {key} is for built-in kinds; leave it out")
-        checked = Annotated[hint, AfterValidator(_bounds_of(hint))]
+        if any(isinstance(entry, FlatKey | KindOf) for entry in getattr(hint, "__metadata__", ())):
+            raise ConfigError(f"part {kind!r} of {origin}: FlatKey and KindOf are for built-in kinds; {key} has one")
+        checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]
         # The name of a setting may be one of a method of pydantic's models.
         keys[f"{_PREFIX}{key}"] = (checked, Field(... if key in required else None, alias=key))
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -4,9 +4,10 @@ The oracle has no default branch over kinds. `unknown_kind` ends each `match` ov
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 """
 
-from collections.abc import Callable
 from typing import Any, Never, NoReturn
 
+from moefold.config.find import is_built_in
+from moefold.config.outside import origin_of
 from moefold.config.part import Part
 from moefold.errors import NoFormulaError
 
@@ -24,13 +25,22 @@ def unknown_kind(key: str, value: Never) -> NoReturn:
     no_formula(f"{key}={value!r}")
 
 
-def formula_of(part: Part) -> Callable[..., Any]:
+def formula_of(part: Part) -> Any:
     """Return the formula of a part.
 
     Raises:
         NoFormulaError: it has none.
     """
-    return part.formula() or no_formula(f"{part.key}={part.kind!r}", "parts/*/oracle.py")
+    return part.formula() or _no_formula_of(part)
+
+
+def _no_formula_of(part: Part) -> NoReturn:
+    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
+    raise NoFormulaError(
+        f"the oracle has no formula for {part.key}={part.kind!r}{origin}, so this recipe cannot be judged; leave it "
+        f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "
+        "with one rank of the same code: --against one-rank"
+    )
 
 
 def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:

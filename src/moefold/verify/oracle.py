@@ -14,16 +14,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.wire import WirePart
 from moefold.config.schema import Config
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.topology.selection_groups import selection_sources
 from moefold.verify import oracle_spsa
-from moefold.verify.no_formula import no_formula, unknown_kind
+from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
-    fp8_round_trip,
     hidden_keys,
     latent_queries,
     mla_heads,
@@ -131,6 +132,7 @@ class Oracle:
         self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         self._optimizer = OracleOptimizer(cfg, self.weights) if has_backward_pass(cfg.train) else None
+        self._round_dispatched = formula_of(chosen(cfg, WirePart))
         self._steps = 0
 
     def step(self, batch: OracleBatch) -> OracleStep:
@@ -496,13 +498,7 @@ class Oracle:
         model = self.cfg.model
         y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
         expert_input = x @ self._weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
-        match self.cfg.moe.dispatch_precision:
-            case "dtype":
-                pass
-            case "fp8-blockwise":
-                expert_input = fp8_round_trip(expert_input)
-            case unknown:
-                unknown_kind("moe.dispatch_precision", unknown)
+        expert_input = self._round_dispatched(expert_input)
         for expert in range(model.num_experts):
             gate, up, down = (self._weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
