@@ -20,7 +20,7 @@ from moefold.config.bounds import max_magnitude
 from moefold.config.find import kinds_in_words
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate
-from moefold.config.outside import MissingPartError
+from moefold.config.outside import MissingPartError, entry_points_of
 from moefold.config.part import Part, keys_of
 from moefold.config.part_table import build_part, is_part_value
 from moefold.config.presets import load_preset
@@ -249,6 +249,7 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
+    choices += entry_points_of(group) if group else ()
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]
