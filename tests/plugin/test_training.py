@@ -56,7 +56,7 @@ def test_it_trains_saves_resumes_and_generates(tmp_path, file, kind):
     done = train(again, word, *SETTINGS, *SAVES, "parallel.world_size=1")
     assert "resumed" in done.stdout
     assert losses(again) == pytest.approx(losses(run), rel=1e-5)
-    words = ["generate", str(run), "--prompt", "1 2", "--max-tokens", "2"]
+    words = ["generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu"]
     if kind == "file":
         assert table["from"]["file"] == str(file)
         refused = moefold(*words)
@@ -77,15 +77,15 @@ def test_a_changed_file_is_said_when_a_run_goes_on_and_when_it_is_read(tmp_path,
     file.write_text(file.read_text() + "\n# changed\n")
     done = train(run, word, "run.steps=3", "checkpoint.every=2")
     assert "goes on with other settings: train.lr_schedule=" in done.stdout
-    done = moefold("generate", str(run), "--prompt", "1 2", "--max-tokens", "2", "--part", f"{file}:InverseSqrt")
+    done = moefold("generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu", "--part", f"{file}:InverseSqrt")
     assert done.returncode == 0, done.stderr
     file.write_text(file.read_text() + "\n# again\n")
-    done = moefold("generate", str(run), "--prompt", "1 2", "--max-tokens", "2", "--part", f"{file}:InverseSqrt")
+    done = moefold("generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu", "--part", f"{file}:InverseSqrt")
     assert "the file has changed since" in done.stderr
 
 
 def _rates(cfg):
-    return [step.lr for step in run_distributed(cfg, 4).steps]
+    return [step.lr for step in run_distributed(cfg, 3).steps]
 
 
 @pytest.mark.parity
@@ -96,7 +96,7 @@ def test_ranks_get_the_part(pool, file, forks):
     for kind in ("inverse_sqrt", f"{file}:InverseSqrt"):
         part = load_config(None, [f"train.lr_schedule={kind}", *SETTINGS]).train.lr_schedule
         for rates in ranks.run(2, _rates, replace(one, train=replace(one.train, lr_schedule=part))):
-            assert rates == pytest.approx(expected_rates())
+            assert rates == pytest.approx(expected_rates()[:3])
 
 
 @pytest.mark.e2e
