@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moefold.config.aliases import OPTION_OF, key_hint
-from moefold.config.outside import import_file, split_file_kind
+from moefold.config.outside import import_files
 from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
@@ -120,9 +120,7 @@ def add_part_option(parser: argparse.ArgumentParser) -> None:
 
 def _part(text: str) -> str:
     try:
-        if split_file_kind(text) is None:
-            raise argparse.ArgumentTypeError(f"{text!r} must be FILE.py:CLASS, such as parts.py:Gated")
-        import_file(text)
+        import_files(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

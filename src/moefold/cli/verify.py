@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, reworded_errors
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
 from moefold.recipe import load_config
@@ -119,16 +119,19 @@ def verify(
         against_one_rank: compare with one rank of the same code instead of the oracle.
     """
     from moefold.data import prepare
-    from moefold.verify.compare import compare_records, one_rank_config, one_rank_record, run_oracle, zero_gradients
+    from moefold.verify.compare import compare_records, one_rank_record, run_oracle, zero_gradients
 
-    one = one_rank_config(cfg) if against_one_rank else None
+    one = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
+    if one is not None:
+        with reworded_errors((r"^", "--against one-rank: ")):
+            check_config(one)
     notes = (*notes, ONE_RANK_NOTE) if one else notes
     print_escaped(_header(cfg, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
         if one is not None:
             [alone] = run_distributed(one, steps, progress.report)
-            oracle = one_rank_record(cfg, alone)
+            oracle = one_rank_record(cfg.train, alone)
         else:
             oracle = run_oracle(cfg, steps, progress.report)
         progress.report(f"mapping on {cfg.parallel.world_size} ranks, starting them")

@@ -35,7 +35,7 @@ def built_in_kinds(group: str) -> tuple[str, ...]:
 
 
 def kinds_in_words(group: str) -> str:
-    """Return the kinds of a group for a message: built-in ones, then those of installed packages."""
+    """Return the kinds of a group for a message: built-in ones, then kinds of installed packages."""
     others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
     return ", ".join((*map(repr, built_in_kinds(group)), *others))
 
@@ -64,7 +64,7 @@ def find_part(group: str, kind: str) -> Any:
 
     Raises:
         KeyError: the group has no such kind.
-        ConfigError: a package from outside is broken, or its kind is that of another one.
+        ConfigError: a package from outside is broken, or another one has its kind.
     """
     if kind in built_in_kinds(group):
         return _class_in(group, kind)

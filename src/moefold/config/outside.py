@@ -7,7 +7,7 @@ names is looked up among the files that are imported already (`imported_class`),
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -24,12 +24,13 @@ ENTRY_POINTS = "moefold."
 INTERFACE = 1
 """Version of what the package asks of a part; a part from outside states it: `interface: ClassVar[int] = 1`."""
 MAX_FILE_BYTES = 2**20
+_RESERVED = frozenset({"kind", "group", "key"})
 _FILE_MODULE = "moefold_part_"
 """Start of the name of a module that was imported from a file."""
 
 
 class Origin(NamedTuple):
-    """Where a part comes from: a distribution with its version, or a file with its sha256."""
+    """Source of a part: a distribution with its version, or a file with its sha256."""
 
     distribution: str = ""
     version: str = ""
@@ -89,6 +90,21 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
     if not hasattr(sys.modules[_module_name(origin)], name):
         raise ConfigError(f"part {kind!r}: {origin.file} has no class {name!r}")
     return f"{file.name}:{name}", origin
+
+
+def import_files(kinds: str | Iterable[str]) -> None:
+    """Import the files of parts with which a model was trained.
+
+    Args:
+        kinds: FILE.py:CLASS of each.
+
+    Raises:
+        ConfigError: a name has another form, or `import_file` refuses it.
+    """
+    for kind in (kinds,) if isinstance(kinds, str) else kinds:
+        if split_file_kind(kind) is None:
+            raise ConfigError(f"--part {kind} must be FILE.py:CLASS, such as parts.py:Gated")
+        import_file(kind)
 
 
 def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
@@ -219,7 +235,7 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
     )
     if missing:
         yield f"lacks the method{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-    own = sorted(field.name for field in fields(part) if field.name in ("kind", "group", "key"))
+    own = sorted(_RESERVED & {field.name for field in fields(part)})
     if own:
         yield f"has a field {own[0]}, a word that recipes and parts use themselves"
 
@@ -231,7 +247,7 @@ def _is_left_open(method: Any) -> bool:
     return (
         isfunction(method)
         and method.__module__.startswith("moefold.")
-        and "NotImplementedError" in method.__code__.co_names
+        and NotImplementedError.__name__ in method.__code__.co_names
     )
 
 

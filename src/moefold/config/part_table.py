@@ -34,7 +34,7 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.part import FlatKey, KindOf, Part, without_source
 from moefold.config.problem import Problem
 from moefold.config.suggestions import closest_match, part_keys
 from moefold.errors import ConfigError, raise_all
@@ -121,6 +121,14 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
         raise ConfigError(f"{name}={kind!r} of {origin} refuses its settings: {error}") from error
     assert isinstance(built, Part)
     return built
+
+
+def toml_table(table: Mapping[str, Any]) -> str:
+    """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
+    keys = without_source(table)
+    if file := table.get(SOURCE, {}).get("file"):
+        keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
+    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in keys.items() if value is not None)} }}"
 
 
 def _read_origin(name: str, recorded: Any) -> Origin:

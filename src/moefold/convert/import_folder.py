@@ -20,6 +20,7 @@ from moefold.checkpoint.streaming_io import (
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of
+from moefold.config.part_table import toml_table
 from moefold.config.schema import Config
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import parse_model_config
@@ -337,4 +338,6 @@ def _toml(value: object) -> str:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return toml_table(value)
     return repr(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.part import Part
+from moefold.config.part_table import toml_table
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -140,9 +141,5 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
 def _format_toml(value: Any) -> str:
     """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does, and parts from outside."""
     if isinstance(value, Part):
-        table = value.as_table()
-        source = table.pop("from", {})
-        table["kind"] = f"{source['file']}:{value.kind.rpartition(':')[2]}" if "file" in source else value.kind
-        entries = (f"{key} = {_format_toml(entry)}" for key, entry in table.items() if entry is not None)
-        return f"{{ {', '.join(entries)} }}"
+        return toml_table(value.as_table())
     return json.dumps(list(value) if isinstance(value, tuple) else value)

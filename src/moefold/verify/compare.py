@@ -1,22 +1,21 @@
 """Comparison of a distributed run with the oracle: the largest relative error of every number and tensor, by name."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config, TrainConfig
 from moefold.data import ProgramData, Sampler
-from moefold.errors import format_list, reworded_errors
+from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.train_step import StepResult
-from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
@@ -92,37 +91,25 @@ def run_oracle(
     eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
     oracle.check_keys()
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
-    gain = _rounding_gain(cfg, num_steps)
+    gain = _rounding_gain(cfg.train, num_steps)
     return OracleRecord(
         initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain, has_program_objective=objective is not None
     )
 
 
-def one_rank_record(cfg: Config, alone: DistributedRecord) -> OracleRecord:
+def one_rank_record(train: TrainConfig, alone: DistributedRecord) -> OracleRecord:
     """Return what one rank of the same code computed, in the place of the oracle.
 
     Args:
-        cfg: the recipe.
-        alone: the record of `one_rank_config`.
+        train: the section of the recipe.
+        alone: the record of the rank.
     """
-    gain = _rounding_gain(cfg, len(alone.steps))
+    gain = _rounding_gain(train, len(alone.steps))
     return OracleRecord(alone.initial, alone.gradients, alone.weights, alone.steps, alone.eval_loss, gain)
 
 
-def one_rank_config(cfg: Config) -> Config:
-    """Return a recipe on one rank, with the defaults of every axis.
-
-    Raises:
-        ConfigError: a setting needs more ranks.
-    """
-    one = replace(cfg, parallel=ParallelConfig())
-    with reworded_errors((r"^", "--against one-rank: ")):
-        check_config(one)
-    return one
-
-
-def _rounding_gain(cfg: Config, num_steps: int) -> float:
-    return num_steps * cfg.train.lr / cfg.train.eps
+def _rounding_gain(train: TrainConfig, num_steps: int) -> float:
+    return num_steps * train.lr / train.eps
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
