@@ -14,6 +14,7 @@ from moefold.config.reference import keys_text
 from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
+from moefold.validate.config import check_config
 
 GOOD = '''
 from dataclasses import dataclass
@@ -221,18 +222,34 @@ def test_a_file_that_has_changed_is_said(file, caplog):
         (GOOD.replace("def rate", "def ratio"), "Half", "lacks the method rate"),
         (GOOD.replace("share: float = 0.5", "share: list[float]"), "Half", "share is missing, and has no default"),
         (GOOD.replace("share: float = 0.5", "share: object"), "Half", "share is missing"),
+        (GOOD.replace("share: float", "share: 'Unknown'"), "Half", "has an annotation that cannot be read: name 'Unkn"),
+        (
+            GOOD + "    def __post_init__(self): 1 / 0",
+            "Half",
+            "refuses its settings: ZeroDivisionError: division by zero",
+        ),
         (GOOD.replace("share: float", "share: type(print)"), "Half", "has a field whose type no recipe can write"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_a_broken_file_is_refused(file, code, name, message):
     file.write_text(code)
     assert message in refusal(f"train.lr_schedule={file}:{name}")
 
 
+def test_a_rule_that_fails_is_refused_by_its_distribution(install):
+    install(GOOD + "    def check(self, recipe): yield recipe.nothing")
+    with pytest.raises(
+        ConfigError, match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\): Attribute"
+    ):
+        check_config(load_config(None, ["train.lr_schedule=half"]))
+
+
 def test_a_setting_that_is_no_key_of_a_cache_is_refused(file):
     file.write_text(GOOD.replace("share: float = 0.5", "share: list[float]"))
-    assert "refuses its settings: unhashable" in refusal(f'train.lr_schedule={{kind="{file}:Half", share=[0.5]}}')
+    assert "refuses its settings: TypeError: unhashable" in refusal(
+        f'train.lr_schedule={{kind="{file}:Half", share=[0.5]}}'
+    )
 
 
 def test_a_missing_file_and_a_folder_are_refused(file):

@@ -5,10 +5,13 @@ from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from moefold.config.find import built_in_kinds, find_group, find_part, groups
+from moefold.config.find import built_in_kinds, find_group, find_part, groups, is_built_in
 from moefold.config.model import ModelConfig
+from moefold.config.outside import origin_of
 from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.problem import Problem
 from moefold.config.schema import Config, MoEConfig
+from moefold.errors import ConfigError
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
@@ -55,6 +58,26 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
     for group in groups():
         part: Part = chosen(recipe, group)
         yield part
+
+
+def part_problems(part: Part, recipe: Config) -> list[Problem]:
+    """Return what a part does not go with in a recipe.
+
+    Raises:
+        ConfigError: the check of a part from outside fails.
+    """
+    try:
+        return list(part.check(recipe))
+    except Exception as error:
+        if is_built_in(type(part)):
+            raise
+        raise ConfigError(f"{describe_part(part)} fails in check(): {type(error).__name__}: {error}") from error
+
+
+def describe_part(part: Part) -> str:
+    """Return the key and kind of a part, and of one from outside its distribution or file."""
+    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
+    return f"{part.key}={part.kind!r}{origin}"
 
 
 def read_key(recipe: "Config | RoutingSections", name: str) -> Any:

@@ -117,8 +117,10 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     try:
         built = part(**values)
         hash(built)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}={kind!r} of {origin} refuses its settings: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{name}={kind!r} of {origin} refuses its settings: {type(error).__name__}: {error}"
+        ) from error
     assert isinstance(built, Part)
     return built
 
@@ -230,7 +232,11 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
 @cache
 def _hints(part: Any) -> dict[str, Any]:
     """Return the type of each setting of a part, with what its annotation says more."""
-    hints = get_type_hints(part, include_extras=True)
+    try:
+        hints = get_type_hints(part, include_extras=True)
+    except (NameError, TypeError) as error:
+        kind, origin = origin_of(part)
+        raise ConfigError(f"part {kind!r} of {origin} has an annotation that cannot be read: {error}") from error
     return {field.name: hints[field.name] for field in fields(part) if field.init}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from moefold.checkpoint.checkpoint_dir import model_sizes
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
-from moefold.config.part import keys_of
+from moefold.config.part import keys_of, without_source
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
@@ -42,7 +42,10 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
         | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
-        | {f"train.{key}": keys_of(cfg.train)[key] for key in ("optimizer", "moment_dtype", "muon_groups")}
+        | {
+            f"train.{key}": without_source(keys_of(cfg.train)[key], "file")
+            for key in ("optimizer", "moment_dtype", "muon_groups")
+        }
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )

@@ -6,8 +6,7 @@ the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 
 from typing import Any, Never, NoReturn
 
-from moefold.config.find import is_built_in
-from moefold.config.outside import origin_of
+from moefold.config.chosen import describe_part
 from moefold.config.part import Part
 from moefold.errors import NoFormulaError
 
@@ -35,9 +34,8 @@ def formula_of(part: Part) -> Any:
 
 
 def _no_formula_of(part: Part) -> NoReturn:
-    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
     raise NoFormulaError(
-        f"the oracle has no formula for {part.key}={part.kind!r}{origin}, so this recipe cannot be judged; leave it "
+        f"the oracle has no formula for {describe_part(part)}, so this recipe cannot be judged; leave it "
         f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "
         "with one rank of the same code: --against one-rank"
     )
