@@ -38,7 +38,8 @@ def install(tmp_path, monkeypatch):
     """Return a function that installs a package with one learning-rate schedule for this test."""
 
     def caches_clear():
-        for function in (outside._all_entry_points, outside.entry_points_of, outside._entry_of, find.find_part):
+        of_find = (find.kinds, find.find_part)
+        for function in (outside._all_entry_points, outside.entry_points_of, outside._entry_of, *of_find):
             function.cache_clear()
 
     def install(code, kind="half", distribution="moefold-half", module="half_plugin"):

@@ -34,6 +34,13 @@ def built_in_kinds(group: str) -> tuple[str, ...]:
     return tuple(sorted(name.removeprefix("_").replace("__", "-") for name in names))
 
 
+@cache
+def kinds(group: str) -> tuple[str, ...]:
+    """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages."""
+    built_in = built_in_kinds(group)
+    return (*built_in, *(kind for kind in entry_points_of(group) if kind not in built_in))
+
+
 def kinds_in_words(group: str) -> str:
     """Return the kinds of a group for a message: built-in ones, then kinds of installed packages."""
     others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
@@ -103,8 +110,13 @@ def check_not_shadowed(group: str, kind: str) -> None:
         )
 
 
+def class_of(group: str, value: Any) -> Any:
+    """Return the class of the part that a key chooses, by its value: a kind, or a part."""
+    return find_part(group, value) if isinstance(value, str) else type(value)
+
+
 def kind_of(part: type[Any]) -> str:
-    """Return the kind of the class of a part."""
+    """Return the kind of the class of a part; MODULE:CLASS of one that a program made."""
     if not is_built_in(part):
         return origin_of(part)[0]
     stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")

@@ -17,10 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
-from moefold.config.find import kinds_in_words
+from moefold.config.find import kinds, kinds_in_words
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate
-from moefold.config.outside import MissingPartError, entry_points_of
+from moefold.config.outside import MissingPartError
 from moefold.config.part import Part, keys_of
 from moefold.config.part_table import build_part, is_part_value
 from moefold.config.presets import load_preset
@@ -248,8 +248,8 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     expected = f"one of {kinds_in_words(group)}" if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
-    choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
-    choices += entry_points_of(group) if group else ()
+    values = kinds(group) if group else choices_of(section, key)
+    choices = [choice for choice in values if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]

@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         """Return it as a message names it."""
-        return self.file or f"{self.distribution} {self.version}".rstrip()
+        return self.file or f"{self.distribution} {self.version}".strip() or "a program"
 
     def as_dict(self) -> dict[str, str]:
         """Return the facts that there are."""
@@ -253,16 +253,13 @@ def _is_left_open(method: Any) -> bool:
 
 @cache
 def _entry_of(part: Any) -> tuple[str, Origin]:
-    """Return the kind and distribution whose entry point is a class."""
+    """Return the kind and distribution whose entry point is a class; MODULE:CLASS of a class of a program."""
     points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
     root = part.__module__.partition(".")[0]
     for point in points:
         if point.module.partition(".")[0] == root and load_entry_point(point, part.key) is part:
             return point.name, origin_of_entry(point)
-    raise ConfigError(
-        f"{part.__module__}.{part.__qualname__} is a part of {part.key} that no recipe can name: declare it as an "
-        f"entry point of the group {ENTRY_POINTS}{part.group}"
-    )
+    return f"{part.__module__}:{part.__qualname__}", Origin()
 
 
 @cache

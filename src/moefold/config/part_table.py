@@ -22,10 +22,12 @@ from moefold.config.find import (
     check_not_shadowed,
     find_group,
     find_part,
+    kinds,
     kinds_in_words,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.outside import (
+    ENTRY_POINTS,
     MissingPartError,
     Origin,
     entry_points_of,
@@ -168,7 +170,12 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
             raise MissingPartError(
                 f"{name}={kind!r} is a part of {recorded}, which is not installed; pip install {recorded.distribution}"
             )
-        guess = closest_match(kind, (*built_in_kinds(group), *entry_points_of(group)))
+        if ":" in kind:
+            raise MissingPartError(
+                f"{name}={kind!r} is a part that a program made; declare it as an entry point of the group "
+                f"{ENTRY_POINTS}{group}, or name its file, FILE.py:CLASS"
+            )
+        guess = closest_match(kind, kinds(group))
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"{name}.kind={kind!r} must be one of {kinds_in_words(group)}, or FILE.py:CLASS{hint}")
     part = find_part(group, kind)
