@@ -14,7 +14,8 @@ from moefold.objectives.recipe_loss import policy_loss
 WORDS = (
     "run.steps=1", "run.device=cpu", "parallel.world_size=1", "model.preset=tiny", "data.kind=task", "data.task=sort",
     "data.task_size=2", "train.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2",
-    "rl.group_size=4", "rollout.max_tokens=3", "rl.length_penalty_from=1", "moe.aux_loss=0.0", "train.lr=1e-3", "train.warmup_steps=0",
+    "rl.group_size=4", "rollout.max_tokens=3", "rl.length_penalty_from=1", "moe.aux_loss=0.0",
+    "train.lr=1e-3", "train.warmup_steps=0",
 )  # fmt: skip
 
 
