@@ -70,7 +70,7 @@ def blocks(page: Path) -> tuple[Block, ...]:
             opened = (number, fence[1], fence[2])
             body = []
         elif marker := re.match(
-            r"^<!-- (not run: |file: |exit status |device file|lengths file)(.*?) -->$", line.strip()
+            r"^<!-- (not run: |file: |exit status |device file|lengths file|project file)(.*?) -->$", line.strip()
         ):
             markers[marker[1].strip(": ")] = marker[2]
         elif line.strip():
