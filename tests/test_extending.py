@@ -86,7 +86,15 @@ def _price_with_schedule(cfg: Config) -> tuple[list[int], list[float]]:
 
 def _run_with_block(cfg: Config, steps: int) -> tuple[DistributedRecord, int]:
     _register("A block")
+    cfg = _with_gated_attention(cfg)
     return run_distributed(cfg, steps), count_parameters(cfg.model).total
+
+
+def _with_gated_attention(cfg: Config) -> Config:
+    """Return a recipe with the example, on a rank that has its module."""
+    model = cfg.model
+    part = sys.modules["extension"].GatedPart(num_heads=model.num_attention_heads, head_dim=model.head_size)
+    return _with(cfg, "model", attention=part)
 
 
 def _with(cfg: Config, section: str, **keys: Any) -> Config:
@@ -127,8 +135,7 @@ def test_example_of_a_dispatcher_equals_the_builtin(pool: WorkerPool) -> None:
 def test_example_of_a_block_equals_one_rank(pool: WorkerPool) -> None:
     """Train two steps on two ranks with tp=2 and on one, with AdamW and with Muon."""
     for optimizer in ("adamw", "muon"):
-        builtin = tiny(model={"num_query_groups": 4}, train={"optimizer": optimizer})
-        one = _with(builtin, "model", attention="gated")
+        one = tiny(train={"optimizer": optimizer})
         [(alone, num_parameters)] = pool.run(1, _run_with_block, one, 2)
         assert sum(weight.numel() for weight in alone.weights.values()) == num_parameters
         assert alone.gradients["layers.0.attention.wg"].abs().max() > 0
@@ -202,6 +209,7 @@ def _refusal_of(heading: str, cfg: Config) -> str:
     """Return why the oracle cannot judge a recipe with the example of a section, or "" if it can."""
     _register(heading)
     extension = sys.modules["extension"]
+    cfg = _with_gated_attention(cfg) if hasattr(extension, "GatedPart") else cfg
     try:
         if loss := getattr(extension, "PolicyGradientLoss", None):
             objective_of(loss())
@@ -216,7 +224,7 @@ def _refusal_of(heading: str, cfg: Config) -> str:
     ("heading", "section", "keys", "refused"),
     [
         ("A dispatcher", "parallel", {"dispatcher": "gathering"}, ""),
-        ("A block", "model", {"attention": "gated", "num_query_groups": 4}, "model.attention='gated'"),
+        ("A block", "model", {}, "model.attention='extension:GatedPart'"),
         ("An optimizer", "train", {"optimizer": "sgd"}, "train.optimizer='sgd'"),
         ("A pipeline schedule", "parallel", {"schedule": "eager"}, ""),
         ("A loss and its data", "model", {}, "the loss PolicyGradientLoss"),

@@ -242,7 +242,7 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
 def test_layers_that_share_a_selection_are_read_and_written(keys, pattern):
     model = read_keys(_keys_of_glm(keys), Path("hf"))
     assert (model.index_topk, model.index_pattern) == (32, pattern)
-    expected = ["shared" if kind.endswith("S") else "full" for kind in model.block_kinds]
+    expected = ["shared" if layer.attention.shares_selection else "full" for layer in model.layers]
     assert FAMILIES["glm_moe_dsa"].write(model)["indexer_types"] == expected
     reason = family_unsupported_reason(FAMILIES["deepseek_v32"], replace(model, index_rope_interleaved=False))
     assert ("shared_selections" in reason) == ("S" in pattern), reason
@@ -305,7 +305,14 @@ def test_yarn_takes_the_models_context_where_none_is_given():
 
 def test_sparse_layers_come_by_step_and_by_list():
     keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert model_of(num_layers=6, **SparseLayers().read(keys)).layer_kinds == tuple("DMDDDM")
+    assert [layer.ffn.is_routed for layer in model_of(num_layers=6, **SparseLayers().read(keys)).layers] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_of_two_rotations_the_one_that_transformers_takes():
@@ -443,11 +450,15 @@ def test_released_kimi_linear_folders_nest_the_sizes_of_linear_attention() -> No
         read_keys(rest | {"linear_attn_config": nested | {"full_attn_layers": [2]}}, Path("hf"))
 
 
+def _linear_layers(model):
+    return [i for i, layer in enumerate(model.layers) if layer.attention.is_recurrent]
+
+
 def test_full_attention_interval_of_qwen3_next() -> None:
     keys = FAMILIES["qwen3_next"].write(_model_for("qwen3_next")) | {"num_hidden_layers": 8}
     del keys["layer_types"]
     keys.pop("mlp_only_layers")
-    assert read_keys(keys | {"full_attention_interval": 2}, Path("hf")).attention_letters == "LFLFLFLF"
-    assert read_keys(keys, Path("hf")).attention_letters == "LLLFLLLF"
+    assert _linear_layers(read_keys(keys | {"full_attention_interval": 2}, Path("hf"))) == [0, 2, 4, 6]
+    assert _linear_layers(read_keys(keys, Path("hf"))) == [0, 1, 2, 4, 5, 6]
     with pytest.raises(ConfigError, match="full_attention_interval=0, which should be a whole number"):
         read_keys(keys | {"full_attention_interval": 0}, Path("hf"))

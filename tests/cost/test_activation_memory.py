@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
+from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
+from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.block_memory import MAX_BLOCK_ELEMENTS
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.linear_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.cost.stage_memory import max_in_flight

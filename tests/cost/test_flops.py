@@ -224,11 +224,11 @@ def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
         return projected.repeat_interleave(heads // count, dim=1)
 
     x_TH = weight(tokens, hidden)
-    for kind in model.layer_kinds:
+    for layer in model.layers:
         q, k, v = heads_of(x_TH, heads), heads_of(x_TH, groups), heads_of(x_TH, groups)
         attended = (q @ k.transpose(-1, -2) @ v).transpose(1, 2).reshape(tokens, heads * head_dim)
         x_TH = x_TH + attended @ weight(heads * head_dim, hidden)
-        if kind == "D":
+        if not layer.ffn.is_routed:
             x_TH = x_TH + swiglu(x_TH, model.ffn_hidden_size)
             continue
         probs_TE = x_TH @ weight(hidden, model.num_experts)

@@ -9,7 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, TrainConfig
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.memory_columns import RECIPE_COLUMNS, ModelChunk, recipe_chunk
+from moefold.cost.memory_columns import ModelChunk, recipe_chunk, recipe_columns
 from moefold.cost.overlap_memory import (
     CommInterval,
     OverlapSpec,
@@ -65,7 +65,7 @@ def _intervals(cfg: Config, chunk: ModelChunk, *, splits_backward: bool) -> tupl
 
 
 def _spec(cfg: Config, *, splits_backward: bool) -> OverlapSpec:
-    return OverlapSpec(RECIPE_COLUMNS, splits_backward, recomputes_comm(cfg.train.recompute))
+    return OverlapSpec(recipe_columns(cfg.model), splits_backward, recomputes_comm(cfg.train.recompute))
 
 
 @pytest.mark.parametrize("parts", [(), ("norms",), ("moe",), ("layer",)], ids=lambda parts: "+".join(parts) or "plain")
@@ -89,7 +89,7 @@ def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernel
     forward, backward = _intervals(cfg, chunk, splits_backward=False)
     table = activation_table(formula)
     sizes = table.sum(axis=0)
-    saved = sum((formula.saved_by_kind[kind] for kind in cfg.model.layer_kinds), formula.embedding() + formula.head())
+    saved = sum((formula.saved_by_kind[kind] for kind in cfg.model.block_kinds), formula.embedding() + formula.head())
     saved += formula.mtp_layer()
     assert (table @ forward[-1].during_comm[0]).sum() == saved.total()
     assert (backward[0].peak @ sizes).max() >= (forward[-1].during_comm @ sizes).item()

@@ -10,9 +10,9 @@ from typing import get_type_hints
 import pytest
 
 import moefold.parts
-from moefold.config.chosen import chosen, flat_keys, readers
+from moefold.config.chosen import LAYER_GROUPS, chosen, readers
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
-from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.part import FlatKey, KindOf, Part, flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, key_types
 from tests.architecture import imports
@@ -26,7 +26,7 @@ LIBRARIES = {"torch", "math", "functools", "dataclasses", "typing", "collections
 
 def test_each_folder_of_parts_is_a_group():
     folders = {path.name for path in PARTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {group.group for group in groups()}
+    assert folders == {*(group.group for group in groups()), *LAYER_GROUPS, "norm"}
 
 
 def test_nothing_imports_a_part():

@@ -9,7 +9,6 @@ from moefold.cli.main import main
 from moefold.config.model import ModelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import load_device
-from moefold.cost.kv_cache import layer_state_bytes
 from moefold.cost.reshard_plan import plan_reshard
 from moefold.cost.rollout_memory import sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding
@@ -88,7 +87,7 @@ def test_the_cache_of_a_hybrid_rollout_has_keys_of_its_softmax_layers_and_states
     model = cfg.model
     found = SamplingCost(cfg, IDEAL, lengths).times(ALONE).rollout_bytes
     keys = 32 * 2 * model.num_query_groups * model.head_size * 2
-    assert found == keys + 3 * layer_state_bytes(model, 1, 2)
+    assert found == keys + 3 * model.layers[0].core.state_bytes(1, 2)
 
 
 def test_a_cache_of_heads_is_priced_as_such(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from moefold.config.chosen import readers
+from moefold.config.chosen import layer_readers, readers
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -396,7 +396,8 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
 
 def test_every_idle_key_has_a_case():
     ruled = {name for idle in UNUSED_KEY_RULES for name in idle.keys.split()}
-    assert ruled | readers().keys() == {word.split("=")[0] for word, _, _ in CASES}
+    cases = {word.split("=")[0] for word, _, _ in CASES}
+    assert ruled | readers().keys() | layer_readers().keys() == cases
 
 
 def test_the_message_says_why_and_what_to_do():

@@ -14,13 +14,12 @@ import torch
 import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
-from moefold.config import model as model_kinds
+from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import readers
+from moefold.config.chosen import layer_readers, readers
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.part import Part
 from moefold.config.schema import Config, TrainConfig
-from moefold.cost.layer_spec import FEED_FORWARDS
 from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError
@@ -34,7 +33,6 @@ from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective, recipe_objective
-from moefold.verify.oracle_patterns import LETTERS
 from moefold.verify.oracle_schedule import oracle_rate
 from moefold.verify.oracle_sites import OracleSites
 from moefold.verify.recipe_keys import FORMULA_KEYS, OTHER_KEYS, SITES_FORMULA_KEYS
@@ -75,10 +73,9 @@ def test_each_key_of_a_formula_is_read_somewhere():
     """
     config = [ast.parse(path.read_text()) for path in Path(model_kinds.__file__).parent.glob("*.py")]
     named = {node.attr for tree in [*SOURCES, *config] for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    # The patterns are read by their keys in LETTERS.
-    keys = {name.split(".")[1] for name in f"{FORMULA_KEYS} {SITES_FORMULA_KEYS}".split()} - set(LETTERS)
+    keys = {name.split(".")[1] for name in f"{FORMULA_KEYS} {SITES_FORMULA_KEYS}".split()}
     unread = {"precision", "density", "values", "residual", "moments", "weigh"}
-    of_parts = {name.split(".")[1] for name in (*readers(), *(group.key for group in groups()))}
+    of_parts = {name.split(".")[1] for name in (*readers(), *layer_readers(), *(g.key for g in groups()))}
     assert keys - named - unread - of_parts == set()
 
 
@@ -124,18 +121,11 @@ def _comparisons(tree: ast.Module) -> list[str]:
 
 def test_no_branch_of_the_oracle_has_a_default_over_names():
     """A comparison with one name treats all others alike."""
-    planted = ast.parse("""def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(cfg.model.norm, 1)""")
+    planted = ast.parse(
+        """def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(model.norm_placement, 1)"""
+    )
     assert len(_comparisons(planted)) == 2
     assert [found for tree in SOURCES for found in _comparisons(tree)] == []
-
-
-def test_letters_equal_the_schema():
-    assert {key: set(letters) for key, letters in LETTERS.items()} == {
-        "layer_pattern": set(model_kinds.LAYER_KINDS) | set(FEED_FORWARDS),
-        "attention_pattern": set(model_kinds.ATTENTION_KINDS),
-        "rope_pattern": set(model_kinds.ROPE_KINDS),
-        "index_pattern": set(model_kinds.INDEX_KINDS),
-    }
 
 
 def _oracle(cfg: Config, legal: Config | None = None, **more: torch.Tensor) -> Oracle:
@@ -168,7 +158,6 @@ SPARSE = {"index_topk": 3, "index_heads": 2, "index_head_dim": 4}
 ACTIVE: dict[str, dict[str, Any]] = {
     "model.qk_norm_width": {"model": {"qk_norm": True}},
     "model.attention_gate_width": {"model": {"attention_gate": True}},
-    "model.linear_attention": {"model": {"attention_pattern": "L"}},
     "train.indexer_stage": {"model": SPARSE},
 }
 """Settings under which a kind counts."""
@@ -181,15 +170,6 @@ def test_an_unknown_name_is_refused(key):
     value = "unheard-of" if isinstance(KINDS[key][0], str) else 7
     with pytest.raises(NoFormulaError, match=f"no formula for {key}={value!r}"):
         _train(_with(legal, key, value), legal)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("layer_pattern", "MX"), ("attention_pattern", "X2F"), ("rope_pattern", "X")]
-)
-def test_an_unknown_letter_is_refused(key, value):
-    legal = _small()
-    with pytest.raises(NoFormulaError, match=f"'X' in model.{key}='{value}'"):
-        _oracle(_with(legal, f"model.{key}", value), legal)
 
 
 def test_an_unknown_group_of_muon_is_refused():

@@ -102,9 +102,11 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     model = replace(cfg.model, num_layers=6, layer_pattern="DM5", tie_embeddings=True, qk_norm=True)
     small = shrink(replace(cfg, model=model)).model
     assert small.num_layers == 5
-    assert set(small.layer_kinds) == {"D", "M"}
+    assert {layer.ffn.is_routed for layer in small.layers} == {False, True}
     assert (small.tie_embeddings, small.qk_norm) == (True, True)
-    assert shrink(replace(cfg, model=replace(model, layer_pattern="M"))).model.layer_kinds == ("M",) * 5
+    assert [layer.ffn.kind for layer in shrink(replace(cfg, model=replace(model, layer_pattern="M"))).model.layers] == [
+        "moe"
+    ] * 5
 
 
 def test_a_capacity_that_few_experts_would_void_still_drops():

@@ -30,7 +30,7 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         return ""
     if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
         return "it supports only grouped-query attention"
-    if "C" in model.attention_pattern or not model.qk_norm_weight or model.router_probs_on_input:
+    if any(layer.chunk for layer in model.layers) or not model.qk_norm_weight or model.router_probs_on_input:
         return "it supports neither chunks of attention, norms without weights, nor routing weights on inputs"
     if model.qk_norm_after_rope or model.attention_gate or model.attention_scale or model.norm_placement != "pre":
         return "it supports only the layer of Llama and Qwen3"
@@ -38,7 +38,11 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         return "it supports only RMSNorm, and a head without a bias"
     if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
         return "it has no multipliers"
-    return "" if model.rope_scaling == "none" and all(model.rope_layers) else "its RoPE has no scaling and no pattern"
+    return (
+        ""
+        if model.rope_scaling == "none" and all(layer.attention.has_rope for layer in model.layers)
+        else "its RoPE has no scaling and no pattern"
+    )
 
 
 class TorchBaseline:

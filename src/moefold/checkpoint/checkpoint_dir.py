@@ -21,18 +21,21 @@ from moefold.config.bounds import keys_with
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.model import (
+from moefold.config.model import ModelConfig
+from moefold.config.part import keys_of, without_source
+from moefold.config.patterns import (
     INDEX_KINDS,
-    ModelConfig,
+    LAYER_KINDS,
     attention_letters,
     expand_layer_pattern,
     layer_chunks,
     layer_windows,
     layers_with_rope,
+    linear_layers,
     shared_selections,
+    spell,
 )
-from moefold.config.part import keys_of, without_source
-from moefold.config.schema import Config
+from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
@@ -160,7 +163,7 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
     """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
     sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in keys_of(model).items()}
     sizes = {key: without_source(value, "file") for key, value in sizes.items()}
-    return sizes | {"layer_kinds": "".join(model.layer_kinds)}
+    return sizes | {"layer_kinds": spell(model.layer_pattern, LAYER_KINDS, model.num_layers)}
 
 
 WANT_KEY = "align.want"
@@ -601,8 +604,8 @@ def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None
 def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not."""
     unused = keys_with("model", SAME_TENSORS)
-    unused |= frozenset() if "D" in model.layer_kinds else _DENSE_KEYS
-    unused |= frozenset() if "M" in model.layer_kinds else _MOE_KEYS
+    unused |= frozenset() if has_dense_layers(model) else _DENSE_KEYS
+    unused |= frozenset() if has_moe_layers(model) else _MOE_KEYS
     unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
     unused |= frozenset() if model.index_topk else _INDEX_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
@@ -615,7 +618,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
         chunks = layer_chunks(sizes["attention_pattern"], sizes["attention_chunk_size"], sizes["num_layers"])
         sizes["layer_chunks"] = list(chunks)
         letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
-        sizes["linear_layers"] = [i for i, letter in enumerate(letters) if letter == "L"]
+        sizes["linear_layers"] = linear_layers(letters)
         sizes["shared_selections"] = (
             list(shared_selections(sizes["index_pattern"], letters)) if model.index_topk else []
         )

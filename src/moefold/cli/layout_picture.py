@@ -480,7 +480,7 @@ class StagePanel:
         if stage.parts.has_embedding:
             yield "E", "E"
         for number in stage.parts.layers:
-            yield "t" if self.cfg is None else self.cfg.model.layer_kinds[number], str(number)
+            yield "t" if self.cfg is None else "DM"[self.cfg.model.layers[number].ffn.is_routed], str(number)
         for _ in range(stage.parts.num_mtp_layers):
             yield "m", "m"
         if stage.parts.has_loss:

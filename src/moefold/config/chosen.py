@@ -1,14 +1,14 @@
 """The parts that a recipe chooses, built from its keys. Torch-free."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
-from moefold.config.find import built_in_kinds, find_group, find_part, groups, is_built_in
+from moefold.config.find import built_in_kinds, find_part, groups, is_built_in
+from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.outside import origin_of
-from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of
 from moefold.config.problem import Problem
 from moefold.config.schema import Config, MoEConfig
 from moefold.errors import ConfigError
@@ -48,7 +48,7 @@ def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
     if isinstance(value, str):
         keys = flat_keys(group.group, value)
         values = (_choose(read, key) if isinstance(key, type) else read(key) for _, key in keys)
-        value = _build(group.group, value, tuple(values))
+        value = build_part(group.group, value, tuple(values))
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
@@ -77,7 +77,7 @@ def part_problems(part: Part, recipe: Config) -> list[Problem]:
 def describe_part(part: Part) -> str:
     """Return the key and kind of a part, and of one from outside its distribution or file."""
     origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
-    return f"{part.key}={part.kind!r}{origin}"
+    return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
 
 
 def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
@@ -87,26 +87,8 @@ def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
 
 
 @cache
-def flat_keys(group: str, kind: str) -> tuple[tuple[str, str | type[Part]], ...]:
-    """Return the fields of a built-in part, in order, with what they are read from: a recipe key, or a group of parts.
-
-    Args:
-        group: the folder of `parts/`.
-        kind: a built-in kind of it.
-    """
-    part = find_part(group, kind)
-    hints = get_type_hints(part, include_extras=True)
-    found = ((f.name, entry) for f in fields(part) for entry in getattr(hints[f.name], "__metadata__", ()))
-    return tuple(
-        (name, entry.name if isinstance(entry, FlatKey) else find_group(entry.group))
-        for name, entry in found
-        if isinstance(entry, FlatKey | KindOf)
-    )
-
-
-@cache
 def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
-    """Return the group and kind of the built-in parts that read each recipe key, by "section.key".
+    """Return the group and kind of the built-in parts of a recipe that read each recipe key, by "section.key".
 
     Keys that no part reads as a setting of its own are absent.
     """
@@ -119,7 +101,20 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _build(group: str, kind: str, values: tuple[Any, ...]) -> Any:
-    names = (name for name, _ in flat_keys(group, kind))
-    return find_part(group, kind)(**dict(zip(names, values, strict=True)))
+LAYER_GROUPS = ("attention", "ffn", "indexer", "span")
+"""Groups of the parts of layers, which `layers_of` chooses by patterns."""
+
+
+@cache
+def layer_readers() -> dict[str, tuple[Any, ...]]:
+    """Return the classes of parts of layers that read each recipe key, by "section.key".
+
+    Norms are left out: rules say what their keys do not go with.
+    """
+    owners = [find_part(group, kind) for group in LAYER_GROUPS for kind in built_in_kinds(group)]
+    found: dict[str, tuple[Any, ...]] = {}
+    for owner in (*owners, OutputGate, QueryKeyNorm):
+        for _, key in flat_keys_of(owner):
+            name = str(key)
+            found[name] = (*found.get(name, ()), owner)
+    return found

@@ -35,16 +35,26 @@ def built_in_kinds(group: str) -> tuple[str, ...]:
 
 
 @cache
-def kinds(group: str) -> tuple[str, ...]:
-    """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages."""
+def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages.
+
+    Args:
+        group: the folder of `parts/`.
+        words: the built-in kinds that count; empty: all.
+    """
     built_in = built_in_kinds(group)
-    return (*built_in, *(kind for kind in entry_points_of(group) if kind not in built_in))
+    return (*(words or built_in), *(kind for kind in entry_points_of(group) if kind not in built_in))
 
 
-def kinds_in_words(group: str) -> str:
-    """Return the kinds of a group for a message: built-in ones, then kinds of installed packages."""
+def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
+    """Return the kinds of a group for a message: built-in ones, then kinds of installed packages.
+
+    Args:
+        group: the folder of `parts/`.
+        words: the built-in kinds that count; empty: all.
+    """
     others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
-    return ", ".join((*map(repr, built_in_kinds(group)), *others))
+    return ", ".join((*map(repr, words or built_in_kinds(group)), *others))
 
 
 @cache

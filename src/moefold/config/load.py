@@ -245,10 +245,10 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
 
 def _type_problem(section: str, key: str, value: Any) -> str:
     group = part_keys().get(f"{section}.{key}")
-    expected = f"one of {kinds_in_words(group)}" if group else describe_key(section, key)
+    expected = f"one of {kinds_in_words(group, choices_of(section, key))}" if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
-    values = kinds(group) if group else choices_of(section, key)
+    values = kinds(group, choices_of(section, key)) if group else choices_of(section, key)
     choices = [choice for choice in values if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):

@@ -1,98 +1,18 @@
 """The [model] section of a recipe: sizes and kinds of a decoder-only transformer, and layer patterns such as "D3M2"."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
+from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.layers import Layer, layers_of
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.part import KindOf, Part
-
-LAYER_KINDS = "DM"
-ATTENTION_KINDS = "FWCL"
-SOFTMAX_LETTERS = "FWC"
-"""Letters of `ATTENTION_KINDS` that are softmax attention, with a KV cache."""
-BLOCK_KINDS = ("D", "M", "DL", "ML", "DS", "MS")
-"""Kinds of a layer by its parameters: its feed-forward network, then L for linear attention, or S for sparse attention
-with the selection of an earlier layer."""
-INDEX_KINDS = "FS"
-ROPE_KINDS = "RN"
-MAX_LAYERS = 10_000
-"""Upper bound of each count and of the expanded pattern, so that untrusted patterns need little memory."""
+from moefold.config.patterns import MAX_LAYERS
 
 
-def expand_layer_pattern(pattern: str, kinds: str = LAYER_KINDS) -> str:
-    """Spell a layer pattern out: "D3M2" -> "DDDMM".
-
-    Raises:
-        ValueError: the pattern is empty or holds anything but the `kinds`, each with an optional positive count.
-    """
-    spelled = ""
-    digits = ""
-    for char in pattern + "\0":
-        if char.isdigit() and spelled:
-            digits += char
-            continue
-        if digits:
-            if len(digits) > len(str(MAX_LAYERS)) or not 0 < int(digits) <= MAX_LAYERS:
-                raise ValueError(f"a count of {digits} in layer pattern {pattern!r}")
-            spelled += spelled[-1] * (int(digits) - 1)
-            if len(spelled) > MAX_LAYERS:
-                raise ValueError(f"more than {MAX_LAYERS} layers in layer pattern {pattern!r}")
-            digits = ""
-        if char == "\0":
-            break
-        if char not in kinds:
-            raise ValueError(f"unexpected {char!r} in layer pattern {pattern!r}; {_usage_hint(kinds)}")
-        spelled += char
-    if not spelled:
-        raise ValueError(f"an empty layer pattern; {_usage_hint(kinds)}")
-    return spelled
-
-
-def attention_letters(attention_pattern: str, num_layers: int) -> str:
-    """Return the letter of `ATTENTION_KINDS` of each layer, in order."""
-    unit = expand_layer_pattern(attention_pattern, ATTENTION_KINDS)
-    return "".join(unit[i % len(unit)] for i in range(num_layers))
-
-
-def layer_windows(attention_pattern: str, sliding_window: int, num_layers: int) -> tuple[int, ...]:
-    """Return the sliding window of each layer in tokens, in order; 0: no window."""
-    letters = attention_letters(attention_pattern, num_layers)
-    return tuple(sliding_window if letter == "W" else 0 for letter in letters)
-
-
-def layer_chunks(attention_pattern: str, attention_chunk_size: int, num_layers: int) -> tuple[int, ...]:
-    """Return the attention chunk of each layer in tokens, in order; 0: no chunks."""
-    letters = attention_letters(attention_pattern, num_layers)
-    return tuple(attention_chunk_size if letter == "C" else 0 for letter in letters)
-
-
-def layers_with_rope(rope_pattern: str, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer, in order, applies RoPE."""
-    unit = expand_layer_pattern(rope_pattern, ROPE_KINDS)
-    return tuple(unit[i % len(unit)] == "R" for i in range(num_layers))
-
-
-def shared_selections(index_pattern: str, letters: str) -> tuple[int, ...]:
-    """Return the layers of sparse attention that attend to the keys which an earlier layer selected.
-
-    Args:
-        index_pattern: of `INDEX_KINDS`.
-        letters: letter of `ATTENTION_KINDS` of each layer.
-    """
-    unit = expand_layer_pattern(index_pattern, INDEX_KINDS)
-    return tuple(i for i, letter in enumerate(letters) if letter != "L" and unit[i % len(unit)] == "S")
-
-
-def _usage_hint(kinds: str) -> str:
-    first = kinds[0]
-    second = kinds[1]
-    letters = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
-    return f"use {letters}, with counts: {second}, {first}{second}, {first}3{second}58"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
@@ -108,7 +28,7 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: Annotated[int, at_least(0, "0: hidden_size/num_attention_heads"), Most(MAX_WIDTH)] = 0
     """Width of one head, D; 0: hidden_size / num_attention_heads."""
-    attention: Literal["gqa", "mla"] = "gqa"
+    attention: Annotated[str | Part, KindOf("attention", ("gqa", "mla"))] = "gqa"
     """gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values of all heads come
     from one latent (DeepSeek-V2)."""
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
@@ -219,7 +139,9 @@ class ModelConfig:
     attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
-    linear_attention: Literal["gated_deltanet", "kda", "gla", "short_convolution"] = "gated_deltanet"
+    linear_attention: Annotated[
+        str | Part, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))
+    ] = "gated_deltanet"
     """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
@@ -257,7 +179,7 @@ class ModelConfig:
     have no indexer under either letter, MTP layers always have one."""
     index_rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Annotated[str | Part, KindOf("norm")] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
@@ -371,6 +293,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
+        if isinstance(self.attention, AttentionPart):
+            return int(self.attention.rotary_dim)
         return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
 
     @property
@@ -378,35 +302,35 @@ class ModelConfig:
         """Key/value heads in attention: the query groups, or with mla the query heads."""
         return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
 
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """Kind of each layer in order, "D" or "M"."""
-        return _expand_layer_kinds(self.layer_pattern, self.num_layers)
+    @cached_property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """`layers`, then the MTP (multi-token prediction) layers."""
+        return layers_of(self)
 
-    @property
-    def all_layer_kinds(self) -> tuple[str, ...]:
-        """`layer_kinds` followed by the kinds of the MTP (multi-token prediction) layers."""
-        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_layers
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Each layer in order, with its attention and its feed-forward network."""
+        return self.all_layers[: self.num_layers]
 
-    @property
-    def attention_letters(self) -> str:
-        """Letter of `ATTENTION_KINDS` of each layer, in order."""
-        return _expand_attention_letters(self.attention_pattern, self.num_layers)
+    @cached_property
+    def mtp_layer(self) -> Layer:
+        """Layer of MTP (multi-token prediction): as the last one, with an indexer of its own."""
+        return replace(self, mtp_layers=1).all_layers[-1]
 
     @property
     def has_linear_attention(self) -> bool:
-        """Return whether some layers have linear attention."""
-        return "L" in self.attention_pattern
+        """Return whether some layers have linear attention or a convolution, with states of a fixed size."""
+        return any(layer.attention.is_recurrent for layer in self.layers)
 
     @property
     def has_softmax_attention(self) -> bool:
-        """Return whether some layers have softmax attention; so also if the pattern is not valid."""
-        return set(self.attention_pattern) - set("0123456789") != {"L"}
+        """Return whether some layers have softmax attention."""
+        return not all(layer.attention.is_recurrent for layer in self.layers)
 
     @property
     def has_linear_convolution(self) -> bool:
-        """Return whether some layers have linear attention with a convolution over neighbouring tokens."""
-        return self.has_linear_attention and self.linear_attention != "gla"
+        """Return whether some layers have a convolution over neighbouring tokens."""
+        return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.layers)
 
     @property
     def attention_gate_size(self) -> int:
@@ -415,86 +339,32 @@ class ModelConfig:
             return 0
         return 1 if self.attention_gate_width == "head" else self.value_head_size
 
-    @property
-    def block_kinds(self) -> tuple[str, ...]:
-        """Kind of each layer in order, one of `BLOCK_KINDS`."""
-        suffixes = _mixer_suffixes(
-            self.attention_pattern, self.index_pattern if self.index_topk else "F", self.num_layers
-        )
-        return tuple(kind + suffix for kind, suffix in zip(self.layer_kinds, suffixes, strict=True))
+    @cached_property
+    def block_kinds(self) -> tuple[Layer, ...]:
+        """Kind of each layer in order, see `Layer.kind`."""
+        return tuple(layer.kind for layer in self.layers)
 
-    @property
-    def all_block_kinds(self) -> tuple[str, ...]:
+    @cached_property
+    def all_block_kinds(self) -> tuple[Layer, ...]:
         """`block_kinds` followed by the kinds of the MTP (multi-token prediction) layers."""
-        return self.block_kinds + (self.mtp_block_kind,) * self.mtp_layers
+        return tuple(layer.kind for layer in self.all_layers)
 
-    @property
-    def mtp_block_kind(self) -> str:
-        """Kind of the MTP (multi-token prediction) layers: the last layer's, with an indexer of their own."""
-        return self.block_kinds[-1].removesuffix("S")
+    @cached_property
+    def distinct_kinds(self) -> tuple[Layer, ...]:
+        """Kinds of layers that the model has, MTP layers included, in order."""
+        return tuple(dict.fromkeys(self.all_block_kinds))
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """Numbers of the MoE layers, MTP layers included."""
-        return tuple(i for i, kind in enumerate(self.all_layer_kinds) if kind == "M")
-
-    @property
-    def rope_layers(self) -> tuple[bool, ...]:
-        """Return whether each layer, in order, applies RoPE; MTP (multi-token prediction) layers as the last one."""
-        kinds = layers_with_rope(self.rope_pattern, self.num_layers)
-        return kinds + kinds[-1:] * self.mtp_layers
+        return tuple(i for i, layer in enumerate(self.all_layers) if layer.ffn.is_routed)
 
     @property
     def has_rope(self) -> bool:
-        """Return whether a layer of softmax attention applies RoPE; so also if a pattern is not valid."""
-        try:
-            kinds = zip(self.attention_letters, self.rope_layers, strict=False)
-            return any(is_rotated for letter, is_rotated in kinds if letter != "L")
-        except ValueError:
-            return True
+        """Return whether a layer of softmax attention applies RoPE."""
+        return any(layer.attention.has_rope and not layer.attention.is_recurrent for layer in self.layers)
 
     @property
     def last_stage_needs_embedding(self) -> bool:
         """Return whether the last pipeline stage also needs the embedding (tied embeddings or MTP)."""
         return self.tie_embeddings or self.mtp_layers > 0
-
-    @property
-    def layer_windows(self) -> tuple[int, ...]:
-        """Sliding window of each layer in tokens, in order; 0: full attention."""
-        return layer_windows(self.attention_pattern, self.sliding_window, self.num_layers)
-
-    @property
-    def layer_chunks(self) -> tuple[int, ...]:
-        """Attention chunk of each layer in tokens, in order; 0: no chunks."""
-        return layer_chunks(self.attention_pattern, self.attention_chunk_size, self.num_layers)
-
-    @property
-    def all_layer_chunks(self) -> tuple[int, ...]:
-        """`layer_chunks` followed by the chunks of the MTP (multi-token prediction) layers."""
-        return self.layer_chunks + self.layer_chunks[-1:] * self.mtp_layers
-
-    @property
-    def all_layer_windows(self) -> tuple[int, ...]:
-        """`layer_windows` followed by the windows of the MTP (multi-token prediction) layers."""
-        return self.layer_windows + self.layer_windows[-1:] * self.mtp_layers
-
-
-@lru_cache(maxsize=256)
-def _expand_attention_letters(pattern: str, num_layers: int) -> str:
-    """Repeat the pattern to `num_layers`. Cached, because the memory formulas call it often."""
-    return attention_letters(pattern, num_layers)
-
-
-@lru_cache(maxsize=256)
-def _mixer_suffixes(attention_pattern: str, index_pattern: str, num_layers: int) -> tuple[str, ...]:
-    """Return what follows the feed-forward letter in the kind of each layer: "L", "S" or nothing."""
-    letters = attention_letters(attention_pattern, num_layers)
-    shared = shared_selections(index_pattern, letters)
-    return tuple("L" if letter == "L" else "S" * (i in shared) for i, letter in enumerate(letters))
-
-
-@lru_cache(maxsize=256)
-def _expand_layer_kinds(pattern: str, num_layers: int) -> tuple[str, ...]:
-    """Repeat the pattern to `num_layers`. Cached, because the memory formulas call it often."""
-    unit = expand_layer_pattern(pattern)
-    return tuple(unit[i % len(unit)] for i in range(num_layers))

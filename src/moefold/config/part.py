@@ -7,9 +7,10 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from functools import cache, lru_cache
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
-from moefold.config.find import is_built_in, kind_of
+from moefold.config.find import find_group, find_part, is_built_in, kind_of
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 
@@ -25,6 +26,8 @@ class KindOf(NamedTuple):
     """Mark of a recipe key whose value is the kind of a part of a group, or a table with `kind`."""
 
     group: str
+    words: tuple[str, ...] = ()
+    """Built-in kinds that the key may name; empty: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,9 @@ class Part:
     changes_maths: ClassVar[bool] = True
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
+
+    chosen_by: ClassVar[str] = ""
+    """Of a built-in part of a layer: the recipe keys that choose it, as they follow "choose" in a message."""
 
     @property
     def kind(self) -> str:
@@ -87,3 +93,32 @@ def without_source(value: Any, *names: str) -> Any:
         return value
     kept = {name: fact for name, fact in value["from"].items() if names and name not in names}
     return {key: entry for key, entry in value.items() if key != "from"} | ({"from": kept} if kept else {})
+
+
+@cache
+def flat_keys_of(owner: Any) -> tuple[tuple[str, str | type[Part]], ...]:
+    """Return the fields of a class of parts, in order, with what they are read from: a recipe key, or a group."""
+    hints = get_type_hints(owner, include_extras=True)
+    found = ((f.name, entry) for f in fields(owner) for entry in getattr(hints[f.name], "__metadata__", ()))
+    return tuple(
+        (name, entry.name if isinstance(entry, FlatKey) else find_group(entry.group))
+        for name, entry in found
+        if isinstance(entry, FlatKey | KindOf)
+    )
+
+
+def flat_keys(group: str, kind: str) -> tuple[tuple[str, str | type[Part]], ...]:
+    """Return the fields of a built-in part, in order, with what they are read from: a recipe key, or a group of parts.
+
+    Args:
+        group: the folder of `parts/`.
+        kind: a built-in kind of it.
+    """
+    return flat_keys_of(find_part(group, kind))
+
+
+@lru_cache(maxsize=1024)
+def build_part(group: str, kind: str, values: tuple[Any, ...]) -> Any:
+    """Build a part from the values of its recipe keys, in the order of `flat_keys`."""
+    names = (name for name, _ in flat_keys(group, kind))
+    return find_part(group, kind)(**dict(zip(names, values, strict=True)))

@@ -14,7 +14,6 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from moefold.config.chosen import flat_keys
 from moefold.config.field import Bound, Most
 from moefold.config.find import (
     built_in_kinds,
@@ -36,7 +35,7 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import FlatKey, KindOf, Part, without_source
+from moefold.config.part import FlatKey, KindOf, Part, flat_keys, without_source
 from moefold.config.problem import Problem
 from moefold.config.suggestions import closest_match, part_keys
 from moefold.errors import ConfigError, raise_all

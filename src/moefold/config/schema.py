@@ -10,20 +10,21 @@ from moefold.config.align import AlignConfig
 from moefold.config.field import BELOW_ONE, POSITIVE, SHARE, Bound, Most, at_least
 from moefold.config.limits import MAX_RANKS, MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.lora import LoraConfig
-from moefold.config.model import MAX_LAYERS, ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part
+from moefold.config.patterns import MAX_LAYERS
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.sites import SitesConfig
 
 
 def has_moe_layers(model: ModelConfig) -> bool:
     """Return whether any layer of a legal layer pattern is an MoE layer."""
-    return "M" in model.layer_pattern
+    return any(layer.ffn.is_routed for layer in model.layers)
 
 
 def has_dense_layers(model: ModelConfig) -> bool:
     """Return whether any layer of a legal layer pattern is dense (SwiGLU)."""
-    return "D" in model.layer_pattern
+    return not all(layer.ffn.is_routed for layer in model.layers)
 
 
 LARGE_LOGITS = 1 << 28

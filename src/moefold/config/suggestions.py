@@ -105,8 +105,10 @@ def part_keys() -> dict[str, str]:
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
-    if group := part_keys().get(f"{section}.{key}"):
-        return built_in_kinds(group)
+    hint = get_type_hints(sections()[section], include_extras=True)[key]
+    marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
+    if marks:
+        return marks[0].words or built_in_kinds(marks[0].group)
     plain = key_types(section)[key]
     return get_args(plain) if get_origin(plain) is Literal else ()
 

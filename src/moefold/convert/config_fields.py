@@ -6,7 +6,8 @@ Each converter reads some keys of a config.json into keys of [model], and writes
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.model import MAX_LAYERS, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import MAX_LAYERS
 from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
 

@@ -2,16 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
-from moefold.config.model import (
-    ATTENTION_KINDS,
-    INDEX_KINDS,
-    LAYER_KINDS,
-    ROPE_KINDS,
-    ModelConfig,
-    expand_layer_pattern,
-)
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
 from moefold.convert.config_fields import Positive, Renamed, is_int, num_layers_of
 from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
@@ -37,7 +32,7 @@ class SparseLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the list of dense layers."""
-        dense = [i for i, kind in enumerate(model.layer_kinds) if kind == "D"]
+        dense = [i for i, layer in enumerate(model.layers) if not layer.ffn.is_routed]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -58,8 +53,8 @@ class FirstKDense:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of leading dense layers."""
-        kinds = "".join(model.layer_kinds)
-        return {self.hf_key: len(kinds) - len(kinds.lstrip("D"))}
+        leading = takewhile(lambda layer: not layer.ffn.is_routed, model.layers)
+        return {self.hf_key: len(list(leading))}
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class MlpLayerTypes:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer, and the number of leading dense ones."""
-        kinds = ["dense" if kind == "D" else "sparse" for kind in model.layer_kinds]
+        kinds = ["sparse" if layer.ffn.is_routed else "dense" for layer in model.layers]
         return FirstKDense().write(model) | {"mlp_layer_types": kinds}
 
 
@@ -101,7 +96,7 @@ class ExpertLayerRange:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the range; other patterns read back as another model."""
-        numbers = [i for i, kind in enumerate(model.layer_kinds) if kind == "M"]
+        numbers = [i for i, layer in enumerate(model.layers) if layer.ffn.is_routed]
         start = numbers[0] if numbers else 0
         interval = numbers[1] - start if len(numbers) > 1 else 1
         end = numbers[-1] if numbers else -1
@@ -184,7 +179,7 @@ class SlidingWindowLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        kinds = ["sliding_attention" if window else "full_attention" for window in model.layer_windows]
+        kinds = ["sliding_attention" if layer.window else "full_attention" for layer in model.layers]
         return {"layer_types": kinds, "sliding_window": model.sliding_window or None}
 
 
@@ -283,7 +278,7 @@ class IndexerTypes:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        return {"indexer_types": ["shared" if kind.endswith("S") else "full" for kind in model.block_kinds]}
+        return {"indexer_types": ["shared" if layer.attention.shares_selection else "full" for layer in model.layers]}
 
     @staticmethod
     def _types(hf_config: Json, count: int) -> list[str]:

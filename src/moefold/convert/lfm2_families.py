@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.model import ATTENTION_KINDS, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import ATTENTION_KINDS
 from moefold.convert.config_fields import (
     ConfigField,
     Constant,
@@ -33,7 +34,7 @@ class ConvolutionLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer; windows read back as another model."""
-        return {"layer_types": ["conv" if letter == "L" else "full_attention" for letter in model.attention_letters]}
+        return {"layer_types": ["conv" if layer.attention.is_recurrent else "full_attention" for layer in model.layers]}
 
 
 _LFM2: tuple[ConfigField, ...] = (

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from moefold.config.model import ATTENTION_KINDS, ModelConfig
+from moefold.config.layers import Layer
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import ATTENTION_KINDS
 from moefold.convert.config_fields import (
     AllowedValues,
     ConfigField,
@@ -61,8 +63,14 @@ class LinearLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        names = {"L": "linear_attention", "F": "full_attention", "W": "sliding_attention", "C": "chunked_attention"}
-        return {"layer_types": [names[letter] for letter in model.attention_letters]}
+        return {"layer_types": [_layer_type(layer) for layer in model.layers]}
+
+
+def _layer_type(layer: Layer) -> str:
+    """Return the entry of `layer_types` of a layer."""
+    if layer.attention.is_recurrent:
+        return "linear_attention"
+    return "sliding_attention" if layer.window else "chunked_attention" if layer.chunk else "full_attention"
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,7 @@ class ByAttention:
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield the slice mappings of the rule of the layer's kind."""
-        rule = self.linear if model.all_block_kinds[int(layer)].endswith("L") else self.full
+        rule = self.linear if model.all_layers[int(layer)].attention.is_recurrent else self.full
         return rule.slices(param_name, shape, layer, model)
 
 

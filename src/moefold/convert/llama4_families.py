@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.model import ATTENTION_KINDS, ROPE_KINDS, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import ATTENTION_KINDS, ROPE_KINDS
 from moefold.convert.config_fields import AttentionBias, Constant, Renamed, is_int, num_layers_of
 from moefold.convert.family import (
     BACKBONE,
@@ -53,11 +54,10 @@ class ChunkedLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer; other options of norms and windows read back as another model."""
-        chunks = model.layer_chunks
         has_temperature = model.nope_temperature_scale > 0
         keys: dict[str, Any] = {
-            "no_rope_layers": [int(value) for value in model.rope_layers[: model.num_layers]],
-            "layer_types": ["chunked_attention" if chunk else "full_attention" for chunk in chunks],
+            "no_rope_layers": [int(layer.attention.has_rope) for layer in model.layers],
+            "layer_types": ["chunked_attention" if layer.chunk else "full_attention" for layer in model.layers],
             "attention_chunk_size": model.attention_chunk_size or None,
             "use_qk_norm": model.qk_norm,
             "attn_temperature_tuning": has_temperature,
@@ -122,7 +122,7 @@ class InterleavedExperts:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the numbers of the layers with experts."""
-        return {"moe_layers": [i for i, kind in enumerate(model.layer_kinds) if kind == "M"]}
+        return {"moe_layers": [i for i, layer in enumerate(model.layers) if layer.ffn.is_routed]}
 
 
 @dataclass(frozen=True)

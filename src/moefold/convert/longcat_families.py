@@ -7,7 +7,8 @@ the MoE layer, and `model.moe_shortcut` adds the output of its routed experts af
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.model import MAX_LAYERS, ModelConfig
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import MAX_LAYERS
 from moefold.convert.config_fields import AllowedValues, Constant, LatentHeadSizes, MultiHeadKeyValue, Renamed, is_int
 from moefold.convert.family import SILU, Family, TensorRules
 from moefold.convert.key_reader import Json

@@ -56,7 +56,9 @@ def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> Model
 
 def has_qwen_mtp(model: ModelConfig) -> bool:
     """Return whether an MTP layer of the model is as in folders of Qwen3-Next: experts and full attention."""
-    return model.zero_centered_norms and model.block_kinds[-1] == "M" and model.attention_letters[-1] == "F"
+    last = model.layers[-1]
+    is_full = not last.attention.is_recurrent and last.attention.span is None
+    return model.zero_centered_norms and last.ffn.is_routed and is_full and not last.attention.shares_selection
 
 
 def tensor_names(folder: Path) -> list[str] | None:

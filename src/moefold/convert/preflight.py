@@ -22,7 +22,7 @@ from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.outside import MissingPartError
-from moefold.config.schema import Config, MoEConfig
+from moefold.config.schema import Config, MoEConfig, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
@@ -104,7 +104,7 @@ def preserves_outputs(model: ModelConfig) -> bool:
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
     """Return why a model cannot be upcycled; empty if it can."""
-    if "M" in dense.layer_kinds:
+    if has_moe_layers(dense):
         return "it has experts already; name a dense model, or set checkpoint.init_from"
     return ""
 
@@ -134,7 +134,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             "latent experts; leave moe_hidden_size out"
         )
     comparable = replace(model, **{key: getattr(dense, key) for key in MOE_KEYS})
-    if "D" not in model.layer_kinds:
+    if not has_dense_layers(model):
         comparable = replace(comparable, ffn_hidden_size=width)
     different = model_differences(model_sizes(dense), comparable)
     return f"it is of another shape: {different}" if different else ""

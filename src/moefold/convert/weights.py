@@ -14,6 +14,7 @@ from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig
+from moefold.config.schema import has_moe_layers
 from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_config import multimodal_folder
@@ -241,8 +242,11 @@ def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
     """Reject layer and expert counts of config.json that the tensors cannot match, before they exhaust the memory."""
     tensors = len(folder.tensors)
     max_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
-    experts = model.num_experts if "M" in model.layer_kinds else 0
-    for kind, count, limit in (("layers", len(model.all_layer_kinds), tensors), ("experts", experts, max_experts)):
+    experts = model.num_experts if has_moe_layers(model) else 0
+    for kind, count, limit in (
+        ("layers", model.num_layers + model.mtp_layers, tensors),
+        ("experts", experts, max_experts),
+    ):
         if count > limit:
             raise ConfigError(f"{str(folder.path)!r}: config.json means {count} {kind}, too many for {tensors} tensors")
 

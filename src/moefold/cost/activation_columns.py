@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from moefold.config.model import BLOCK_KINDS
+from moefold.config.layers import Layer
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.memory_columns import FORWARD_POINTS, RECIPE_COLUMNS, RECOMPUTE_POINTS, ByteTable
+from moefold.cost.memory_columns import FORWARD_POINTS, RECOMPUTE_POINTS, ByteTable, recipe_columns
 from moefold.cost.saved_tensors import PARTS, BytesByPart
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
 
@@ -25,13 +25,13 @@ OFFLOADED_LABELS = {
 
 
 def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> ByteTable:
-    """Return the bytes of each column of a recipe by part, [`PARTS`, `RECIPE_COLUMNS`].
+    """Return the bytes of each column of a recipe by part, [`PARTS`, `recipe_columns`].
 
     Args:
         formula: activation memory of the recipe.
         offload: parts of `train.offload` whose saved tensors are offloaded between the passes, all of them in time.
     """
-    columns = RECIPE_COLUMNS
+    columns = recipe_columns(formula.cfg.model)
     table = np.zeros((len(PARTS), columns.size))
     sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
     largest = BytesByPart()
@@ -40,7 +40,7 @@ def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> 
         offloaded = offloaded_bytes(layer["saved"], offload)
         layer["saved"] = layer["saved"] - offloaded
         largest = _larger(offloaded, largest)
-        column = BLOCK_KINDS.index(kind)
+        column = formula.cfg.model.distinct_kinds.index(kind)
         sizes |= {columns.layer_column(name) + column: parts for name, parts in layer.items()}
     sizes[columns.end_column("in_transit")] = BytesByPart(
         {part: MAX_OFFLOADED_PARTS_IN_TRANSIT * size for part, size in largest.items()}
@@ -72,8 +72,8 @@ def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
     }
 
 
-def layer_columns(formula: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
-    """Return the bytes of `LAYER_COLUMNS` of a layer of one of `BLOCK_KINDS`."""
+def layer_columns(formula: ActivationMemory, kind: Layer) -> dict[str, BytesByPart]:
+    """Return the bytes of `LAYER_COLUMNS` of a layer of a kind."""
     return {
         "saved": formula.saved_by_kind[kind],
         "transient": formula.transient[kind],
@@ -89,11 +89,11 @@ def recomputes_comm(recompute: Iterable[str]) -> bool:
     return not set(RECOMPUTED_WITH_COMM).isdisjoint(recompute)
 
 
-def _snapshot_points(formula: ActivationMemory, kind: str) -> dict[str, BytesByPart]:
+def _snapshot_points(formula: ActivationMemory, kind: Layer) -> dict[str, BytesByPart]:
     """Return the live memory of a layer at each of `SNAPSHOT_POINTS` that it has."""
     without_recompute = formula.without_recompute
     running = without_recompute.saved_by_kind[kind] + formula.transient_norm
-    if kind[0] == "D":
+    if not kind.ffn.is_routed:
         return {"before_dispatch": running, "gradients": running}
     snapshots = _forward_snapshots(formula, kind, FORWARD_POINTS)
     saved_memory = formula
@@ -117,7 +117,7 @@ def _snapshot_points(formula: ActivationMemory, kind: str) -> dict[str, BytesByP
     }
 
 
-def _forward_snapshots(formula: ActivationMemory, kind: str, points: tuple[str, ...]) -> dict[str, BytesByPart]:
+def _forward_snapshots(formula: ActivationMemory, kind: Layer, points: tuple[str, ...]) -> dict[str, BytesByPart]:
     """Return the live memory of an MoE layer's forward pass, or of its recomputation."""
     without_recompute = formula.without_recompute
     experts = formula.experts
@@ -163,7 +163,7 @@ def _forward_snapshots(formula: ActivationMemory, kind: str, points: tuple[str, 
     )
 
 
-def _live_during_dispatch(formula: ActivationMemory, kind: str) -> BytesByPart:
+def _live_during_dispatch(formula: ActivationMemory, kind: Layer) -> BytesByPart:
     """Return the live memory of an MoE layer to be recomputed during its dispatch, none of which is saved.
 
     The norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual stream

@@ -1,6 +1,6 @@
 """Activation memory: bytes that one micro-batch saves for backward, by part of the model. Torch-free.
 
-The blocks of a layer are in `block_memory.py`; here are whole layers, and the ends of the model. Tests compare the sums
+The parts of a layer say what they save; here are whole layers, and the ends of the model. Tests compare the sums
 with measurements of real runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp); N tokens inside
 them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
 """
@@ -8,18 +8,11 @@ them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (do
 from collections.abc import Iterable
 from functools import cached_property
 
+from moefold.config.groups.attention import SoftmaxCore
+from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
-from moefold.cost.block_memory import (
-    ATTENTION_MEMORY,
-    FEED_FORWARD_MEMORY,
-    index_bytes,
-    saved_in_warmup,
-    selection_bytes,
-    warmup_loss_bytes,
-)
-from moefold.cost.block_sizes import BlockMemory, BlockSizes
-from moefold.cost.layer_spec import attention_name
+from moefold.cost.block_sizes import BlockSizes
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
 from moefold.topology.schedules import SCHEDULES
 from moefold.topology.selection_groups import shares_selections
@@ -55,70 +48,85 @@ class ActivationMemory(BlockSizes):
         p = cfg.parallel
         self._delays_wgrad = p.pp > 1 and SCHEDULES[p.schedule].splits_backward
 
-    def layer_saved(self, kind: str) -> BytesByPart:
-        """Return the bytes that a layer of one of `BLOCK_KINDS` saves for backward, without its input."""
-        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
+    def layer_saved(self, kind: Layer) -> BytesByPart:
+        """Return the bytes that a layer of a kind saves for backward, without its input."""
         if self.cfg.trains_indexers_only:
             return self._saved_in_warmup(kind)
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
-            saved = BytesByPart({"residual stream": self.hidden_bytes}) + feed_forward.saved_if_recomputed(self)
-            is_shared = shares_selections(self.cfg.model) and attention_name(self.cfg.model, kind).startswith("sparse")
+            saved = BytesByPart({"residual stream": self.hidden_bytes}) + kind.ffn.saved_if_recomputed(self)
+            selector = kind.attention.selector
+            if selector is None or selector.is_shared or not shares_selections(self.cfg.model):
+                return saved
             # A selection, and what its loss needs, outlives the layer for those after it.
-            return saved + selection_bytes(self) + index_bytes(self) if is_shared else saved
-        saved = self._attention(kind).saved(self) + feed_forward.saved(self) + self._saved_by_adapters(kind)
+            return saved + selector.selection_bytes(self) + selector.index_bytes(self)
+        saved = self._attention_saved(kind) + kind.ffn.saved(self) + self._saved_by_adapters(kind)
         saved["residual stream"] += 2 * self.hidden_bytes
         return saved
 
-    def _saved_by_adapters(self, kind: str) -> BytesByPart:
+    def _saved_by_adapters(self, kind: Layer) -> BytesByPart:
         """Return the bytes of the products A x that adapters save; adapters of experts compute them again.
 
         The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
         """
         saved = BytesByPart()
         lora = self.cfg.lora
-        for weight in adapted_layer_weights(self.cfg.model, lora, kind):
+        for weight in adapted_layer_weights(kind, lora):
             if not weight.is_expert:
                 # Over tp, A x is gathered before a column-parallel B, and scattered before the B of a row-parallel W.
                 tokens = self.gathered_tokens if weight.tp_dim == 0 else self.tokens
                 saved[weight.part.replace("_", " ").replace("mlp", "MLP")] += tokens * lora.rank * self.item_bytes
         return saved
 
-    def _saved_in_warmup(self, kind: str) -> BytesByPart:
+    def _saved_in_warmup(self, kind: Layer) -> BytesByPart:
         """Return the saved bytes of a layer of which only the indexer has gradients."""
-        name = attention_name(self.cfg.model, kind)
-        if "sparse" not in name:
+        selector = kind.attention.selector
+        if selector is None:
             return BytesByPart()
-        return saved_in_warmup(self, has_indexer=not name.startswith("shared"))
+        return selector.saved_in_warmup(self, _num_heads(kind), kind.attention.index_source)
 
-    def _transient_in_warmup(self, kind: str) -> BytesByPart:
+    def _transient_in_warmup(self, kind: Layer) -> BytesByPart:
         """Return the temporary bytes of a layer of which only the indexer has gradients: of its loss, or experts."""
-        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
-        experts = feed_forward.saved(self) + feed_forward.transient(self)
+        experts = kind.ffn.saved(self) + kind.ffn.transient(self)
         experts["residual stream"] += 3 * self.hidden_bytes
-        loss = warmup_loss_bytes(self) if "sparse" in attention_name(self.cfg.model, kind) else 0
+        selector = kind.attention.selector
+        loss = selector.warmup_loss_bytes(self, _num_heads(kind)) if selector else 0
         scores = BytesByPart({"core attention": loss, "residual stream": self.hidden_bytes})
         return max(scores, experts, key=BytesByPart.total)
 
-    def _attention(self, kind: str) -> BlockMemory:
-        return ATTENTION_MEMORY[attention_name(self.cfg.model, kind)]
+    def _attention_saved(self, kind: Layer) -> BytesByPart:
+        """Return the saved bytes of attention; of a part without a formula, inputs and outputs of its matrices."""
+        saved = kind.attention.saved(self)
+        return self._estimated_attention(kind, inputs=1) if saved is None else saved
 
-    def delayed_wgrad_layer(self, kind: str) -> BytesByPart:
+    def _attention_wgrad(self, kind: Layer) -> BytesByPart:
+        delayed = kind.attention.delayed_wgrad(self)
+        return self._estimated_attention(kind, inputs=1) if delayed is None else delayed
+
+    def _estimated_attention(self, kind: Layer, inputs: int) -> BytesByPart:
+        """Estimate the bytes of the inputs and outputs of the matrices of attention, with the norm before it."""
+        tp = self.cfg.parallel.tp
+        matrices = [w.shard(tp, 1, 1) for w in kind.params if w.name.startswith("attention.") and w.is_matrix]
+        width = sum(weight.shape[0] + inputs * weight.shape[1] for weight in matrices)
+        saved = self.norm_with_output(saves_output=tp == 1, part="attention")
+        return saved + BytesByPart(attention=self.gathered_bytes(width))
+
+    def delayed_wgrad_layer(self, kind: Layer) -> BytesByPart:
         """Return the bytes of a layer's GEMM inputs and output gradients."""
         if self.cfg.trains_indexers_only:
             return BytesByPart()
-        return self._attention(kind).delayed_wgrad(self) + FEED_FORWARD_MEMORY[kind[0]].delayed_wgrad(self)
+        return self._attention_wgrad(kind) + kind.ffn.delayed_wgrad(self)
 
-    def delayed_wgrad_concurrent(self, kind: str) -> BytesByPart:
+    def delayed_wgrad_concurrent(self, kind: Layer) -> BytesByPart:
         """Return delayed weight-gradient bytes that exist while the layer's saved tensors do."""
         if self.cfg.trains_indexers_only:
             return BytesByPart()
-        return FEED_FORWARD_MEMORY[kind[0]].concurrent_wgrad(self)
+        return kind.ffn.concurrent_wgrad(self)
 
     @property
-    def mtp_kind(self) -> str:
+    def mtp_kind(self) -> Layer:
         """Kind of the MTP (multi-token prediction) layers."""
-        return self.cfg.model.mtp_block_kind
+        return self.cfg.model.mtp_layer.kind
 
     @property
     def num_mtp_layers(self) -> int:
@@ -185,9 +193,9 @@ class ActivationMemory(BlockSizes):
         return 0 if self.loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
 
     @cached_property
-    def saved_by_kind(self) -> dict[str, BytesByPart]:
+    def saved_by_kind(self) -> dict[Layer, BytesByPart]:
         """Bytes that each kind of layer saves for backward."""
-        return {kind: self.layer_saved(kind) for kind in set(self.cfg.model.all_block_kinds)}
+        return {kind: self.layer_saved(kind) for kind in self.cfg.model.distinct_kinds}
 
     @cached_property
     def without_recompute(self) -> "ActivationMemory":
@@ -199,26 +207,25 @@ class ActivationMemory(BlockSizes):
         return ActivationMemory(self.cfg, self.recompute & brief, self.kernels, self.imbalance)
 
     @cached_property
-    def recompute_peak(self) -> dict[str, BytesByPart]:
+    def recompute_peak(self) -> dict[Layer, BytesByPart]:
         """Bytes that each kind of layer has while it is recomputed, in addition to those it saves."""
         return {kind: self.without_recompute.saved_by_kind[kind] - saved for kind, saved in self.saved_by_kind.items()}
 
     @cached_property
-    def transient(self) -> dict[str, BytesByPart]:
+    def transient(self) -> dict[Layer, BytesByPart]:
         """Peak of temporary bytes while each kind of layer runs or is recomputed."""
         if self.cfg.trains_indexers_only:
             return {kind: self._transient_in_warmup(kind) for kind in self.saved_by_kind}
         return {kind: self._transient_block(kind) + self.transient_norm for kind in self.saved_by_kind}
 
-    def _transient_block(self, kind: str) -> BytesByPart:
+    def _transient_block(self, kind: Layer) -> BytesByPart:
         """Return the temporary bytes of a layer in excess of the bytes of a layer that saved all.
 
         While attention runs, forward or backward, the feed-forward network has saved nothing.
         """
-        feed_forward = FEED_FORWARD_MEMORY[kind[0]]
-        transient = feed_forward.transient(self)
-        attention = self._attention(kind).transient(self)
-        excess = attention.total() - feed_forward.saved(self.without_recompute).total()
+        transient = kind.ffn.transient(self)
+        attention = kind.attention.transient(self)
+        excess = attention.total() - kind.ffn.saved(self.without_recompute).total()
         return BytesByPart({"core attention": excess}) if excess > transient.total() else transient
 
     @property
@@ -274,3 +281,9 @@ class ActivationMemory(BlockSizes):
         saved["norms"] += 2 * self.hidden_norm()
         saved["residual stream"] += 4 * self.hidden_bytes
         return saved
+
+
+def _num_heads(kind: Layer) -> int:
+    """Return the query heads of softmax attention."""
+    assert isinstance(kind.core, SoftmaxCore), "an indexer selects keys of softmax attention"
+    return kind.core.heads

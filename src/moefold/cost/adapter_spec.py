@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.cost.layer_spec import layer_weights, model_weights
-from moefold.cost.param_spec import ModelPart, ParamSpec
+from moefold.config.param_spec import ModelPart, ParamSpec
+from moefold.cost.layer_spec import model_weights
 
 ADAPTED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "shared_experts", "experts")
 """Parts of a model whose matrices may have adapters."""
@@ -50,13 +51,13 @@ def adapter_pair(weight: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
     return a, replace(b, tp_dim=None, tp_heads=0) if is_row else b
 
 
-def _can_adapt(weight: ParamSpec, kind: str) -> bool:
-    """Return whether a parameter of a layer of one of `BLOCK_KINDS` may have an adapter.
+def _can_adapt(weight: ParamSpec, layer: Layer) -> bool:
+    """Return whether a parameter of a layer may have an adapter.
 
     Parameters of linear attention, of indexers, of the gates of shared experts and of latent projections may not.
     """
     module, _, leaf = weight.name.rpartition(".")
-    if kind.endswith("L") and weight.part == "attention":
+    if weight.part == "attention" and not layer.attention.has_adapters:
         return False
     has_adapters = module in ("attention", "ffn", "ffn.shared", "ffn.experts")
     return has_adapters and weight.is_matrix and weight.part in ADAPTED_PARTS and leaf != "shared_gate"
@@ -68,27 +69,27 @@ def _matches(weight: ParamSpec, target: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def adapted_layer_weights(model: ModelConfig, lora: LoraConfig, kind: str) -> tuple[ParamSpec, ...]:
-    """Return the matrices with adapters of a layer of one of `BLOCK_KINDS`."""
+def adapted_layer_weights(layer: Layer, lora: LoraConfig) -> tuple[ParamSpec, ...]:
+    """Return the matrices with adapters of a layer."""
     if not lora.rank:
         return ()
     return tuple(
         weight
-        for weight in layer_weights(model, kind)
-        if _can_adapt(weight, kind) and any(_matches(weight, target) for target in lora.targets)
+        for weight in layer.params
+        if _can_adapt(weight, layer) and any(_matches(weight, target) for target in lora.targets)
     )
 
 
-def layer_adapters(model: ModelConfig, lora: LoraConfig, kind: str) -> tuple[ParamSpec, ...]:
-    """Return the adapters of a layer of one of `BLOCK_KINDS`, by their names in it."""
-    pairs = (adapter_pair(weight, lora.rank) for weight in adapted_layer_weights(model, lora, kind))
+def layer_adapters(layer: Layer, lora: LoraConfig) -> tuple[ParamSpec, ...]:
+    """Return the adapters of a layer, by their names in it."""
+    pairs = (adapter_pair(weight, lora.rank) for weight in adapted_layer_weights(layer, lora))
     return tuple(adapter for pair in pairs for adapter in pair)
 
 
 def adaptable_names(model: ModelConfig) -> dict[str, None]:
     """Return what a target may name in a model, in the order of its layers: parts, matrices, and matrices of parts."""
     found: dict[str, None] = {ALL_TARGETS: None}
-    weights = [w for kind in model.block_kinds for w in layer_weights(model, kind) if _can_adapt(w, kind)]
+    weights = [w for layer in model.layers for w in layer.params if _can_adapt(w, layer)]
     leaves = [(weight.part, weight.name.rpartition(".")[2]) for weight in weights]
     found |= dict.fromkeys(part for part, _ in leaves)
     found |= dict.fromkeys(leaf for _, leaf in leaves)
@@ -100,8 +101,8 @@ def adapted_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec
     """Return the matrices of a model that have adapters, by name; layers of multi-token prediction have none."""
     found = (
         replace(weight, name=f"layers.{i}.{weight.name}")
-        for i, kind in enumerate(model.block_kinds)
-        for weight in adapted_layer_weights(model, lora, kind)
+        for i, layer in enumerate(model.layers)
+        for weight in adapted_layer_weights(layer.kind, lora)
     )
     return {weight.name: weight for weight in found}
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
+from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.schema import RECOMPUTE_PARTS, Config
-from moefold.cost.flops import train_flops_per_token
+from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import IMPLIED_BY, missing_reason
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
-from moefold.cost.stage_partition import single_layer
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError
@@ -109,10 +109,10 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
     total = [1.0] * cfg.parallel.pp
     model_flops = train_flops_per_token(model, cfg.train.seq_len)
     for stage in plan.stages:
-        kinds = [(model.block_kinds[i], model.attention_letters[i]) for i in stage.parts.layers]
-        kinds += [(model.mtp_block_kind, model.attention_letters[-1])] * stage.parts.num_mtp_layers
-        for kind, letter in kinds:
-            costs = _recompute_flops(model, kind, letter, cfg.train.seq_len)
+        layers = [model.layers[i] for i in stage.parts.layers]
+        layers += [model.mtp_layer] * stage.parts.num_mtp_layers
+        for layer in layers:
+            costs = _recompute_flops(model, layer, cfg.train.seq_len)
             recomputed[stage.pp_rank] += sum(costs[part] for part in parts)
             total[stage.pp_rank] += 3 * costs["layer"]
         total[stage.pp_rank] += 3 * model_flops.head * (1 + stage.parts.num_mtp_layers) if stage.is_last else 0
@@ -120,25 +120,19 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
 
 
 @lru_cache(maxsize=256)
-def _recompute_flops(model: ModelConfig, kind: str, letter: str, seq_len: int) -> dict[str, float]:
+def _recompute_flops(model: ModelConfig, layer: Layer, seq_len: int) -> dict[str, float]:
     """Return the FLOPs per token to recompute each part of a layer."""
-    one_layer = single_layer(model, kind, letter)
-    flops = train_flops_per_token(one_layer, seq_len)
-    heads = model.num_attention_heads
-    query_source = model.q_lora_rank or model.hidden_size
-    up_weights = heads * (
-        query_source * model.head_size + model.kv_lora_rank * (model.qk_nope_head_dim + model.v_head_dim)
-    )
+    flops = layer_flops(model, layer, seq_len)
     return {
         "norms": 2 * NORM_FLOPS_PER_ELEMENT * model.hidden_size,
         # Linear attention recomputes its core always.
-        "core_attention": 0 if letter == "L" or model.index_topk else flops.attention_core,
-        "mla_up": 2 * up_weights if model.attention == "mla" and letter != "L" and not model.index_topk else 0,
+        "core_attention": flops.attention_core if "core_attention" in layer.attention.recompute_parts else 0,
+        "mla_up": 2 * layer.attention.up_weights(model.hidden_size),
         "dense_mlp": FC1_FLOP_FRACTION * flops.dense_mlp,
         "expert_activation": FC1_FLOP_FRACTION * flops.experts,
         "shared_experts": FC1_FLOP_FRACTION * flops.shared_experts,
         "moe": flops.router + flops.experts + flops.shared_experts,
-        "layer": flops.forward - flops.head,
+        "layer": flops.forward,
     }
 
 

@@ -1,7 +1,4 @@
-"""Sizes of one micro-batch on one rank, and the memory of a block that depends on them. Torch-free."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+"""Sizes of one micro-batch on one rank, from which each part of a layer counts its memory. Torch-free."""
 
 from moefold.config.schema import Config
 from moefold.cost.expert_memory import ExpertMemory
@@ -38,9 +35,11 @@ class BlockSizes:
         return self.tokens * self.cfg.model.hidden_size * self.item_bytes
 
     @property
-    def heads(self) -> int:
-        """Query heads of this rank."""
-        return self.cfg.model.num_attention_heads // self.cfg.parallel.tp
+    def has_c_recurrence(self) -> bool:
+        """Return whether linear attention is computed in C, given a compiler."""
+        run = self.cfg.run
+        is_supported = run.dtype != "float64" and self.cfg.train.precision == "dtype"
+        return self.kernels.device_type == "cpu" and run.kernels in ("auto", "c") and is_supported
 
     def gathered_bytes(self, width: int) -> int:
         """Return the bytes of values of a width for every token inside the sub-layers."""
@@ -64,7 +63,7 @@ class BlockSizes:
 
         LayerNorm saves two numbers per token.
         """
-        return self.norm(self.tokens, self.cfg.model.hidden_size) * (2 if self.cfg.model.norm == "layernorm" else 1)
+        return self.norm(self.tokens, self.cfg.model.hidden_size) * self.cfg.model.layers[0].norm.saved_numbers
 
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
         """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
@@ -73,15 +72,25 @@ class BlockSizes:
         """
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
-        placement = self.cfg.model.norm_placement
-        if placement != "pre":
+        layer = self.cfg.model.layers[0]
+        if layer.norms_output:
             saved["norms"] += self.hidden_norm() + self.hidden_bytes
-        if "norms" not in self.recompute and placement != "post":
+        if "norms" not in self.recompute and layer.norms_input:
             saved["norms"] += self.hidden_norm()
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:
             saved[part] += self.gathered_bytes(hidden)
         return saved
+
+    def core_attention(self, heads: int, value_width: int) -> BytesByPart:
+        """Return the bytes of the output of this rank's heads, and of the logarithms of their softmax sums."""
+        p = self.cfg.parallel
+        # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
+        copies = 2 if p.cp > 1 and p.context == "ulysses" else 1
+        output = self.gathered_bytes(heads * value_width) * copies
+        is_recomputed = "core_attention" in self.recompute
+        log_sum = 0 if is_recomputed else self.gathered_tokens * heads * self.high_precision_bytes
+        return BytesByPart({"core attention": output + log_sum})
 
     def swiglu(self, width: int) -> int:
         """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
@@ -91,23 +100,3 @@ class BlockSizes:
     def swiglu_wgrad(self, width: int) -> int:
         """Return the bytes of the GEMM inputs and output gradients of a SwiGLU."""
         return self.gathered_bytes(2 * self.cfg.model.hidden_size + 3 * width // self.cfg.parallel.tp)
-
-
-def _nothing(sizes: BlockSizes) -> BytesByPart:
-    return BytesByPart()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockMemory:
-    """Activation bytes of one kind of attention, or of feed-forward network."""
-
-    saved: Callable[[BlockSizes], BytesByPart]
-    """Saved for backward, without the input."""
-    delayed_wgrad: Callable[[BlockSizes], BytesByPart]
-    """GEMM inputs and output gradients, which a split backward pass holds."""
-    concurrent_wgrad: Callable[[BlockSizes], BytesByPart] = _nothing
-    """Delayed weight-gradient bytes that exist while the saved tensors do."""
-    transient: Callable[[BlockSizes], BytesByPart] = _nothing
-    """Peak of temporary bytes while the block runs or is recomputed."""
-    saved_if_recomputed: Callable[[BlockSizes], BytesByPart] = _nothing
-    """Saved even if the whole layer is recomputed."""

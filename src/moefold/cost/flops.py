@@ -24,12 +24,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import layer_adapters
-from moefold.cost.layer_spec import attention_spec, embedding_weight, head_weights, layer_weights, mtp_layer_weights
+from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.optimizers import optimizer_of
-from moefold.cost.param_spec import ModelPart, ParamSpec
 
 TRAIN_TO_FORWARD = 3
 """FLOPs of a training step over the FLOPs of its forward pass."""
@@ -112,7 +113,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model, over all ranks."""
     counts: Counter[ModelPart] = Counter()
     for kind, number in Counter(model.block_kinds).items():
-        for weight in layer_weights(model, kind):
+        for weight in kind.params:
             counts[weight.part] += number * weight.numel
     for weight in (embedding_weight(model), *head_weights(model)):
         counts[weight.part] += weight.numel
@@ -124,6 +125,26 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     )
 
 
+def _core_flops(layer: Layer, seq_len: int, *, causal: bool) -> float:
+    """Return the forward FLOPs of one token of a layer without a weight."""
+    return layer.core.flops(keys_per_token(layer.window, seq_len, causal=causal, chunk_size=layer.chunk))
+
+
+def layer_flops(model: ModelConfig, layer: Layer, seq_len: int) -> FlopCount:
+    """Count the FLOPs per token of one layer, as `train_flops_per_token` counts the model's."""
+    flops = _gemm_flops(model, layer.params)
+    return FlopCount(
+        attention_projections=flops["attention"],
+        attention_core=round(_core_flops(layer, seq_len, causal=False)),
+        dense_mlp=flops["dense_mlp"],
+        router=flops["router"],
+        experts=flops["experts"],
+        shared_experts=flops["shared_experts"],
+        head=0,
+        mtp=0,
+    )
+
+
 def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = False) -> FlopCount:
     """Count the FLOPs per token of a training step, averaged over a sequence (conventions: module docstring).
 
@@ -131,20 +152,15 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         seq_len: tokens of the whole sequence, over all context-parallel ranks.
         causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
-    core_flops = [
-        attention_spec(model, kind).core_flops(model, keys_per_token(window, seq_len, causal=causal, chunk_size=chunk))
-        for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True)
-    ]
+    core_flops = [_core_flops(layer, seq_len, causal=causal) for layer in model.layers]
     flops: Counter[ModelPart] = Counter()
     for kind, number in Counter(model.block_kinds).items():
-        flops.update({part: number * count for part, count in _gemm_flops(model, layer_weights(model, kind)).items()})
+        flops.update({part: number * count for part, count in _gemm_flops(model, kind.params).items()})
     head = 2 * model.hidden_size * model.vocab_size
     mtp = 0
     if model.mtp_layers:
         gemms = _gemm_flops(model, mtp_layer_weights(model))
-        last = model.num_layers - 1
-        keys = keys_per_token(model.layer_windows[last], seq_len, causal=causal, chunk_size=model.layer_chunks[last])
-        core = attention_spec(model, model.mtp_block_kind).core_flops(model, keys)
+        core = _core_flops(model.mtp_layer, seq_len, causal=causal)
         mtp = model.mtp_layers * (sum(gemms.values()) + round(core) + head)
     return FlopCount(
         attention_projections=flops["attention"],
@@ -168,7 +184,7 @@ def step_flops_per_token(cfg: Config) -> float:
     count = train_flops_per_token(model, cfg.train.seq_len)
     adapters = 0
     for kind in model.block_kinds if cfg.lora.rank else ():
-        adapters += sum(_gemm_flops(model, layer_adapters(model, cfg.lora, kind)).values())
+        adapters += sum(_gemm_flops(model, layer_adapters(kind, cfg.lora)).values())
     if not optimizer_of(cfg).needs_gradients:
         return 2 * (count.forward + adapters)
     if not cfg.lora.rank:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from moefold.config.model import BLOCK_KINDS
+from moefold.config.layers import Layer
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.saved_tensors import BytesByPart
@@ -42,18 +42,18 @@ def forward_messages(rows: Sequence[SlotRow], stages_by_rank: Sequence[Sequence[
 
 def _snapshots(formula: ActivationMemory, chunk: ModelChunk) -> Iterator[BytesByPart]:
     for kind in dict.fromkeys(chunk.kinds):
-        yield from _layer_phases(formula, BLOCK_KINDS[kind])
+        yield from _layer_phases(formula, formula.cfg.model.distinct_kinds[kind])
     if chunk.has_loss:
         yield formula.head() + BytesByPart(logits=_loss_workspace(formula))
     if chunk.num_mtp_layers:
         waiting = BytesByPart({"residual stream": MTP_INPUTS * formula.hidden_bytes})
-        for phase in _layer_phases(formula, formula.cfg.model.mtp_block_kind):
+        for phase in _layer_phases(formula, formula.mtp_kind):
             yield phase + waiting
     if chunk.has_embedding:
         yield formula.embedding()
 
 
-def _layer_phases(formula: ActivationMemory, kind: str) -> Iterator[BytesByPart]:
+def _layer_phases(formula: ActivationMemory, kind: Layer) -> Iterator[BytesByPart]:
     layer = formula.saved_by_kind[kind] + formula.transient[kind]
     for own in PHASES:
         if not any(layer[part] for part in own):

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from moefold.config.model import BLOCK_KINDS
+from moefold.config.layers import Layer
 from moefold.cost.block_sizes import BlockSizes
-from moefold.cost.layer_spec import layer_weights
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.unit_memory import master_dtype_bytes
 
@@ -28,26 +27,26 @@ def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequ
         return 0
     total = 0
     for chunk, count in zip(chunks, in_flight, strict=True):
-        for kind, layers in zip(BLOCK_KINDS, chunk.kind_counts, strict=True):
+        for kind, layers in zip(sizes.cfg.model.distinct_kinds, chunk.kind_counts, strict=True):
             total += layers * _attention_bytes(sizes, kind, count)
-            if mode == "attention_router" and kind.startswith("M"):
-                total += layers * _router_bytes(sizes, count)
+            if mode == "attention_router" and kind.ffn.is_routed:
+                total += layers * _router_bytes(sizes, kind, count)
     return total
 
 
-def _attention_bytes(sizes: BlockSizes, kind: str, in_flight: int) -> int:
+def _attention_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     """Return the bytes of the output, both gradients, weight gradients, and gathered weights, of one layer."""
-    weights = _num_weights(sizes, kind, "attention.")
+    weights = _num_weights(kind, "attention.")
     is_gathered = sizes.cfg.parallel.world_size > 1
     item = sizes.item_bytes if is_gathered else master_dtype_bytes(sizes.cfg)
     return in_flight * (3 * sizes.hidden_bytes + weights * item) + (weights * item if is_gathered else 0)
 
 
-def _router_bytes(sizes: BlockSizes, in_flight: int) -> int:
+def _router_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     """Return the bytes of input, choices, probabilities, scores and logits with their gradients, and of the weights."""
     cfg = sizes.cfg
     value = max(sizes.high_precision_bytes, 8 if cfg.moe.router_dtype == "float64" else 4)
-    weights = _num_weights(sizes, "M", "ffn.router.") * master_dtype_bytes(cfg)
+    weights = _num_weights(kind, "ffn.router.") * master_dtype_bytes(cfg)
     routed = sizes.tokens * cfg.model.top_k * (INT64_BYTES + 2 * value)
     scores = 2 * 2 * sizes.tokens * cfg.model.num_router_choices * value
     samples = cfg.train.micro_batch_size * INT64_BYTES
@@ -55,5 +54,5 @@ def _router_bytes(sizes: BlockSizes, in_flight: int) -> int:
     return in_flight * (2 * sizes.hidden_bytes + samples + routed + scores + weights) + copies
 
 
-def _num_weights(sizes: BlockSizes, kind: str, prefix: str) -> int:
-    return sum(w.numel for w in layer_weights(sizes.cfg.model, kind) if w.name.startswith(prefix))
+def _num_weights(kind: Layer, prefix: str) -> int:
+    return sum(w.numel for w in kind.params if w.name.startswith(prefix))

@@ -3,9 +3,8 @@
 from collections import Counter
 from typing import Literal
 
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.schema import Config
-from moefold.cost.layer_spec import ATTENTIONS, attention_spec
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
@@ -22,21 +21,6 @@ def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKin
     return num_tokens * batch_size * width * compute_dtype_bytes(cfg)
 
 
-def cached_width(model: ModelConfig, tp: int, kind: CacheKind, block_kind: str = "D") -> int:
-    """Return the numbers that one of `tp` ranks caches of a token in a layer of softmax attention.
-
-    Args:
-        model: sizes.
-        tp: ranks that share the heads.
-        kind: what latent attention caches.
-        block_kind: one of `BLOCK_KINDS`.
-    """
-    if model.attention == "mla" and kind == "heads":
-        # Keys and values are padded to one head dim.
-        return 2 * (model.num_attention_heads // tp) * max(model.head_size, model.v_head_dim)
-    return attention_spec(model, block_kind).cache_width(model, tp)
-
-
 def num_state_slots(slots: int) -> int:
     """Return the states that a rank holds while it decodes `slots` samples: theirs, and some of shared prompts."""
     return slots + slots // 4 + 1
@@ -44,18 +28,7 @@ def num_state_slots(slots: int) -> int:
 
 def recurrent_state_bytes(cfg: Config) -> int:
     """Return the bytes of the states of one sample on the rank with the most layers of linear attention."""
-    return _max_linear_layers(cfg) * layer_state_bytes(cfg.model, cfg.parallel.tp, compute_dtype_bytes(cfg))
-
-
-def layer_state_bytes(model: ModelConfig, tp: int, item_bytes: int) -> int:
-    """Return the bytes of the states of one sample in one layer of linear attention on one of `tp` ranks.
-
-    States of heads are in float32 at least, and convolutions have their last tokens.
-    """
-    spec = ATTENTIONS[model.linear_attention]
-    state = spec.state_size(model) * max(4, item_bytes)
-    tokens = (model.linear_conv_kernel - 1) * spec.conv_width(model) * item_bytes
-    return (state + tokens) // tp
+    return max(_state_bytes(cfg).values(), default=0)
 
 
 def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind = "latents") -> int:
@@ -96,25 +69,29 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
         widths = _cached_widths(sampling, cfg.rollout.cache).values()
         size = size * sum(widths) // (p.pp * max(widths))
     if states:
-        states = states * cfg.model.attention_letters.count("L") // (p.pp * _max_linear_layers(sampling))
+        by_rank = _state_bytes(sampling).values()
+        states = states * sum(by_rank) // (p.pp * max(by_rank))
     return size + states
 
 
 def _cached_widths(cfg: Config, kind: CacheKind) -> Counter[int]:
     """Return the numbers that a rank caches of a token, by pipeline rank; MTP layers do not run in decoding."""
     widths: Counter[int] = Counter()
-    for rank, block_kind in _ranks_of_layers(cfg):
-        if not block_kind.endswith("L"):
-            widths[rank] += cached_width(cfg.model, cfg.parallel.tp, kind, block_kind)
+    for rank, core in _cores(cfg):
+        widths[rank] += core.cached_width(cfg.parallel.tp, expanded=kind == "heads")
     return widths
 
 
-def _max_linear_layers(cfg: Config) -> int:
-    """Return the layers of linear attention on the rank that has most of them."""
-    return max(Counter(rank for rank, kind in _ranks_of_layers(cfg) if kind.endswith("L")).values(), default=0)
+def _state_bytes(cfg: Config) -> Counter[int]:
+    """Return the bytes of the states of one sample, by pipeline rank."""
+    found: Counter[int] = Counter()
+    for rank, core in _cores(cfg):
+        if isinstance(core, RecurrentCore):
+            found[rank] += core.state_bytes(cfg.parallel.tp, compute_dtype_bytes(cfg))
+    return found
 
 
-def _ranks_of_layers(cfg: Config) -> list[tuple[int, str]]:
-    """Return the pipeline rank and the kind of each layer, in order."""
+def _cores(cfg: Config) -> list[tuple[int, SoftmaxCore | RecurrentCore]]:
+    """Return the pipeline rank of each layer, and what it computes without a weight."""
     ranks = plan_stages(cfg).rank_of_layers(cfg.model.num_layers)
-    return [(ranks[number], kind) for number, kind in enumerate(cfg.model.block_kinds)]
+    return [(ranks[number], layer.core) for number, layer in enumerate(cfg.model.layers)]

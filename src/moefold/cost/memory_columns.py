@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.model import BLOCK_KINDS, ModelConfig
+from moefold.config.model import ModelConfig
 from moefold.topology.pipeline_layout import StageParts
 
 Counts = NDArray[np.float64]
@@ -93,8 +93,10 @@ class MemoryColumns:
         return [*range(self.num_kinds), self.state_column("mtp")]
 
 
-RECIPE_COLUMNS = MemoryColumns(len(BLOCK_KINDS), tuple(i for i, kind in enumerate(BLOCK_KINDS) if kind[0] == "M"))
-"""Columns of a recipe: `BLOCK_KINDS` are its kinds of layers."""
+def recipe_columns(model: ModelConfig) -> MemoryColumns:
+    """Return the columns of a recipe, whose kinds of layers are `ModelConfig.distinct_kinds`."""
+    kinds = model.distinct_kinds
+    return MemoryColumns(len(kinds), tuple(i for i, kind in enumerate(kinds) if kind.ffn.is_routed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,12 @@ class ModelChunk:
 
 
 def recipe_chunk(model: ModelConfig, parts: StageParts) -> ModelChunk:
-    """Return the layers of a stage, with `BLOCK_KINDS` as kinds."""
-    kinds = tuple(BLOCK_KINDS.index(model.block_kinds[i]) for i in parts.layers)
-    counts = [kinds.count(kind) for kind in range(len(BLOCK_KINDS))]
-    counts[BLOCK_KINDS.index(model.mtp_block_kind)] += parts.num_mtp_layers
+    """Return the layers of a stage, with `ModelConfig.distinct_kinds` as kinds."""
+    distinct = model.distinct_kinds
+    kinds = tuple(distinct.index(model.block_kinds[i]) for i in parts.layers)
+    counts = [kinds.count(kind) for kind in range(len(distinct))]
+    if parts.num_mtp_layers:
+        counts[distinct.index(model.mtp_layer.kind)] += parts.num_mtp_layers
     return ModelChunk(tuple(counts), parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
 
 

@@ -11,7 +11,7 @@ from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
-from moefold.cost.memory_columns import RECIPE_COLUMNS, ByteTable
+from moefold.cost.memory_columns import ByteTable, recipe_columns
 from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
 from moefold.cost.optimizers import optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
@@ -132,7 +132,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
             p.schedule, p.pp, p.virtual_stages, shortest.num_micro_batches, overlap=overlaps_micro_batches(cfg)
         )
     )
-    return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, RECIPE_COLUMNS)
+    return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, recipe_columns(cfg.model))
 
 
 def _activation_peak(snapshots: RankSnapshots, formula: ActivationMemory, table: ByteTable) -> ActivationPeak:

@@ -26,7 +26,7 @@ def missing_reason(part: str, model: ModelConfig) -> str:
         return f"all layers of model.attention_pattern={model.attention_pattern!r} have linear attention"
     if part in ("core_attention", "mla_up") and model.index_topk:
         return f"the sparse attention of model.index_topk={model.index_topk} does not have it as a part"
-    if part == "mla_up" and model.attention != "mla":
+    if part == "mla_up" and not any(part in layer.attention.recompute_parts for layer in model.layers):
         return "model.attention is not 'mla'"
     if part == "dense_mlp" and not has_dense_layers(model):
         return "no layer of model.layer_pattern is D"
@@ -34,6 +34,6 @@ def missing_reason(part: str, model: ModelConfig) -> str:
         return "no layer of model.layer_pattern is M"
     if part == "shared_experts" and model.shared_expert_ffn_hidden_size == 0:
         return "model.shared_expert_ffn_hidden_size=0 means none"
-    if part == "norms" and model.norm_placement == "post":
+    if part == "norms" and not model.layers[0].norms_input:
         return "model.norm_placement='post' has no norms of inputs"
     return ""

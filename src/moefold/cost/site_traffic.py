@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moefold.config.param_spec import DataParallelShards, ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.optimizers import optimizer_of
-from moefold.cost.param_spec import DataParallelShards, ParamSpec
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.unit_memory import trained_names
 from moefold.topology.fragments import fragment_of, recipe_fragments

@@ -5,7 +5,7 @@ from dataclasses import replace
 from moefold.config.schema import Config
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.recompute_parts import AUTO
-from moefold.cost.unit_memory import UnitMemory
+from moefold.cost.unit_memory import Unit, UnitMemory
 from moefold.topology.schedules import schedule_slots
 
 
@@ -25,10 +25,8 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     states = UnitMemory(explicit)
     formula = ActivationMemory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"
-    state_bytes = {
-        name: states.unit_bytes(name, with_optimizer=not offloads)
-        for name in ("embedding", "head", *dict.fromkeys(model.block_kinds))
-    }
+    units: tuple[Unit, ...] = ("embedding", "head", *dict.fromkeys(model.block_kinds))
+    state_bytes = {name: states.unit_bytes(name, with_optimizer=not offloads) for name in units}
     layers = [(state_bytes[kind], formula.saved_by_kind[kind].total()) for kind in model.block_kinds]
     loss = (
         state_bytes["head"]
@@ -39,8 +37,8 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     if model.mtp_layers:
         loss += model.mtp_layers * states.unit_bytes("mtp", with_optimizer=not offloads)
         loss_saved += model.mtp_layers * formula.mtp_layer().total()
-    units = [(state_bytes["embedding"], formula.embedding().total()), *layers, (loss, loss_saved)]
-    return [[state + count * saved for state, saved in units] for count in max_in_flight(explicit, num_stages)]
+    sizes = [(state_bytes["embedding"], formula.embedding().total()), *layers, (loss, loss_saved)]
+    return [[state + count * saved for state, saved in sizes] for count in max_in_flight(explicit, num_stages)]
 
 
 def max_in_flight(cfg: Config, num_stages: int) -> list[int]:

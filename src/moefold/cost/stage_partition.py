@@ -1,16 +1,16 @@
 """Pipeline partitioning: choose stages that are balanced in FLOPs and memory. Torch-free."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from moefold.config.model import ModelConfig
+from moefold.config.layers import Layer
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import layer_adapters
-from moefold.cost.flops import train_flops_per_token
-from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
-from moefold.cost.param_spec import ParamSpec
+from moefold.cost.flops import layer_flops, train_flops_per_token
+from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.topology.pipeline_layout import StageParts
 from moefold.topology.selection_groups import stage_starts
 
@@ -112,21 +112,20 @@ def _num_local(cfg: Config, weights: Iterable[ParamSpec]) -> int:
 
 def _layer_costs(cfg: Config) -> list[StageCost]:
     """Return the cost of every layer, in order; equal layers are counted once."""
-    kinds = list(zip(cfg.model.block_kinds, cfg.model.attention_letters, strict=True))
-    loads = {kind: _kind_cost(cfg, *kind) for kind in set(kinds)}
-    return [loads[kind] for kind in kinds]
+    loads = {layer: _kind_cost(cfg, layer) for layer in set(cfg.model.layers)}
+    return [loads[layer] for layer in cfg.model.layers]
 
 
 def layer_cost(cfg: Config, number: int) -> StageCost:
-    """Return the cost of one layer, of its kind and with its attention."""
-    return _kind_cost(cfg, cfg.model.block_kinds[number], cfg.model.attention_letters[number])
+    """Return the cost of one layer."""
+    return _kind_cost(cfg, cfg.model.layers[number])
 
 
-def _kind_cost(cfg: Config, kind: str, letter: str) -> StageCost:
-    """Return the cost of a layer of one of `BLOCK_KINDS`, with the letter of its attention."""
-    flops = train_flops_per_token(single_layer(cfg.model, kind, letter), cfg.train.seq_len)
-    weights = (*layer_weights(cfg.model, kind), *layer_adapters(cfg.model, cfg.lora, kind))
-    return StageCost(flops.forward - flops.head, _num_local(cfg, weights))
+def _kind_cost(cfg: Config, layer: Layer) -> StageCost:
+    """Return the cost of a layer."""
+    flops = layer_flops(cfg.model, layer, cfg.train.seq_len)
+    weights = (*layer.params, *layer_adapters(layer.kind, cfg.lora))
+    return StageCost(flops.forward, _num_local(cfg, weights))
 
 
 def loss_cost(cfg: Config) -> StageCost:
@@ -139,19 +138,6 @@ def loss_cost(cfg: Config) -> StageCost:
     embedding = (embedding_weight(model),) if model.last_stage_needs_embedding else ()
     weights = (*head_weights(model), *embedding, *mtp_layer_weights(model) * model.mtp_layers)
     return StageCost(flops.head + flops.mtp, _num_local(cfg, weights))
-
-
-def single_layer(model: ModelConfig, kind: str, letter: str) -> ModelConfig:
-    """Return the model with one layer, of one of `BLOCK_KINDS`, with the letter of its attention."""
-    index_letter = "S" if kind.endswith("S") else "F"
-    return replace(
-        model,
-        mtp_layers=0,
-        num_layers=1,
-        layer_pattern=kind[0],
-        attention_pattern=letter,
-        index_pattern=index_letter,
-    )
 
 
 def _best_bounds(

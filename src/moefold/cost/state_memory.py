@@ -13,22 +13,22 @@ from heapq import nlargest
 
 import numpy as np
 
-from moefold.config.model import BLOCK_KINDS
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import (
-    RECIPE_COLUMNS,
     ByteTable,
     Counts,
     MemoryColumns,
     ModelChunk,
     recipe_chunk,
+    recipe_columns,
     state_counts,
 )
-from moefold.cost.param_spec import ParamSpec
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import (
     ShardSpec,
     StateBytes,
+    Unit,
     UnitMemory,
     rope_buffer_bytes,
     symmetric_buffer_bytes,
@@ -120,7 +120,7 @@ class StateMemory(UnitMemory):
         dp_ranks = dp_ranks if self._is_sharded else (0, 0)
         table = state_table(
             {column: self.unit_states(name, dp_ranks) for column, name in self._units.items()},
-            RECIPE_COLUMNS,
+            recipe_columns(cfg.model),
             has_second_embedding=cfg.model.last_stage_needs_embedding,
             prefetched=self._prefetched_bytes() if self._is_fsdp and cfg.parallel.zero == 3 else None,
             rope_bytes=rope_buffer_bytes(cfg),
@@ -150,7 +150,8 @@ class StateMemory(UnitMemory):
             weights = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
             sizes[column] = list(offloaded_moment_sizes(self.shard_spec, weights, cfg.train.offload_min_kib))
         if cfg.model.last_stage_needs_embedding:
-            sizes[RECIPE_COLUMNS.state_column("second_embedding")] = sizes[RECIPE_COLUMNS.state_column("embedding")]
+            columns = recipe_columns(cfg.model)
+            sizes[columns.state_column("second_embedding")] = sizes[columns.state_column("embedding")]
         counts = np.array(self._counts)
         offloaded = counts[:, list(sizes)] @ [sum(unit) for unit in sizes.values()]
         in_transit = moments_in_transit(sizes, counts)
@@ -159,19 +160,20 @@ class StateMemory(UnitMemory):
         )
 
     @cached_property
-    def _units(self) -> dict[int, str]:
+    def _units(self) -> dict[int, Unit]:
         """Name of each unit of the model, by its state column."""
         model = self._cfg.model
         ends = ("embedding", "head", "mtp") if model.mtp_layers else ("embedding", "head")
-        return {BLOCK_KINDS.index(kind): kind for kind in sorted(set(model.block_kinds))} | {
-            RECIPE_COLUMNS.state_column(name): name for name in ends
-        }
+        columns = recipe_columns(model)
+        units: dict[int, Unit] = {columns.state_column(name): name for name in ends}
+        return {i: kind for i, kind in enumerate(model.distinct_kinds) if kind in model.block_kinds} | units
 
     @cached_property
     def _counts(self) -> list[Counts]:
         """State counts of each pipeline rank."""
         chunks, stages_by_rank = recipe_stages(self._cfg)
-        return [state_counts(chunks, stages, RECIPE_COLUMNS) for stages in stages_by_rank]
+        columns = recipe_columns(self._cfg.model)
+        return [state_counts(chunks, stages, columns) for stages in stages_by_rank]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,20 @@ from math import ceil
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
+from moefold.config.layers import Layer
+from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
-from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
+from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
-from moefold.cost.param_spec import ModelPart, ParamSpec
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.pipeline_layout import Stage
 
+Unit = Layer | str
+"""Unit of a model: a kind of layers, "embedding", "head", or "mtp" for an MTP layer."""
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 QUANTIZED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "experts", "shared_experts", "mtp")
 """Parts whose matrices are operands of low-precision GEMMs."""
@@ -208,7 +212,7 @@ def symmetric_buffer_bytes(cfg: Config) -> int:
     return rows + NUM_SPLIT_BUFFERS * 2 * cfg.model.num_experts * 8
 
 
-def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
+def cast_copy_bytes(cfg: Config, names: Iterable[Unit]) -> int:
     """Return the bytes of an unsharded rank's weights in the compute type; 0 if that is the master type."""
     if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
         return 0
@@ -219,17 +223,23 @@ def cast_copy_bytes(cfg: Config, names: Iterable[str]) -> int:
     return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
 
 
-def unit_names(cfg: Config, stage: Stage) -> list[str]:
-    """Return the units of a stage: "embedding", layers by `BLOCK_KINDS`, "head", and MTP layers as "mtp"."""
+def unit_names(cfg: Config, stage: Stage) -> list[Unit]:
+    """Return the units of a stage."""
     model = cfg.model
     parts = stage.parts
-    names = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
+    names: list[Unit] = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
     names += [model.block_kinds[i] for i in parts.layers]
     return names + ["head"] + ["mtp"] * parts.num_mtp_layers if stage.is_last else names
 
 
-def unit_weights(cfg: Config, name: str) -> tuple[ParamSpec, ...]:
-    """Return the unsharded weights of one of `unit_names`, in training: with their adapters."""
+def has_experts(model: ModelConfig, name: Unit) -> bool:
+    """Return whether a unit has routed experts."""
+    layer = model.mtp_layer if name == "mtp" else name
+    return not isinstance(layer, str) and layer.ffn.is_routed
+
+
+def unit_weights(cfg: Config, name: Unit) -> tuple[ParamSpec, ...]:
+    """Return the unsharded weights of a unit, in training: with their adapters."""
     match name:
         case "embedding":
             return (embedding_weight(cfg.model),)
@@ -237,7 +247,8 @@ def unit_weights(cfg: Config, name: str) -> tuple[ParamSpec, ...]:
             return head_weights(cfg.model)
         case "mtp":
             return mtp_layer_weights(cfg.model)
-    return (*layer_weights(cfg.model, name), *layer_adapters(cfg.model, cfg.lora, name))
+    assert not isinstance(name, str), f"{name} is not a unit"
+    return (*name.params, *layer_adapters(name, cfg.lora))
 
 
 class UnitMemory:
@@ -260,16 +271,16 @@ class UnitMemory:
         self._caches_quantized_weights = kernels.caches_quantized_weights and caches_quantized_weights(
             cfg.train, cfg.num_micro_batches, p.zero
         )
-        self._unit_cache: dict[tuple[str, tuple[int, int]], StateBytes] = {}
+        self._unit_cache: dict[tuple[Unit, tuple[int, int]], StateBytes] = {}
 
-    def unit_bytes(self, name: str, *, with_optimizer: bool) -> int:
+    def unit_bytes(self, name: Unit, *, with_optimizer: bool) -> int:
         """Return the state bytes of one of `unit_names` in a step, on the first rank of a stage."""
         states = self.unit_states(name)
         gathered = 0 if self._cfg.parallel.zero == 3 else states.gathered
         resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
         return resting + max(states.gradients, states.gradient_sums)
 
-    def unit_states(self, name: str, dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
+    def unit_states(self, name: Unit, dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of one of `unit_names`, with all of its weights gathered; cached.
 
         Args:
@@ -282,10 +293,9 @@ class UnitMemory:
             gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
             if self._caches_quantized_weights:
                 gathered += quantized_copy_bytes(weights)
-            has_experts = name in ("M", "ML", "MS") or (name == "mtp" and self._cfg.model.layer_kinds[-1] == "M")
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),
                 gathered=gathered,
-                buffers=expert_buffer_bytes(self._cfg) if has_experts else 0,
+                buffers=expert_buffer_bytes(self._cfg) if has_experts(self._cfg.model, name) else 0,
             )
         return self._unit_cache[name, dp_ranks]

@@ -16,7 +16,7 @@ from moefold.model.loss import (
     token_losses,
 )
 from moefold.model.loss_metrics import LossMetricRecorder
-from moefold.model.norm import build_norm
+from moefold.model.norm import Norm
 from moefold.model.tp_interface import (
     ContextParallel,
     NoContextParallel,
@@ -40,7 +40,7 @@ class Head(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.norm = build_norm(cfg)
+        self.norm: Norm = cfg.layers[0].norm.build(cfg.hidden_size)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
         self.bias = nn.Parameter(torch.empty(cfg.vocab_size)) if cfg.head_bias else None
         self.input_factor = 1.0 / cfg.logits_divisor

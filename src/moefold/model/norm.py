@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.model import ModelConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.ops.norm import cpu_rms_norm
@@ -126,11 +125,8 @@ class LayerNorm(nn.Module):
         return (F.layer_norm(x, x.shape[-1:], weight, bias, self.eps),)
 
 
-def build_norm(model: ModelConfig) -> RMSNorm | LayerNorm:
-    """Build a norm of the residual stream, of the kind `model.norm`."""
-    if model.norm == "layernorm":
-        return LayerNorm(model.hidden_size, model.norm_eps)
-    return RMSNorm(model.hidden_size, model.norm_eps, zero_centered=model.zero_centered_norms)
+Norm = RMSNorm | LayerNorm
+"""Norm of the residual stream."""
 
 
 def _identity(squares: Tensor) -> Tensor:

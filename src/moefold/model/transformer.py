@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.cost.layer_spec import attention_name
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import SelfAttention
+from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.frozen import connect_loss, pass_gradient
 from moefold.model.head import Head, ModelOutput
@@ -24,8 +23,7 @@ from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of,
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
-from moefold.model.norm import LayerNorm, RMSNorm, build_norm
-from moefold.model.registry import ATTENTION_BUILDERS, FEED_FORWARD_BUILDERS
+from moefold.model.norm import LayerNorm, Norm, RMSNorm
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
@@ -48,23 +46,22 @@ class Block(nn.Module):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__()
         model = cfg.model
-        has_input_norms = model.norm_placement != "post"
-        has_output_norms = model.norm_placement != "pre"
-        self.attention_norm = build_norm(model) if has_input_norms else None
-        name = attention_name(model, model.all_block_kinds[number])
-        self.attention = ATTENTION_BUILDERS[name](model, model.all_layer_windows[number])
-        if chunk_size := model.all_layer_chunks[number]:
+        layer = model.all_layers[number]
+        hidden = model.hidden_size
+        self.attention_norm: Norm | None = layer.norm.build(hidden) if layer.norms_input else None
+        self.attention: TokenMixer = layer.attention.build(model)
+        if layer.chunk:
             assert isinstance(self.attention, SelfAttention)
-            self.attention.limit_to_chunks(chunk_size)
-        self.attention_output_norm = build_norm(model) if has_output_norms else None
-        self.ffn_norm = build_norm(model) if has_input_norms else None
-        self.ffn = FEED_FORWARD_BUILDERS[model.all_layer_kinds[number]](cfg, number)
-        self.ffn_output_norm = build_norm(model) if has_output_norms else None
-        self.has_rope = model.rope_layers[number]
+            self.attention.limit_to_chunks(layer.chunk)
+        self.attention_output_norm: Norm | None = layer.norm.build(hidden) if layer.norms_output else None
+        self.ffn_norm: Norm | None = layer.norm.build(hidden) if layer.norms_input else None
+        self.ffn: nn.Module = layer.ffn.build(cfg, number)
+        self.ffn_output_norm: Norm | None = layer.norm.build(hidden) if layer.norms_output else None
+        self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope_interleaved
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
-        if shares_selections(model) and not model.all_block_kinds[number].endswith("L"):
+        if shares_selections(model) and layer.attention.selector is not None:
             self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = model.residual_multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
@@ -179,12 +176,12 @@ class MTPBlock(Block):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
-        self.embedding_norm = build_norm(cfg.model)
-        self.hidden_norm = build_norm(cfg.model)
+        self.embedding_norm = cfg.model.layers[0].norm.build(cfg.model.hidden_size)
+        self.hidden_norm = cfg.model.layers[0].norm.build(cfg.model.hidden_size)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = build_norm(cfg.model)
+        self.output_norm = cfg.model.layers[0].norm.build(cfg.model.hidden_size)
 
     def forward(
         self,

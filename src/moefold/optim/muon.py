@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import Group
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.adapter_spec import training_weights
-from moefold.cost.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 from moefold.optim.adamw import MOMENTUM, build_optimizer
 from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moefold.config.groups.attention import RecurrentCore
 from moefold.config.schema import Config, RunConfig
 from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
@@ -117,7 +118,9 @@ def _triton_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> 
 
     routing, routing_message = _router_kernel(cfg)
     block_attention, attention_message = _block_attention(cfg, device, autotuner)
-    has_recurrence = cfg.model.has_linear_attention and cfg.model.linear_attention != "short_convolution"
+    has_recurrence = any(
+        isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in cfg.model.layers
+    )
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,

@@ -11,13 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from moefold.bounded_read import check_regular_file
+from moefold.config.groups.attention import RecurrentCore
+from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.cost.flops import TRAIN_TO_FORWARD, keys_per_token
-from moefold.cost.layer_spec import attention_spec
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, is_hub_url, snapshot
 from moefold.recipe import load_config
@@ -126,6 +127,8 @@ class LayerKind:
 
     mixer: TokenMixer | None
     feed_forward: FeedForward | None
+    layer: Layer | None = None
+    """The layer of the runtime; None if the runtime does not support it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,12 +178,11 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     """Build the spec of a model that the runtime supports."""
     layers = []
     kinds: dict[LayerKind, int] = {}
-    for kind, window, chunk in zip(model.block_kinds, model.layer_windows, model.layer_chunks, strict=True):
-        layers.append(kinds.setdefault(_layer_from_config(model, kind, window, chunk), len(kinds)))
+    for layer in model.layers:
+        layers.append(kinds.setdefault(_layer_from_config(model, layer), len(kinds)))
     mtp_kind = -1
-    if model.mtp_layers and model.mtp_block_kind != model.block_kinds[-1]:
-        layer = _layer_from_config(model, model.mtp_block_kind, model.layer_windows[-1], model.layer_chunks[-1])
-        mtp_kind = kinds.setdefault(layer, len(kinds))
+    if model.mtp_layers and model.mtp_layer.kind != model.block_kinds[-1]:
+        mtp_kind = kinds.setdefault(_layer_from_config(model, model.mtp_layer), len(kinds))
     return ModelSpec(
         name=model.preset or "model",
         hidden_size=model.hidden_size,
@@ -194,63 +196,60 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     )
 
 
-def _layer_from_config(model: ModelConfig, kind: str, window: int, chunk_size: int) -> LayerKind:
-    mixer = replace(_mixer_from_config(model, kind, window), chunk_size=chunk_size)
-    return LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, kind))
+def _layer_from_config(model: ModelConfig, layer: Layer) -> LayerKind:
+    mixer = replace(_mixer_from_config(layer), chunk_size=layer.chunk)
+    return LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, layer), layer=layer.kind)
 
 
-def _mixer_from_config(model: ModelConfig, kind: str, window: int) -> TokenMixer:
-    spec = attention_spec(model, kind)
-    matrices = [weight for weight in spec.weights(model) if weight.is_matrix]
-    if kind.endswith("L"):
-        state_size = spec.state_size(model)
+def _mixer_from_config(layer: Layer) -> TokenMixer:
+    core = layer.core
+    matrices = [w for w in layer.attention.params(layer.hidden_size) if w.is_matrix]
+    if isinstance(core, RecurrentCore):
+        state_size = core.state_size
         return TokenMixer(
             kind="linear",
             num_params=sum(weight.numel for weight in matrices),
             sharded_width=sum(w.shape[0] for w in matrices if w.tp_dim == 0 and not w.name.startswith("conv")),
             output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
-            state_flops=round(spec.core_flops(model, 0)),
+            state_flops=round(core.state_flops),
             core_bytes=RECURRENCE_BYTES if state_size else CONVOLUTION_BYTES,
-            segment_states=spec.transition_size(model) + state_size,
-            segment_scan=SCAN_SHARE * (1 + spec.transition_size(model) / state_size) if state_size else 0.0,
-            segment_tokens=(model.linear_conv_kernel - 1) * spec.conv_width(model),
+            segment_states=core.transition_size + state_size,
+            segment_scan=SCAN_SHARE * (1 + core.transition_size / state_size) if state_size else 0.0,
+            segment_tokens=(core.conv_kernel - 1) * core.conv_width,
         )
     indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
     num_params = sum(weight.numel for weight in matrices)
     matrices = [weight for weight in matrices if weight not in indexer]
     into_heads = [weight for weight in matrices if weight.tp_dim == 0]
     sharded_width = sum(weight.shape[0] for weight in into_heads)
-    # Sparse latent attention is computed in the space of the latents, which all heads share as one key head.
-    is_sparse_latent = bool(model.index_topk) and model.attention == "mla"
     latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
-    has_indexer = bool(indexer)
     return TokenMixer(
-        kind=model.attention,
+        kind=layer.attention.kind,
         num_params=num_params,
         sharded_width=sharded_width,
         output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
         latent_width=latent_width,
         latent_rank=sum(weight.numel for weight in into_heads) // sharded_width if latent_width else 0,
-        num_heads=model.num_attention_heads,
-        num_kv_heads=1 if is_sparse_latent else model.num_key_value_heads,
-        head_size=model.kv_lora_rank + model.qk_rope_head_dim if is_sparse_latent else model.head_size,
-        value_head_size=model.kv_lora_rank if is_sparse_latent else model.value_head_size,
-        window=window,
-        selected_keys=model.index_topk,
-        values_in_keys=is_sparse_latent,
+        num_heads=core.heads,
+        num_kv_heads=core.kv_heads,
+        head_size=core.key_width,
+        value_head_size=core.value_width,
+        window=layer.window,
+        selected_keys=core.selected,
+        values_in_keys=core.values_in_keys,
         index_params=sum(weight.numel for weight in indexer),
-        index_width=model.index_head_dim if has_indexer else 0,
-        index_flops=2 * model.index_heads * (model.index_head_dim + 1) if has_indexer else 0,
+        index_width=core.index_width,
+        index_flops=core.index_flops,
     )
 
 
 def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> TokenMixer:
     model = ModelConfig(hidden_size=hidden_size, num_attention_heads=heads, num_query_groups=groups, head_dim=head_size)
-    return _mixer_from_config(model, "D", window=0)
+    return _mixer_from_config(model.layers[0])
 
 
-def _feed_forward_from_config(model: ModelConfig, kind: str) -> FeedForward:
-    if kind[0] == "D":
+def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
+    if not layer.ffn.is_routed:
         return FeedForward(kind="dense", width=model.ffn_hidden_size)
     return FeedForward(
         kind="moe",

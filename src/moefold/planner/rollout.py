@@ -11,7 +11,6 @@ from itertools import product
 
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device
-from moefold.cost.layer_spec import layer_weights
 from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.decode import SamplingDegrees
@@ -209,9 +208,7 @@ class _Pricing:
             return 0.0
         model = self._cfg.model
         numel = sum(
-            weight.shard(degrees.tp, degrees.ep, degrees.etp).numel
-            for kind in model.block_kinds
-            for weight in layer_weights(model, kind)
+            weight.shard(degrees.tp, degrees.ep, degrees.etp).numel for layer in model.layers for weight in layer.params
         )
         return itemsize * numel / degrees.pp
 

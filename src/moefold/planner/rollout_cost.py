@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from moefold.config.groups.attention import RecurrentCore
+from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device
-from moefold.cost.kv_cache import cached_width, layer_state_bytes
-from moefold.cost.linear_memory import LINEAR_CHUNK_SIZE
 from moefold.cost.rollout_memory import rollout_weight_bytes, sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.unit_memory import compute_dtype_bytes
@@ -76,12 +76,14 @@ class SamplingCost:
         model = cfg.model
         per_rank = ceil(cfg.rl.updates * cfg.train.global_batch_size / degrees.dp)
         item = compute_dtype_bytes(cfg)
-        num_linear = model.attention_letters.count("L")
-        cached = [kind for kind in model.block_kinds if not kind.endswith("L")]
-        width = sum(cached_width(model, degrees.tp, rollout.cache, kind) for kind in cached) / max(1, len(cached))
+        states = [core for layer in model.layers if isinstance(core := layer.core, RecurrentCore)]
+        cached = [layer.core for layer in model.layers if not isinstance(layer.core, RecurrentCore)]
+        is_expanded = rollout.cache == "heads"
+        width = sum(core.cached_width(degrees.tp, expanded=is_expanded) for core in cached) / max(1, len(cached))
         rollout_bytes = ceil(lengths.total * ceil(len(cached) / degrees.pp) * width) * item
-        if num_linear:
-            rollout_bytes += ceil(num_linear / degrees.pp) * layer_state_bytes(model, degrees.tp, item)
+        if states:
+            mean_bytes = sum(core.state_bytes(degrees.tp, item) for core in states) // len(states)
+            rollout_bytes += ceil(len(states) / degrees.pp) * mean_bytes
         slots = max(1, min(rollout.slots, per_rank, int(rollout.cache_gib * 2**30 // rollout_bytes)))
         decode_pass_s = self._cost.pass_s(degrees, slots, lengths.prompt + lengths.new / 2)
         prompt_tokens = ceil(per_rank / cfg.rl.group_size) * lengths.prompt

@@ -43,7 +43,7 @@ def stage_collectives(cfg: Config, stage: Stage, kind: str, micro_batch: int) ->
     """Yield the expert collectives of one pass of a stage, in order; `kind` is F, B or I."""
     first = cfg.model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
-    layers = [number for number in numbers if cfg.model.all_layer_kinds[number] == "M"]
+    layers = [number for number in numbers if cfg.model.all_layers[number].ffn.is_routed]
     ops = dispatcher_of(cfg).collectives(cfg.parallel.ep, cfg.parallel.etp)
     recomputes = any(part in cfg.train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):

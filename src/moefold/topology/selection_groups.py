@@ -7,7 +7,7 @@ from moefold.config.model import ModelConfig
 
 def shares_selections(model: ModelConfig) -> bool:
     """Return whether some layers attend to the keys that an earlier layer selected."""
-    return any(kind.endswith("S") for kind in model.block_kinds)
+    return any(layer.attention.shares_selection for layer in model.layers)
 
 
 @lru_cache(maxsize=256)
@@ -18,9 +18,10 @@ def selection_sources(model: ModelConfig) -> tuple[int, ...]:
     """
     sources: list[int] = []
     last = 0
-    for number, kind in enumerate(model.all_block_kinds):
-        last = last if kind[1:] else number
-        sources.append(last if kind.endswith("S") else number)
+    for number, layer in enumerate(model.all_layers):
+        is_shared = layer.attention.shares_selection
+        last = last if is_shared or layer.attention.is_recurrent else number
+        sources.append(last if is_shared else number)
     return tuple(sources)
 
 

@@ -126,7 +126,7 @@ def _describe_model(cfg: Config) -> str:
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
     zero = f" and {model.zero_experts} without computation" if model.zero_experts else ""
-    experts = f", {model.num_experts} experts{zero}, top {model.top_k}" if "M" in model.layer_kinds else ""
+    experts = f", {model.num_experts} experts{zero}, top {model.top_k}" if has_moe_layers(model) else ""
     adapters = adapter_weights(model, cfg.lora)
     trained = sum(weight.numel for weight in adapters.values())
     lora = f"; {format_count(trained)} parameters in adapters of rank {cfg.lora.rank} are trained" if adapters else ""

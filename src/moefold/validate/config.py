@@ -19,7 +19,7 @@ from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
-from moefold.validate.model import MODEL_RULES
+from moefold.validate.model import MODEL_RULES, validate_layer_pattern
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
 from moefold.validate.regroup import REGROUP_RULES
@@ -66,6 +66,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
             degrees fold.
     """
     raise_all(range_problems(cfg))
+    raise_all(validate_layer_pattern(cfg))
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
@@ -118,4 +119,5 @@ def check_model(model: ModelConfig) -> None:
     """
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
+    raise_all(validate_layer_pattern(cfg))
     raise_all(message for rule in MODEL_RULES for message in rule(cfg))

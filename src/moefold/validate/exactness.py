@@ -7,9 +7,11 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen
+from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.wire import WirePart
+from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.kv_cache import PAGE_POSITIONS
@@ -84,12 +86,16 @@ def _mapping(cfg: Config) -> Iterator[str]:
         yield f"moe.dispatch_precision={cfg.moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
 
 
+def caches_latents(layer: Layer) -> bool:
+    """Return whether decoding attends to all cached latents, by projections that training does not use."""
+    return isinstance(layer.core, SoftmaxCore) and layer.core.cached_expanded > 0 and not layer.core.selected
+
+
 def _model(cfg: Config) -> Iterator[str]:
     if cfg.lora.rank:
         yield f"lora.rank={cfg.lora.rank}: the products of adapters are added in another order; train all weights"
     model = cfg.model
-    is_latent = model.attention == "mla"
-    if is_latent and cfg.rollout.cache != "heads" and not model.index_topk:
+    if cfg.rollout.cache != "heads" and any(caches_latents(layer) for layer in model.layers):
         yield (
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"
@@ -99,7 +105,7 @@ def _model(cfg: Config) -> Iterator[str]:
             f"model.attention_pattern={model.attention_pattern!r}: linear attention trains in chunks and decodes token "
             "by token, whose sums differ; choose a pattern without L"
         )
-    if "C" in model.attention_pattern and model.attention_chunk_size % PAGE_POSITIONS:
+    if any(layer.chunk % PAGE_POSITIONS for layer in model.layers):
         yield (
             f"model.attention_chunk_size={model.attention_chunk_size}: decoding reads pages of {PAGE_POSITIONS} "
             f"positions; choose {nearest_multiples(model.attention_chunk_size, PAGE_POSITIONS)}"
@@ -109,7 +115,7 @@ def _model(cfg: Config) -> Iterator[str]:
             f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
             "the number of tokens; choose 0"
         )
-    head_dim = max(model.head_size, model.v_head_dim) if is_latent else model.head_size
+    head_dim = max(model.head_size, model.value_head_size)
     if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if cfg.train.seq_len > MAX_EXACT_SEQ_LEN:

@@ -4,14 +4,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from moefold.config.model import (
-    ATTENTION_KINDS,
-    INDEX_KINDS,
-    LAYER_KINDS,
-    ROPE_KINDS,
-    ModelConfig,
-    expand_layer_pattern,
-)
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
@@ -294,7 +288,6 @@ MODEL_RULES = (
     validate_zero_centered_norms,
     validate_linear_attention,
     *SPARSE_ATTENTION_RULES,
-    validate_layer_pattern,
     validate_sliding_window,
     validate_attention_chunks,
     validate_norms_without_weights,

@@ -13,10 +13,9 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import shard_rows
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
-from moefold.cost.layer_spec import attention_spec
-from moefold.cost.param_spec import shard_rows
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
@@ -172,10 +171,8 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
     if model.has_softmax_attention:
         yield from _validate_tp_of_heads(model, tp)
-    if model.has_linear_attention and model.linear_attention == "short_convolution":
-        yield from _validate_divides("tp", tp, "model.hidden_size", model.hidden_size)
-    elif model.has_linear_attention:
-        yield from _validate_divides("tp", tp, "model.linear_num_key_heads", model.linear_num_key_heads)
+    for attention in dict.fromkeys(layer.attention for layer in model.block_kinds if layer.attention.is_recurrent):
+        yield from _validate_divides("tp", tp, *attention.tp_unit(model.hidden_size))
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     if has_moe_layers(model):
@@ -195,7 +192,7 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
 def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
     yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
     groups = model.num_key_value_heads
-    replicates_keys = any(weight.tp_heads for weight in attention_spec(model).weights(model))
+    replicates_keys = any(weight.tp_heads for layer in model.block_kinds for weight in layer.params)
     if groups % tp and replicates_keys and tp % groups:
         yield (
             f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "

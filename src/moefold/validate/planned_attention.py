@@ -43,7 +43,7 @@ def validate_placement(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     if p.context != "planned":
         return
-    if "C" in cfg.model.attention_pattern:
+    if any(layer.chunk for layer in cfg.model.layers):
         yield (
             f"parallel.context='planned' plans attention within documents, and model.attention_pattern="
             f"{cfg.model.attention_pattern!r} has layers of kind C, which divide them into chunks; choose "

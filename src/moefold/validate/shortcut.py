@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from moefold.config.model import expand_layer_pattern
 from moefold.config.schema import Config
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
 
@@ -24,22 +23,18 @@ def validate_shortcut(cfg: Config) -> Iterator[str]:
             f"{KEY} adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means none; set "
             "shared_expert_ffn_hidden_size"
         )
-    try:
-        unit = expand_layer_pattern(model.layer_pattern)
-    except ValueError:
-        return
-    kinds = "".join(unit[i % len(unit)] for i in range(model.num_layers))
-    if "MM" in kinds or kinds.endswith("M"):
+    is_routed = [layer.ffn.is_routed for layer in model.layers]
+    if any(left and right for left, right in zip(is_routed, [*is_routed[1:], True], strict=True)):
         yield (
             f"{KEY} adds the routed output of a layer after the next one, which is dense, and "
             f"model.layer_pattern={model.layer_pattern!r} has layers M without a D after them in model.num_layers="
             f"{model.num_layers}; choose 'MD' with an even number of layers"
         )
         return
-    yield from _validate_stages(cfg, kinds)
+    yield from _validate_stages(cfg, is_routed)
 
 
-def _validate_stages(cfg: Config, kinds: str) -> Iterator[str]:
+def _validate_stages(cfg: Config, is_routed: list[bool]) -> Iterator[str]:
     """Check that no pipeline stage ends with an MoE layer."""
     p = cfg.parallel
     num_stages = p.pp * p.virtual_stages
@@ -58,7 +53,7 @@ def _validate_stages(cfg: Config, kinds: str) -> Iterator[str]:
         except ValueError:
             return
     for number, stage in enumerate(stages):
-        if stage.layers and stage.layers[-1] < len(kinds) and kinds[stage.layers[-1]] == "M":
+        if stage.layers and stage.layers[-1] < len(is_routed) and is_routed[stage.layers[-1]]:
             yield (
                 f"{KEY} adds the routed output of a layer after the next one on the same pipeline stage, and stage "
                 f"{number} of {num_stages} ends with layer {stage.layers[-1]}, an M; choose parallel.pp and "

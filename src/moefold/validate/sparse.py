@@ -20,12 +20,12 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
             "the whole sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
         )
     rotated = model.rotary_dim
-    if "R" in model.rope_pattern and model.index_head_dim < rotated:
+    if model.has_rope and model.index_head_dim < rotated:
         yield (
             f"model.index_head_dim={model.index_head_dim} must be at least {rotated}, the dims of a head that have "
             f"RoPE; choose {rotated} or more"
         )
-    if "W" in model.attention_pattern and 0 < model.sliding_window <= top_k:
+    if any(layer.window for layer in model.layers) and 0 < model.sliding_window <= top_k:
         yield (
             f"model.index_topk={top_k} selects all keys of model.sliding_window={model.sliding_window}; choose less "
             f"than {model.sliding_window}, or a model.attention_pattern without W"
@@ -36,20 +36,15 @@ def validate_shared_selections(cfg: Config) -> Iterator[str]:
     """Check that a layer which shares a selection follows one with an indexer and the same window."""
     model = cfg.model
     name = f"model.index_pattern={model.index_pattern!r}"
-    try:
-        kinds = model.block_kinds
-        windows = model.layer_windows
-    except ValueError:
-        return
-    mixers = [kind[1:] for kind in kinds if not kind.endswith("L")]
-    if mixers and mixers[0] == "S":
+    softmax = [layer.attention for layer in model.layers if not layer.attention.is_recurrent]
+    if softmax and softmax[0].shares_selection:
         yield (
             f"{name} begins with a layer S, which attends to the keys that a layer before it selects; let the first "
             "layer of softmax attention be F"
         )
         return
     for number, source in enumerate(selection_sources(model)[: model.num_layers]):
-        if windows[number] != windows[source]:
+        if model.layers[number].window != model.layers[source].window:
             yield (
                 f"{name} lets layer {number} attend to the keys that layer {source} selects, and "
                 f"model.attention_pattern={model.attention_pattern!r} gives them different sliding windows; let layer "
@@ -66,9 +61,9 @@ def validate_selection_stages(cfg: Config) -> Iterator[str]:
 def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
     """Yield the errors of `validate_selection_stages` with this layout instead of the recipe's."""
     model = cfg.model
+    is_shared = shares_selections(model)
+    starts = stage_starts(model)
     try:
-        is_shared = shares_selections(model)
-        starts = stage_starts(model)
         stages = parse_layout(pipeline_layout) if pipeline_layout not in ("", "auto") else ()
     except ValueError:
         return

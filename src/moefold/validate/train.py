@@ -368,9 +368,7 @@ def validate_compile(cfg: Config) -> Iterator[str]:
 
 def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
-    has_head_norms = model.attention == "gqa" and model.qk_norm and model.qk_norm_width == "head"
-    has_head_norms = has_head_norms and model.qk_norm_weight
-    has_head_norms = has_head_norms and not model.qk_norm_after_rope and "R" in model.rope_pattern
+    has_head_norms = any(layer.attention.fuses_head_norms for layer in model.layers)
     has_shared_expert = has_moe_layers(model) and model.shared_expert_ffn_hidden_size > 0
     return has_head_norms or has_shared_expert or has_dense_layers(model)
 

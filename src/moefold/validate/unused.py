@@ -4,17 +4,21 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from moefold.config.chosen import chosen, chosen_in, read_key, readers
+from typing import Any
+
+from moefold.config.chosen import chosen, chosen_in, layer_readers, read_key, readers
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.model import ModelConfig
+from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
-from moefold.validate.exactness import inexact_settings
+from moefold.validate.exactness import caches_latents, inexact_settings
 from moefold.validate.lora import UNUSED_LORA_KEYS
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
@@ -24,13 +28,11 @@ from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.spsa import UNUSED_SPSA_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
-from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rope import ROPE_RULES
 from moefold.validate.unused_rule import UnusedKeyRule
 
 UNUSED_KEY_RULES = (
-    *LINEAR_ATTENTION_RULES,
     *LAYER_RULES,
     *ROPE_RULES,
     *UNUSED_SPARSE_KEYS,
@@ -52,12 +54,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
-    ),
-    UnusedKeyRule(
-        "model.ffn_hidden_size",
-        lambda cfg: not has_dense_layers(cfg.model),
-        "no layer of model.layer_pattern is D",
-        "choose a pattern with D, or set model.moe_ffn_hidden_size, the width of an expert",
     ),
     UnusedKeyRule(
         "train.offload_to train.offload_limit_gib train.offload_waits",
@@ -84,12 +80,6 @@ UNUSED_KEY_RULES = (
         "choose run.compile='none'",
     ),
     UnusedKeyRule(
-        "model.sliding_window",
-        lambda cfg: "W" not in cfg.model.attention_pattern,
-        "no layer of model.attention_pattern is W",
-        "choose a pattern with W",
-    ),
-    UnusedKeyRule(
         "model.swiglu_alpha model.swiglu_limit",
         lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
         "only model.moe_activation='clamped_swiglu' reads it",
@@ -106,24 +96,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
         "model.shared_expert_ffn_hidden_size=0 means no shared expert",
         "set model.shared_expert_ffn_hidden_size",
-    ),
-    UnusedKeyRule(
-        "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim",
-        lambda cfg: cfg.model.attention != "mla",
-        "only model.attention='mla' reads it",
-        "choose model.attention='mla'",
-    ),
-    UnusedKeyRule(
-        "model.num_query_groups model.head_dim model.rope_fraction",
-        lambda cfg: cfg.model.attention == "mla",
-        "model.attention='mla' defines its heads by other keys",
-        "set model.kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
-    ),
-    UnusedKeyRule(
-        "model.attention_scale",
-        lambda cfg: cfg.model.attention == "mla",
-        "model.attention='mla' scales its scores by the width of its heads and model.rope_mscale_all_dim",
-        "choose model.attention='gqa'",
     ),
     UnusedKeyRule(
         "moe.drop_policy moe.drop_scope",
@@ -255,7 +227,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rollout.cache",
-        lambda cfg: cfg.model.attention != "mla" or cfg.model.index_topk > 0,
+        lambda cfg: not any(caches_latents(layer) for layer in cfg.model.layers),
         "only model.attention='mla' has latents, which sparse attention (model.index_topk) always caches",
         "choose model.attention='mla' without model.index_topk",
     ),
@@ -501,6 +473,9 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     Raises:
         ConfigError: one line for each such setting.
     """
+    if not _has_layers(cfg.model):
+        # `check_config` names the reason.
+        return
     messages: dict[str, str] = {}
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
@@ -509,7 +484,27 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     for name in sorted(explicit_keys & readers().keys() - messages.keys()):
         if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
             messages[name] = _describe_unused(cfg, name, *reason)
+    for name, owners in keys_of_absent_parts(cfg.model).items():
+        if name in explicit_keys - messages.keys() and _is_set(cfg, name):
+            remedies = dict.fromkeys(owner.chosen_by for owner in owners)
+            messages[name] = _describe_unused(cfg, name, "no layer reads it", f"choose {join_with_or(list(remedies))}")
     raise_all(messages.values())
+
+
+def keys_of_absent_parts(model: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the keys that no layer of a model reads, with the classes of parts that would."""
+    parts = {type(part) for layer in model.all_layers for part in layer.parts()}
+    return {name: owners for name, owners in layer_readers().items() if parts.isdisjoint(owners)}
+
+
+def _has_layers(model: ModelConfig) -> bool:
+    """Return whether the patterns and sizes of a model describe layers."""
+    if not 0 < model.num_layers <= MAX_LAYERS or not 0 <= model.mtp_layers <= MAX_LAYERS:
+        return False
+    try:
+        return bool(model.all_layers)
+    except (ValueError, ZeroDivisionError):
+        return False
 
 
 def _is_set(cfg: Config, name: str) -> bool:

@@ -1,22 +1,24 @@
 """Keys without effect in models without certain kinds of layers and experts."""
 
+from collections.abc import Iterator
+
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.attention import AttentionPart
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.model import ModelConfig
 from moefold.validate.unused_rule import UnusedKeyRule
 
+
+def has_nope(model: ModelConfig) -> bool:
+    """Return whether a layer of softmax attention has no RoPE."""
+    return not all(part.has_rope for part in _attentions(model))
+
+
+def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
+    return (layer.attention for layer in model.layers)
+
+
 LAYER_RULES = (
-    UnusedKeyRule(
-        "model.qk_norm_width",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
-    ),
-    UnusedKeyRule(
-        "model.qk_norm_after_rope",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
-    ),
     UnusedKeyRule(
         "moe.weight_in_expert",
         lambda cfg: cfg.model.router_probs_on_input,
@@ -32,26 +34,14 @@ LAYER_RULES = (
         "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedKeyRule(
-        "model.qk_norm_weight",
-        lambda cfg: not cfg.model.qk_norm,
-        "model.qk_norm=false normalises nothing",
-        "set model.qk_norm=true",
-    ),
-    UnusedKeyRule(
         "model.qk_norm_nope",
-        lambda cfg: not cfg.model.qk_norm or "N" not in cfg.model.rope_pattern,
+        lambda cfg: not cfg.model.qk_norm or not has_nope(cfg.model),
         "there is no norm of queries and keys (model.qk_norm), or no layer of model.rope_pattern is N",
         "set model.qk_norm=true, and choose a pattern with N",
     ),
     UnusedKeyRule(
-        "model.attention_chunk_size",
-        lambda cfg: "C" not in cfg.model.attention_pattern,
-        "no layer of model.attention_pattern is C",
-        "choose a pattern with C",
-    ),
-    UnusedKeyRule(
         "model.nope_temperature_scale",
-        lambda cfg: "N" not in cfg.model.rope_pattern or cfg.model.attention == "mla",
+        lambda cfg: not has_nope(cfg.model) or not any(part.has_temperature for part in _attentions(cfg.model)),
         "no layer of model.rope_pattern is N, or model.attention='mla' has no temperature",
         "choose a pattern with N and model.attention='gqa'",
     ),
@@ -62,9 +52,16 @@ LAYER_RULES = (
         "set model.nope_temperature_scale",
     ),
     UnusedKeyRule(
-        "model.mla_scale_latents",
-        lambda cfg: cfg.model.attention != "mla",
-        "model.attention is not 'mla'",
-        "set model.attention='mla'",
+        "model.linear_attention",
+        lambda cfg: not cfg.model.has_linear_attention,
+        "no layer of model.attention_pattern is L",
+        "choose a pattern with L",
+    ),
+    UnusedKeyRule(
+        "model.attention model.qk_norm model.attention_gate model.rope_theta model.rope_scaling "
+        "model.rope_interleaved model.rope_pattern model.nope_temperature_scale",
+        lambda cfg: not cfg.model.has_softmax_attention,
+        "all layers of model.attention_pattern are L, without softmax attention",
+        "choose a pattern with F",
     ),
 )

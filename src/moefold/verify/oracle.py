@@ -10,12 +10,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, read_key
+from moefold.config.groups.attention import LinearFormula
 from moefold.config.groups.wire import WirePart
+from moefold.config.layers import LAYER_KEYS
+from moefold.config.part import Part, flat_keys_of
 from moefold.config.schema import Config
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
@@ -25,6 +29,7 @@ from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
+    has_a_gate_per_head,
     hidden_keys,
     latent_queries,
     mla_heads,
@@ -32,11 +37,9 @@ from moefold.verify.oracle_attention import (
     softmax_scale,
 )
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
-from moefold.verify.oracle_linear import linear_attention
 from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer, has_backward_pass
-from moefold.verify.oracle_patterns import attention_letter, check_letters, has_a_gate_per_head
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
 from moefold.verify.read_record import ReadRecord
 from moefold.verify.recipe_keys import unread_keys
@@ -121,9 +124,10 @@ class Oracle:
         self.reads = ReadRecord() if reads is None else reads
         cfg = self.reads.watch(cfg)
         self.cfg = cfg
-        check_letters(cfg.model)
         self._is_frozen_expert = is_frozen_expert
         self._objective = objective
+        self._residual_norm = formula_of(cfg.model.layers[0].norm)
+        self._read_layers(cfg)
         self.weights: Weights = {
             name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()
         }
@@ -279,6 +283,21 @@ class Oracle:
             x = self._layer(i, x, documents, context, routed)
         return self._hidden_norm("head.norm", x)
 
+    @staticmethod
+    def _read_layers(cfg: Config) -> None:
+        """Read the keys that choose the parts of the layers, and those of the parts that have a formula.
+
+        A test shows that a formula reads each field of its part.
+        """
+        for key in LAYER_KEYS:
+            read_key(cfg, key)
+        for layer in cfg.model.all_layers:
+            for part in layer.parts():
+                if isinstance(part, Part) and part.formula() is not None:
+                    owner: Any = type(part)
+                    for _, name in flat_keys_of(owner):
+                        read_key(cfg, str(name))
+
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
@@ -289,15 +308,15 @@ class Oracle:
         )
         x = x + factor * self._output_norm(f"{name}.attention", attended)
         normed = self._input_norm(f"{name}.ffn", x)
-        match self.cfg.model.all_layer_kinds[i]:
-            case "D":
+        match self.cfg.model.all_layers[i].ffn.kind:
+            case "swiglu":
                 shortcut = self._shortcut
                 self._shortcut = torch.zeros_like(x)
                 return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
-            case "M":
+            case "moe":
                 return self._moe_layer(i, x, normed, context, routed)
             case unknown:
-                no_formula(f"{unknown!r} in model.layer_pattern")
+                no_formula(f"ffn {unknown!r}")
 
     def _moe_layer(
         self, i: int, x: Tensor, normed: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -376,15 +395,9 @@ class Oracle:
 
     def _hidden_norm(self, name: str, x: Tensor) -> Tensor:
         """Return a norm of the residual stream."""
-        match self.cfg.model.norm:
-            case "rmsnorm":
-                return self._norm(name, x)
-            case "layernorm":
-                centered = x - x.mean(-1, keepdim=True)
-                deviation = (centered.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
-                return centered / deviation * self._weights[f"{name}.weight"] + self._weights[f"{name}.bias"]
-            case unknown:
-                unknown_kind("model.norm", unknown)
+        bias = self._weights.get(f"{name}.bias")
+        normalized: Tensor = self._residual_norm(x, self._weights[f"{name}.weight"], bias)
+        return normalized
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         mean_square = x.square().mean(-1, keepdim=True)
@@ -413,10 +426,11 @@ class Oracle:
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
-        if attention_letter(model, layer) == "L":
-            return linear_attention(model, self._weights, name, x, documents)
+        part = model.all_layers[layer].attention
+        if part.is_recurrent:
+            return self._linear_attention(formula_of(part), name, x, documents)
         batch, length, _ = x.shape
-        has_rope = model.rope_layers[layer]
+        has_rope = part.has_rope
         positions = document_positions(documents)
 
         def heads(letter: str, count: int) -> Tensor:
@@ -434,7 +448,7 @@ class Oracle:
                 return self._head_norm(f"{name}.{norm}", rotate(y), has_rope=has_rope)
             return rotate(self._head_norm(f"{name}.{norm}", y, has_rope=has_rope))
 
-        match model.attention:
+        match part.kind:
             case "mla":
                 query, key, value = mla_heads(model, self._weights, name, x, positions if has_rope else None)
             case "gqa":
@@ -444,7 +458,7 @@ class Oracle:
                 if not has_rope:
                     query = query * nope_temperature(model, positions)[:, :, None, None]
             case unknown:
-                unknown_kind("model.attention", unknown)
+                no_formula(f"model.attention={unknown!r}")
         scale = softmax_scale(model)
         masked = hidden_keys(model, layer, documents, positions)
         index = None
@@ -476,20 +490,30 @@ class Oracle:
         result = attended @ self._weights[f"{name}.wo"].T
         return result + self._weights[f"{name}.bo"] if model.attention_output_bias else result
 
+    def _linear_attention(self, formula: LinearFormula, name: str, x: Tensor, documents: Tensor) -> Tensor:
+        """Return the output of a layer without softmax for x [B, S, H], each document by itself."""
+        prefix = f"{name}."
+        weights = {key.removeprefix(prefix): w for key, w in self._weights.items() if key.startswith(prefix)}
+        rows = []
+        for sample, numbers in zip(x, documents, strict=True):
+            groups = (numbers == number for number in torch.unique_consecutive(numbers))
+            rows.append(torch.cat([formula(weights, sample[group], self.cfg.model.norm_eps) for group in groups]))
+        return torch.stack(rows)
+
     def _index(self, name: str, x: Tensor, masked: Tensor, positions: Tensor, layer: int) -> OracleIndexer:
         """Return the selection of a layer: its own, or the selection of an earlier layer in the same micro-batch."""
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]
-        rope_positions = positions if model.rope_layers[layer] else None
+        rope_positions = positions if model.all_layers[layer].attention.has_rope else None
         index = OracleIndexer(self.cfg, self._weights, f"{name}.indexer", rope_positions)
-        match model.attention:
+        match model.all_layers[layer].attention.kind:
             case "mla":
                 source = latent_queries(model, self._weights, name, x)
             case "gqa":
                 source = x
             case unknown:
-                unknown_kind("model.attention", unknown)
+                no_formula(f"model.attention={unknown!r}")
         index.score(x.detach(), source.detach(), masked)
         self._indexers[layer] = index
         return index

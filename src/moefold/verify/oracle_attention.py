@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
-from moefold.verify.no_formula import no_formula, unknown_kind
-from moefold.verify.oracle_patterns import attention_letter
+from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
 
 
 def mla_heads(
@@ -77,16 +76,8 @@ def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Te
     length = documents.shape[1]
     ones = torch.ones(length, length, dtype=torch.bool)
     masked = ones.triu(1) | (documents[:, :, None] != documents[:, None, :])
-    match attention_letter(model, layer):
-        case "F":
-            return masked
-        case "W":
-            return masked | ones.tril(-model.sliding_window)
-        case "C":
-            chunk = positions // model.attention_chunk_size
-            return masked | (chunk[:, :, None] != chunk[:, None, :])
-        case unknown:
-            no_formula(f"{unknown!r} in model.attention_pattern")
+    span = model.all_layers[layer].attention.span
+    return masked if span is None else masked | formula_of(span)(positions)
 
 
 def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
@@ -118,7 +109,7 @@ def softmax_scale(model: ModelConfig) -> float:
         case "mla":
             return scale * _mscale_of_latents(model) ** 2
         case unknown:
-            unknown_kind("model.attention", unknown)
+            no_formula(f"model.attention={unknown!r}")
 
 
 def _mscale_of_latents(model: ModelConfig) -> float:
@@ -235,3 +226,14 @@ def _yarn_ramp(model: ModelConfig, i: int, rotary_dim: int) -> float:
     if low == high:
         high = low + 0.001
     return min(1.0, max(0.0, (i - low) / (high - low)))
+
+
+def has_a_gate_per_head(model: ModelConfig) -> bool:
+    """Return whether a gate of softmax attention belongs to a whole head, not to one dim of it."""
+    match model.attention_gate_width:
+        case "head":
+            return True
+        case "dim":
+            return False
+        case unknown:
+            unknown_kind("model.attention_gate_width", unknown)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, TrainConfig
 from moefold.verify.no_formula import no_formula, unknown_kind
-from moefold.verify.oracle_patterns import attention_letter, has_a_gate_per_head
+from moefold.verify.oracle_attention import has_a_gate_per_head
 from moefold.verify.oracle_schedule import oracle_rate
 
 MUON_GROUP_PATTERNS = {
@@ -118,7 +118,7 @@ class OracleOptimizer:
         if found is None:
             return False
         model = self.cfg.model
-        if attention_letter(model, int(found[1])) != "L":
+        if not model.all_layers[int(found[1])].attention.is_recurrent:
             return has_a_gate_per_head(model)
         match model.linear_attention:
             case "gated_deltanet":
@@ -128,7 +128,7 @@ class OracleOptimizer:
             case "gla" | "short_convolution":
                 return False
             case unknown:
-                unknown_kind("model.linear_attention", unknown)
+                no_formula(f"model.linear_attention={unknown!r}")
 
     def _adamw(self, name: str, gradient: Tensor) -> Tensor:
         first, second = self._moments[name]

@@ -10,6 +10,7 @@ from moefold.config.chosen import RoutingSections, chosen
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.patterns import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
 from moefold.config.sites import SitesConfig
@@ -223,7 +224,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
     if p.pipeline_layout not in ("", "auto"):
         stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
         num_layers = sum(stage_sizes)
-    attention_pattern = _keep_kinds(model.attention_letters, num_layers)
+    attention_pattern = _keep_kinds(spell(model.attention_pattern, ATTENTION_KINDS, model.num_layers), num_layers)
     key_value_heads = model.num_key_value_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if p.context == "ulysses":
@@ -240,12 +241,12 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         else model.sparsemixer_jitter,
         preset="",
         num_layers=num_layers,
-        layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model.layer_kinds, num_layers),
+        layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model, num_layers),
         hidden_size=lcm(HEAD_SIZE * 4, p.etp, p.tp),
         attention_pattern=attention_pattern,
         sliding_window=min(model.sliding_window, MAX_WINDOW),
         attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
-        rope_pattern=_keep_kinds("".join("NR"[has_rope] for has_rope in model.rope_layers), num_layers),
+        rope_pattern=_keep_kinds(spell(model.rope_pattern, ROPE_KINDS, model.num_layers), num_layers),
         nope_temperature_tokens=min(model.nope_temperature_tokens, MAX_WINDOW),
         num_attention_heads=heads,
         num_query_groups=groups,
@@ -292,11 +293,12 @@ def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
     return min(model.num_experts, step * -(-max(for_top_k, for_groups, 2 * p.ep) // step))
 
 
-def _shrink_layer_pattern(kinds: tuple[str, ...], num_layers: int) -> str:
+def _shrink_layer_pattern(model: ModelConfig, num_layers: int) -> str:
     """Return a pattern of dense and MoE layers in the model's proportions, with both kinds if the model has both."""
+    kinds = spell(model.layer_pattern, LAYER_KINDS, model.num_layers)
     picked = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
-        picked[0] = "D" if picked[0] == "M" else "M"
+        picked[0] = next(letter for letter in kinds if letter != picked[0])
     return "".join(picked)
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from moefold.config.param_spec import ParamSpec
 from moefold.cost.hardware import Device
-from moefold.cost.layer_spec import layer_weights, mtp_layer_weights
-from moefold.cost.param_spec import ParamSpec
+from moefold.cost.layer_spec import mtp_layer_weights
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload, elementwise_max
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.states import layer_letter
+from moefold.planner.memory.states import runtime_layer
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.topology.schedules import SCHEDULES
 
@@ -84,7 +84,7 @@ class MuonCost:
         weights = [
             (count, weight)
             for kind, count in enumerate(counts)
-            for weight in self._matrices(layer_weights(self._model_config, layer_letter(self._model_spec, kind)))
+            for weight in self._matrices(runtime_layer(self._model_spec, kind).params)
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]

@@ -7,10 +7,12 @@ touched in the mean. Not calibrated: no published measurement of decoding is in 
 
 from dataclasses import dataclass
 
+from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
+from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.cost.hardware import Device
-from moefold.cost.kv_cache import CacheKind, cached_width, layer_state_bytes
-from moefold.cost.layer_spec import attention_spec, embedding_weight, layer_weights
+from moefold.cost.kv_cache import CacheKind
+from moefold.cost.layer_spec import embedding_weight
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_to_all_s, p2p_s
 
 LAUNCHES_PER_BLOCK = 55
@@ -69,7 +71,7 @@ class DecodeCost:
             chunk: tokens for which a state of linear attention is read and written once.
         """
         hidden_bytes = rows * self._model.hidden_size * self._itemsize
-        seconds = sum(self._layer_s(kind, degrees, rows, keys, rows / chunk) for kind in self._model.block_kinds)
+        seconds = sum(self._layer_s(layer, degrees, rows, keys, rows / chunk) for layer in self._model.block_kinds)
         head = embedding_weight(self._model).numel / degrees.tp
         seconds += self._local_s(head * self._itemsize, 2 * head * rows, launches=1)
         stride = degrees.world_size // degrees.pp
@@ -77,27 +79,26 @@ class DecodeCost:
         # The host reads the new tokens before it starts the next pass.
         return seconds + self._device.sync_s
 
-    def _layer_s(self, kind: str, degrees: SamplingDegrees, rows: float, keys: float, states: float) -> float:
+    def _layer_s(self, layer: Layer, degrees: SamplingDegrees, rows: float, keys: float, states: float) -> float:
         """Return the seconds of one layer."""
         model = self._model
-        spec = attention_spec(model, kind)
-        shards = [weight.shard(degrees.tp, degrees.ep, degrees.etp) for weight in layer_weights(model, kind)]
+        core = layer.core
+        shards = [weight.shard(degrees.tp, degrees.ep, degrees.etp) for weight in layer.params]
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
         # Sparse attention reads the index keys of all tokens, and keys and values of the selected ones.
-        sparse = model.index_topk > 0 and not kind.endswith("L")
-        selected = min(keys, model.index_topk) if sparse else keys
-        index_width = model.index_head_dim if selected < keys and not kind.endswith("S") else 0
-        width = 0 if kind.endswith("L") else cached_width(model, degrees.tp, self._cache, kind)
+        selected = min(keys, core.selected) if isinstance(core, SoftmaxCore) and core.selected else keys
+        index_width = core.index_width if isinstance(core, SoftmaxCore) and selected < keys else 0
+        width = core.cached_width(degrees.tp, expanded=self._cache == "heads")
         cached = selected * (width - index_width) + keys * index_width
         num_bytes = dense * self._itemsize + rows * cached * self._itemsize
-        if kind.endswith("L"):
-            num_bytes += 2 * states * layer_state_bytes(model, degrees.tp, self._itemsize)
-        flops = 2.0 * dense * rows + spec.core_flops(model, keys) * rows / degrees.tp
+        if isinstance(core, RecurrentCore):
+            num_bytes += 2 * states * core.state_bytes(degrees.tp, self._itemsize)
+        flops = 2.0 * dense * rows + core.flops(keys) * rows / degrees.tp
         tp_group = RankGroup(degrees.tp, 1)
         hidden_bytes = rows * model.hidden_size * self._itemsize
         # Each of the two sub-layers gathers and scatters its tokens; a MoE layer dispatches the tokens of its tp rank.
-        comm_s = (2 if kind[0] == "M" else 4) * all_gather_s(self._device, tp_group, hidden_bytes)
+        comm_s = (2 if layer.ffn.is_routed else 4) * all_gather_s(self._device, tp_group, hidden_bytes)
         if experts:
             tokens = rows * degrees.dp / degrees.edp
             local = model.num_experts // degrees.ep

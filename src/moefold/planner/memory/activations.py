@@ -7,6 +7,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.layers import Layer
+from moefold.config.param_spec import shard_rows
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
@@ -18,11 +20,10 @@ from moefold.cost.activation_columns import (
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
-from moefold.cost.param_spec import shard_rows
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.states import layer_letter
+from moefold.planner.memory.states import runtime_layer
 from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
 from moefold.topology.dispatchers import ALL_GATHER, ALL_TO_ALL, dispatcher_spec
 
@@ -38,8 +39,8 @@ OFFLOADABLE_LABELS = (
     UNSUPPORTED_LAYER,
 )
 
-PARTS_NOT_IN_KIND = {"D": frozenset({"moe", "expert_activation", "shared_experts"}), "M": frozenset({"dense_mlp"})}
-"""Recomputable parts that a layer of a kind does not have."""
+PARTS_NOT_IN_KIND = (frozenset({"moe", "expert_activation", "shared_experts"}), frozenset({"dense_mlp"}))
+"""Recomputable parts that a dense layer does not have, and that an MoE layer does not have."""
 
 MemoryStrategy = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts to recompute, and parts to offload."""
@@ -237,7 +238,7 @@ class ActivationMemoryTable:
         )
         saved: dict[int, BytesByPart] = {}
         for kind in range(columns.num_kinds):
-            saved[kind], found = self._layer_bytes(formula, layer_letter(self.model_spec, kind), mapping)
+            saved[kind], found = self._layer_bytes(formula, runtime_layer(self.model_spec, kind), mapping)
             for first, sizes in found.items():
                 table[:, first + kind] = sizes
         for name, parts in end_columns(formula).items():
@@ -245,16 +246,16 @@ class ActivationMemoryTable:
         return saved, table
 
     def _layer_bytes(
-        self, formula: ActivationMemory, letter: str, mapping: ParallelMapping
+        self, formula: ActivationMemory, layer: Layer, mapping: ParallelMapping
     ) -> tuple[BytesByPart, dict[int, ByteTable]]:
-        """Return the saved bytes of a layer of one of `BLOCK_KINDS`, and its bytes by first column.
+        """Return the saved bytes of a kind of layers, and its bytes by first column.
 
         Cached by the parts of the mapping and of the recomputation that this kind has.
         """
-        degrees = self.cache_key(mapping) if letter[0] == "M" else (mapping.tp,)
-        key = (letter, *degrees, formula.recompute - PARTS_NOT_IN_KIND[letter[0]])
+        degrees = self.cache_key(mapping) if layer.ffn.is_routed else (mapping.tp,)
+        key = (layer, *degrees, formula.recompute - PARTS_NOT_IN_KIND[layer.ffn.is_routed])
         if key not in self._layer_cache:
-            found = layer_columns(formula, letter)
+            found = layer_columns(formula, layer)
             self._layer_cache[key] = (
                 found["saved"],
                 {self.columns.layer_column(name): group_parts(parts) for name, parts in found.items()},

@@ -12,9 +12,10 @@ from heapq import nlargest
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.layers import Layer
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
-from moefold.cost.param_spec import ParamSpec
 from moefold.cost.state_memory import (
     PARAMS_IN_TRANSIT,
     STATE_FIELDS,
@@ -25,10 +26,12 @@ from moefold.cost.state_memory import (
 from moefold.cost.unit_memory import (
     ShardSpec,
     StateBytes,
+    Unit,
     caches_quantized_weights,
     cast_copy_bytes,
     compute_dtype_bytes,
     expert_buffer_bytes,
+    has_experts,
     make_shard_spec,
     quantized_copy_bytes,
     rope_buffer_bytes,
@@ -213,7 +216,7 @@ class StateMemoryTable:
     def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> StateBytes:
         weights = self.weights(name, 1)
         if self.model_spec.config is not None:
-            gathered_bytes = cast_copy_bytes(self.cfg, [self._unit_name(name)])
+            gathered_bytes = cast_copy_bytes(self.cfg, [self._unit(name)])
         else:
             gathered_bytes = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
         counted = self._sharded_bytes(
@@ -240,15 +243,13 @@ class StateMemoryTable:
             shard_spec, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient
         )
 
-    def _unit_name(self, name: str | int) -> str:
-        return name if isinstance(name, str) else layer_letter(self.model_spec, name)
+    def _unit(self, name: str | int) -> Unit:
+        return name if isinstance(name, str) else runtime_layer(self.model_spec, name)
 
     def _buffer_bytes(self, name: str | int) -> int:
         if self.model_spec.config is None:
             return 0
-        letter = self._unit_name(name)
-        has_experts = letter in ("M", "ML") or (letter == "mtp" and self.cfg.model.layer_kinds[-1] == "M")
-        return expert_buffer_bytes(self.cfg) if has_experts else 0
+        return expert_buffer_bytes(self.cfg) if has_experts(self.cfg.model, self._unit(name)) else 0
 
     def _rope_bytes(self, mapping: ParallelMapping) -> int:
         if self.model_spec.config is None:
@@ -271,21 +272,17 @@ class StateMemoryTable:
         if key not in self._weights:
             if self.model_spec.config is not None:
                 cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, tp=tp))
-                self._weights[key] = unit_weights(cfg, self._unit_name(name))
+                self._weights[key] = unit_weights(cfg, self._unit(name))
             else:
                 self._weights[key] = _unsupported_model_weights(self.model_spec, name)
         return self._weights[key]
 
 
-def layer_letter(model_spec: ModelSpec, kind: int) -> str:
-    """Return the runtime's kind of a kind of layers, one of `BLOCK_KINDS`."""
-    layer = model_spec.kinds[kind]
-    letter = "M" if layer.feed_forward is not None and layer.feed_forward.kind == "moe" else "D"
-    mixer = layer.mixer
-    if mixer is None:
-        return letter
-    is_shared = mixer.selected_keys > 0 and mixer.index_params == 0
-    return letter + "L" * (mixer.kind == "linear") + "S" * is_shared
+def runtime_layer(model_spec: ModelSpec, kind: int) -> Layer:
+    """Return a kind of layers of a model that the runtime supports."""
+    layer = model_spec.kinds[kind].layer
+    assert layer is not None, "the runtime does not support the model"
+    return layer
 
 
 def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[ParamSpec, ...]:

@@ -1,0 +1,317 @@
+"""Attention of a layer, softmax or linear: its parameters, what it computes without a weight, what it caches."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+from moefold.config.groups.indexer import IndexerPart
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey, Part
+
+LinearFormula = Callable[[Mapping[str, Any], Any, float], Any]
+"""Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
+epsilon of norms -> its output [S, H]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxCore:
+    """Softmax attention without its weights: FLOPs, KV cache and exchange of keys follow from it."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Heads of keys and values, as the core attends to them."""
+    key_width: int
+    """Width of a query and key head."""
+    value_width: int
+    """Width of a value head."""
+    cached_heads: int = 0
+    """Heads of keys and values in the cache, which tensor parallelism shards; with more ranks than heads each rank has
+    one. 0: the cache is `cached_whole` alone."""
+    cached_whole: int = 0
+    """Numbers of a token in the cache that every rank has: a latent, or the key of an indexer."""
+    cached_expanded: int = 0
+    """Numbers of a head and a token in a cache of heads that are computed from latents; 0: the same as else."""
+    selected: int = 0
+    """Most keys that a query attends to, chosen by an indexer; 0: all."""
+    values_in_keys: bool = False
+    """Whether the values are a part of the keys, which is read once."""
+    index_width: int = 0
+    """Width of the key of the layer's own indexer; 0: it has none."""
+    index_flops: int = 0
+    """FLOPs of the indexer for a query and a key."""
+
+    def flops(self, keys: float) -> float:
+        """Return the forward FLOPs of one token, given the mean number of keys in its context."""
+        selected = min(keys, self.selected) if self.selected else keys
+        return 2 * selected * self.heads * (self.key_width + self.value_width) + keys * self.index_flops
+
+    def cached_width(self, tp: int, *, expanded: bool = False) -> int:
+        """Return the numbers that one of `tp` ranks caches of a token.
+
+        Args:
+            tp: ranks that share the heads.
+            expanded: whether heads are cached that are computed from latents.
+        """
+        if expanded and self.cached_expanded:
+            return self.heads // tp * self.cached_expanded
+        sharded = max(1, self.cached_heads // tp) * (self.key_width + self.value_width) if self.cached_heads else 0
+        return sharded + self.cached_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentCore:
+    """A recurrence or a convolution instead of softmax attention: states of a fixed size instead of a KV cache."""
+
+    state_size: int = 0
+    """Numbers of the states of one sample on all tp ranks, in float32 at least."""
+    transition_size: int = 0
+    """Numbers of the matrices [D, D] by which a segment of tokens turns all states."""
+    state_flops: int = 0
+    """Forward FLOPs of one token."""
+    conv_width: int = 0
+    """Channels of the convolutions over neighbouring tokens, on all tp ranks; 0: none."""
+    conv_kernel: int = 1
+    """Tokens that a convolution combines."""
+
+    def flops(self, keys: float) -> float:
+        """Return the forward FLOPs of one token, which no context changes."""
+        return self.state_flops
+
+    def cached_width(self, tp: int, *, expanded: bool = False) -> int:
+        """Return 0: a state has the same size at any length."""
+        return 0
+
+    def state_bytes(self, tp: int, item_bytes: int) -> int:
+        """Return the bytes of the states of one sample on one of `tp` ranks: heads, and the last tokens."""
+        tokens = (self.conv_kernel - 1) * self.conv_width * item_bytes
+        return (self.state_size * max(4, item_bytes) + tokens) // tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanPart(Part):
+    """Limit of the context of a query."""
+
+    group: ClassVar[str] = "span"
+
+    @property
+    def window(self) -> int:
+        """Most keys that a query attends to, its own included; 0: no limit."""
+        return 0
+
+    def formula(self) -> Callable[[Any], Any] | None:
+        """Return what a query does not see: positions in documents [B, S] -> bool [B, S queries, S keys]."""
+        return None
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the part of a document in which a query attends; 0: the whole document."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryKeyNorm:
+    """RMSNorm over the queries and over the keys."""
+
+    chosen_by: ClassVar[str] = "model.qk_norm=true"
+    width: Annotated[str, FlatKey("model.qk_norm_width")]
+    """Root mean square of each "head", or of "all_heads" of a token together."""
+    after_rope: Annotated[bool, FlatKey("model.qk_norm_after_rope")]
+    has_weight: Annotated[bool, FlatKey("model.qk_norm_weight")]
+    in_nope: bool
+    """Whether layers without RoPE have it."""
+
+    @property
+    def over_all_heads(self) -> bool:
+        """Return whether the root mean square is of all heads together."""
+        return self.width == "all_heads"
+
+    def params(self, heads: int, kv_heads: int, head_dim: int) -> Iterator[ParamSpec]:
+        """Yield the weights of both norms."""
+        query, key = (
+            ParamSpec("query_norm.weight", (head_dim,), "norms"),
+            ParamSpec("key_norm.weight", (head_dim,), "norms"),
+        )
+        if self.over_all_heads:
+            yield replace(query, shape=(heads * head_dim,), tp_dim=0)
+            yield replace(key, shape=(kv_heads * head_dim,), tp_dim=0, tp_heads=kv_heads)
+        elif self.has_weight:
+            yield from (query, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPart(Part):
+    """Attention of a layer."""
+
+    group: ClassVar[str] = "attention"
+    has_adapters: ClassVar[bool] = False
+    """Whether its module adds low-rank adapters to its matrices."""
+    has_temperature: ClassVar[bool] = False
+    """Whether layers without RoPE have an attention temperature (`model.nope_temperature_scale`)."""
+    is_recurrent: ClassVar[bool] = False
+    """Whether states of a fixed size take the place of a KV cache."""
+    rotary_dim: ClassVar[Any] = 0
+    """Of a part of another package: dims of a head to which RoPE is applied; built-in parts read the recipe's keys."""
+    span: SpanPart | None = None
+    """Limit of the context of a query; None: causality alone."""
+    has_rope: bool = True
+    """Whether queries and keys have RoPE."""
+
+    @property
+    def fuses_head_norms(self) -> bool:
+        """Return whether norms of heads with weights come right before RoPE, so that one kernel computes both."""
+        return False
+
+    @property
+    def selector(self) -> IndexerPart | None:
+        """Source of the keys that a query attends to; None: it attends to all."""
+        return None
+
+    @property
+    def shares_selection(self) -> bool:
+        """Return whether it attends to the keys that an earlier layer selected."""
+        return self.selector is not None and self.selector.is_shared
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of the module, by their names in it and in its order.
+
+        A matrix costs one multiply-add for each of its elements and each token.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        raise NotImplementedError
+
+    def core(self, hidden: int) -> SoftmaxCore | RecurrentCore:
+        """Return what is computed without a weight."""
+        raise NotImplementedError
+
+    def build(self, model: Any) -> Any:
+        """Return the module, a `TokenMixer` with the parameters of `params`.
+
+        Args:
+            model: sizes of the residual stream, `ModelConfig`.
+        """
+        raise NotImplementedError
+
+    @property
+    def window(self) -> int:
+        """Sliding window in tokens; 0: none."""
+        return self.span.window if self.span else 0
+
+    @property
+    def recompute_parts(self) -> frozenset[str]:
+        """Parts of `train.recompute` that it has."""
+        return frozenset()
+
+    def tp_unit(self, hidden: int) -> tuple[str, int]:
+        """Return the recipe key whose value tensor parallelism divides, and that value.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        return "model.hidden_size", hidden
+
+    @property
+    def index_source(self) -> int:
+        """Width of the latent that the indexer's queries come from; 0: they come from the layer's input."""
+        return 0
+
+    def up_weights(self, hidden: int) -> int:
+        """Return the elements of the projections that recomputing "mla_up" multiplies again."""
+        return 0
+
+    def saved(self, sizes: Any) -> Counter[str] | None:
+        """Return the bytes saved for backward by part of the model, without the input; None: they are estimated.
+
+        Args:
+            sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
+        """
+        return None
+
+    def delayed_wgrad(self, sizes: Any) -> Counter[str] | None:
+        """Return the GEMM inputs and output gradients that a split backward pass holds; None: they are estimated."""
+        return None
+
+    def transient(self, sizes: Any) -> Counter[str]:
+        """Return the peak of temporary bytes while it runs or is recomputed."""
+        return Counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGate:
+    """Gate of the output of each head: the sigmoid of a projection of the layer's input (arXiv:2505.06708)."""
+
+    chosen_by: ClassVar[str] = "model.attention_gate=true"
+    width: Annotated[str, FlatKey("model.attention_gate_width")]
+    """One gate for the whole "head", or one for each "dim" of it."""
+
+    @property
+    def per_head(self) -> bool:
+        """Return whether a gate belongs to a whole head."""
+        return self.width == "head"
+
+    def rows(self, heads: int, value_width: int) -> int:
+        """Return the rows of the projection."""
+        return heads if self.per_head else heads * value_width
+
+    def params(self, heads: int, value_width: int, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the projection; of one row a head, Muon has nothing to gain."""
+        rows = self.rows(heads, value_width)
+        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, always_adamw=self.per_head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxAttentionPart(AttentionPart):
+    """Softmax attention with heads that tensor parallelism shards."""
+
+    num_heads: Annotated[int, FlatKey("model.num_attention_heads")]
+    """Query heads, A."""
+    gate: OutputGate | None = None
+    indexer: IndexerPart | None = None
+
+    def with_heads(self, head_dim: int, qk_norm: QueryKeyNorm | None) -> "SoftmaxAttentionPart":
+        """Return the part with a resolved width of its heads and norms of queries and keys, if it has these."""
+        return self
+
+    @property
+    def selector(self) -> IndexerPart | None:
+        """The indexer."""
+        return self.indexer
+
+    @property
+    def indexes(self) -> bool:
+        """Return whether the layer has an indexer of its own."""
+        return self.indexer is not None and not self.indexer.is_shared
+
+    @property
+    def recompute_parts(self) -> frozenset[str]:
+        """The core, where no indexer selects keys."""
+        return frozenset() if self.indexer else frozenset({"core_attention"})
+
+    @property
+    def gate_size(self) -> int:
+        """Gates of one head; 0: none."""
+        return self.gate.rows(1, self.value_width) if self.gate else 0
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value head."""
+        raise NotImplementedError
+
+
+def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
+    """Return the bytes of the sigmoid of the output gate, and of its product with the heads."""
+    heads = part.num_heads // sizes.cfg.parallel.tp
+    return int(sizes.gathered_bytes(heads * (part.gate_size + part.value_width))) if part.gate else 0
+
+
+def norm_param(name: str, width: int) -> ParamSpec:
+    """Return the weight of an RMSNorm."""
+    return ParamSpec(f"{name}.weight", (width,), "norms")
+
+
+def prefixed(prefix: str, weights: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
+    """Yield parameters with a prefix before their names."""
+    return (replace(weight, name=f"{prefix}.{weight.name}") for weight in weights)

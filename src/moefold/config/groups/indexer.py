@@ -1,0 +1,135 @@
+"""Selection of the keys that a query of sparse attention attends to (arXiv:2512.02556)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey, Part
+
+INDEX_BYTES = 4
+"""Bytes of the number of a selected key, int32."""
+MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
+WARMUP_SCORE_COPIES = 4.9, 4.3
+"""Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
+measured (docs/log.md)."""
+SELECTION_COPIES = 2.25
+"""Temporary numbers of a block over the numbers of its copied keys and values, measured (docs/log.md); more in
+bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerPart(Part):
+    """Source of the selected keys of a layer, with the sizes of the indexer that selects them."""
+
+    group: ClassVar[str] = "indexer"
+    chosen_by: ClassVar[str] = "a model.index_topk above 0"
+    is_shared: ClassVar[bool] = False
+    """Whether an earlier layer selects the keys."""
+    topk: Annotated[int, FlatKey("model.index_topk")]
+    """Most keys that a query attends to."""
+    heads: Annotated[int, FlatKey("model.index_heads")]
+    head_dim: Annotated[int, FlatKey("model.index_head_dim")]
+
+    def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of the layer's own indexer, which every tp rank has.
+
+        Args:
+            source: width of the input of its queries.
+            hidden: width of the residual stream.
+        """
+        yield from ()
+
+    @property
+    def key_width(self) -> int:
+        """Width of the key of the layer's own indexer; 0: it has none."""
+        return 0 if self.is_shared else self.head_dim
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the layer's own indexer for a query and a key: a product for each head, and their weighted sum."""
+        return 0 if self.is_shared else 2 * self.heads * (self.head_dim + 1)
+
+    def saved(self, sizes: Any, key_width: int) -> Counter[str]:
+        """Return the bytes of the gathered keys under cp, of the indexer's gradients, and of the layer's own selection.
+
+        Args:
+            sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
+            key_width: numbers of the keys and values of a token on this rank.
+        """
+        p = sizes.cfg.parallel
+        saved = self.index_bytes(sizes)
+        if p.cp > 1:
+            saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
+        return saved if self.is_shared else saved + self.selection_bytes(sizes)
+
+    def selection_bytes(self, sizes: Any) -> Counter[str]:
+        """Return the bytes of the selected keys' numbers, which layers that share a selection have once."""
+        selected = min(self.topk, sizes.cfg.train.seq_len)
+        return Counter({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
+
+    def index_bytes(self, sizes: Any) -> Counter[str]:
+        """Return the bytes of the queries, weights and keys of an indexer, or of their gradients."""
+        own = self.heads * self.head_dim * sizes.item_bytes
+        own += self.heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
+        keys = sizes.cfg.parallel.cp * sizes.gathered_bytes(self.head_dim)
+        return Counter(attention=sizes.tokens * own + keys)
+
+    def saved_in_warmup(self, sizes: Any, num_heads: int, source: int) -> Counter[str]:
+        """Return the bytes of a layer in the warm-up, in which only the indexers have gradients.
+
+        Saved are the inputs of the indexer's projections and of its norm, and the gradients of its loss: the keys'
+        gradients once for each block of queries.
+
+        Args:
+            sizes: sizes of a micro-batch.
+            num_heads: query heads of the attention.
+            source: width of the input of the indexer's queries where that is a latent; 0: the layer's input.
+        """
+        saved = self.index_bytes(sizes)
+        # The loss keeps the gradients of the gathered keys, and nothing of this rank's own.
+        saved["attention"] -= sizes.tokens * self.head_dim * sizes.item_bytes
+        p = sizes.cfg.parallel
+        num_own = sizes.cfg.train.seq_len // (p.cp * p.tp)
+        num_blocks = -(-num_own // self._warmup_block_rows(sizes, num_heads))
+        saved["attention"] += (num_blocks - 1) * p.cp * sizes.gathered_bytes(self.head_dim)
+        if not self.is_shared:
+            widths = sizes.cfg.model.hidden_size + source + self.head_dim
+            saved["attention"] += sizes.tokens * (widths * sizes.item_bytes + 2 * sizes.high_precision_bytes)
+        return saved
+
+    def warmup_loss_bytes(self, sizes: Any, num_heads: int) -> int:
+        """Return the temporary bytes of the loss over all visible keys: of the scores of a block of queries."""
+        train = sizes.cfg.train
+        scores: int = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
+        copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
+        num_bytes: float = copies * scores * sizes.high_precision_bytes
+        return round(num_bytes)
+
+    def _warmup_block_rows(self, sizes: Any, num_heads: int) -> int:
+        """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""
+        train = sizes.cfg.train
+        elements: int = max(num_heads, self.heads) * train.seq_len * train.micro_batch_size
+        num_own: int = train.seq_len // (sizes.cfg.parallel.cp * sizes.cfg.parallel.tp)
+        limit: int = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements
+        return max(1, min(num_own, limit))
+
+    def transient(self, sizes: Any, heads: int, widths: tuple[int, int], copies: tuple[float, float]) -> Counter[str]:
+        """Return the temporary bytes of a block of queries in the backward pass: copies of its keys, and gradients.
+
+        Args:
+            sizes: sizes of a micro-batch.
+            heads: query heads of this rank.
+            widths: copied numbers of a token, and its keys among them.
+            copies: temporary numbers over copied ones, in float32 and in bfloat16.
+        """
+        copied_width, key_width = widths
+        train = sizes.cfg.train
+        selected = min(self.topk, train.seq_len)
+        rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, heads))
+        rows = max(1, min(train.seq_len // sizes.cfg.parallel.cp, rows_of_block))
+        is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+        numbers = copies[is_low_precision] * rows * selected * copied_width
+        return Counter({"core attention": round(numbers * sizes.high_precision_bytes)})

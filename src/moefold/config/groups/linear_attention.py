@@ -1,0 +1,143 @@
+"""Linear attention with heads: sizes and parameters that its kinds share."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+
+LINEAR_CHUNK_SIZE = 64
+"""Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
+Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]
+"""Numbers in float32 for each token that the recomputed recurrence holds at most, in float32 and in bfloat16: multiples
+of the products within a chunk, the keys of the key heads and of the value heads, the values, and the states between
+chunks. They are fitted to measurements of ten shapes (docs/log.md); in C the first and last ones, and three of keys
+(two without the delta rule), are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionPart(AttentionPart):
+    """Recurrence over a state [D, Dv] of each value head; each key head serves the same number of value heads."""
+
+    is_recurrent: ClassVar[bool] = True
+    torch_recurrence: ClassVar[Factors]
+    """What the recurrence holds when torch computes it."""
+    c_recurrence: ClassVar[Factors]
+    """What it holds in C."""
+    num_key_heads: Annotated[int, FlatKey("model.linear_num_key_heads")]
+    num_value_heads: Annotated[int, FlatKey("model.linear_num_value_heads")]
+    key_head_dim: Annotated[int, FlatKey("model.linear_key_head_dim")]
+    value_head_dim: Annotated[int, FlatKey("model.linear_value_head_dim")]
+
+    @property
+    def key_width(self) -> int:
+        """Width of the queries, and of the keys."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Key channels of all value heads."""
+        return self.num_value_heads * self.key_head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the states of all heads of one sample."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
+
+    @property
+    def transition_size(self) -> int:
+        """Numbers of the matrices [D, D] of all heads that turn the states before a segment of tokens."""
+        return self.num_value_heads * self.key_head_dim**2
+
+    def widths(self, tp: int) -> tuple[int, int, int]:
+        """Return the widths of a rank's keys and values, and its value heads."""
+        heads = self.num_value_heads // tp
+        return self.num_key_heads // tp * self.key_head_dim, heads * self.value_head_dim, heads
+
+    def projected_width(self, tp: int) -> int:
+        """Return the numbers of a token from which a rank computes the recurrence, its output gate included."""
+        raise NotImplementedError
+
+    def tp_unit(self, hidden: int) -> tuple[str, int]:
+        """Return the key heads; see base class."""
+        return "model.linear_num_key_heads", self.num_key_heads
+
+    @property
+    def low_ranks(self) -> int:
+        """Widths of the low ranks of decays and gate together; 0: they are projected directly."""
+        return 0
+
+    def saved(self, sizes: Any) -> Counter[str]:
+        """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
+        tp = sizes.cfg.parallel.tp
+        saved: Counter[str] = sizes.norm_with_output(saves_output=tp == 1, part="attention")
+        saved["attention"] += sizes.gathered_bytes(self.projected_width(tp) + self.low_ranks)
+        if self.low_ranks and tp > 1:
+            # The norm's output, for the projections of this rank's own tokens.
+            saved["attention"] += sizes.hidden_bytes
+        saved["core attention"] += sizes.gathered_bytes(self.widths(tp)[1])
+        return saved
+
+    def delayed_wgrad(self, sizes: Any) -> Counter[str]:
+        """Return the bytes of the projections, and of the inputs of the low ranks; see base class."""
+        tp = sizes.cfg.parallel.tp
+        inputs = 3 if self.low_ranks else 2
+        width = inputs * sizes.cfg.model.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
+        return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
+
+    def transient(self, sizes: Any) -> Counter[str]:
+        """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %."""
+        tp = sizes.cfg.parallel.tp
+        key, value, heads = self.widths(tp)
+        factors = self.c_recurrence if sizes.has_c_recurrence else self.torch_recurrence
+        is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
+        parts = (
+            heads * LINEAR_CHUNK_SIZE,
+            key,
+            heads * self.key_head_dim,
+            value,
+            value * self.key_head_dim / LINEAR_CHUNK_SIZE,
+        )
+        numbers = sum(factor * width for factor, width in zip(factors[is_low_precision], parts, strict=True))
+        transient = Counter({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
+        if "layer" in sizes.recompute:
+            # The recomputed layer holds the projections three times, of which its own saved tensors count one.
+            transient["attention"] += 2 * sizes.gathered_bytes(self.projected_width(tp))
+        return transient
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRulePart(LinearAttentionPart):
+    """Delta rule with decays, after convolutions over queries, keys and values."""
+
+    conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
+
+    def core(self, hidden: int) -> RecurrentCore:
+        """Return the states; each is read twice, written once, and decays."""
+        return RecurrentCore(
+            state_size=self.state_size,
+            transition_size=self.transition_size,
+            state_flops=8 * self.state_size,
+            conv_width=2 * self.key_width + self.value_width,
+            conv_kernel=self.conv_kernel,
+        )
+
+    def delta_params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `DeltaAttention`, without the norm."""
+        heads = self.num_value_heads
+        widths = {"q": self.key_width, "k": self.key_width, "v": self.value_width}
+        for name, width in widths.items():
+            yield ParamSpec(f"w{name}", (width, hidden), "attention", tp_dim=0)
+        yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1)
+        for name, width in widths.items():
+            yield ParamSpec(f"conv_{name}", (width, self.conv_kernel), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)

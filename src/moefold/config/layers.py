@@ -1,0 +1,182 @@
+"""Layers of a model as objects: `layers_of` reads the patterns and the kinds of a recipe, and nothing else does.
+
+What is asked of a layer is asked of its parts, in `config/groups/`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from moefold.config.groups.attention import (
+    AttentionPart,
+    OutputGate,
+    QueryKeyNorm,
+    RecurrentCore,
+    SoftmaxAttentionPart,
+    SoftmaxCore,
+    prefixed,
+)
+from moefold.config.groups.ffn import FeedForwardPart
+from moefold.config.groups.norm import NormPart
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import Part, build_part, flat_keys
+from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
+
+LAYER_KEYS = (
+    "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
+    "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+)  # fmt: skip
+"""Recipe keys that choose the parts of the layers."""
+SPANS = {"W": "window", "C": "chunk"}
+"""Kind of the span of a letter of `model.attention_pattern`."""
+FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}
+"""Kind of the feed-forward network of a letter of `model.layer_pattern`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Transformer layer: attention, then a feed-forward network, each added to the residual stream."""
+
+    hidden_size: int
+    attention: AttentionPart
+    ffn: FeedForwardPart
+    norm: NormPart
+    """Norm of the residual stream."""
+    norms_input: bool = True
+    """Whether the inputs of attention and of the feed-forward network have a norm."""
+    norms_output: bool = False
+    """Whether their outputs have one."""
+
+    def __hash__(self) -> int:
+        """Return the hash, which is computed once: layers are keys of dictionaries."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields: hashes of strings differ between processes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(self.__getstate__().values()))
+
+    @cached_property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Unsharded parameters, by their names in the layer and in the order of the module."""
+        return (
+            *self._norm_params("attention_norm", self.norms_input),
+            *prefixed("attention", self.attention.params(self.hidden_size)),
+            *self._norm_params("attention_output_norm", self.norms_output),
+            *self._norm_params("ffn_norm", self.norms_input),
+            *prefixed("ffn", self.ffn.params(self.hidden_size)),
+            *self._norm_params("ffn_output_norm", self.norms_output),
+        )
+
+    @cached_property
+    def core(self) -> SoftmaxCore | RecurrentCore:
+        """Core of attention: what it computes without a weight."""
+        return self.attention.core(self.hidden_size)
+
+    def _norm_params(self, name: str, exists: bool) -> Iterator[ParamSpec]:
+        return self.norm.params(name, self.hidden_size) if exists else iter(())
+
+    @cached_property
+    def kind(self) -> "Layer":
+        """The layer without what depends on positions, span and RoPE.
+
+        Layers of one kind have the same parameters, FLOPs for each key, saved bytes and cache. It is the same object
+        for all of them.
+        """
+        return _interned(replace(self, attention=replace(self.attention, span=None, has_rope=True)))
+
+    def parts(self) -> Iterator[Any]:
+        """Yield the parts of the layer, and their parts."""
+        yield self.norm
+        for part in (self.attention, self.ffn):
+            yield part
+            yield from (value for field in fields(part) if is_dataclass(value := getattr(part, field.name)))
+
+    @property
+    def window(self) -> int:
+        """Sliding window in tokens; 0: none."""
+        return self.attention.window
+
+    @property
+    def chunk(self) -> int:
+        """Attention chunk in tokens; 0: none."""
+        return self.attention.span.chunk if self.attention.span else 0
+
+
+@lru_cache(maxsize=1024)
+def _interned(layer: Layer) -> Layer:
+    return layer
+
+
+def layers_of(model: Any) -> tuple[Layer, ...]:
+    """Return the layers of a model in order, then the MTP (multi-token prediction) layers.
+
+    An MTP layer is as the last one, with an indexer of its own.
+
+    Args:
+        model: a `ModelConfig`, which has the layers as `all_layers`.
+
+    Raises:
+        ValueError: a pattern is not valid.
+    """
+    patterns = (
+        (model.layer_pattern, LAYER_KINDS),
+        (model.attention_pattern, ATTENTION_KINDS),
+        (model.rope_pattern, ROPE_KINDS),
+        (model.index_pattern, INDEX_KINDS),
+    )
+    rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
+    rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
+    norm = _flat_part(model, "norm", model.norm)
+    built = {
+        row: Layer(
+            hidden_size=model.hidden_size,
+            attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
+            ffn=_flat_part(model, "ffn", FEED_FORWARD_KINDS[row[0]]),
+            norm=norm,
+            norms_input=model.norm_placement != "post",
+            norms_output=model.norm_placement != "pre",
+        )
+        for row in dict.fromkeys(rows)
+    }
+    return tuple(built[row] for row in rows)
+
+
+def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
+    """Return the attention of a layer with a letter of `model.attention_pattern`."""
+    if letter == "L":
+        linear: AttentionPart = _flat_part(model, "attention", model.linear_attention)
+        return linear
+    part: AttentionPart = _flat_part(model, "attention", model.attention)
+    span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
+    part = replace(part, span=span, has_rope=has_rope)
+    if not isinstance(part, SoftmaxAttentionPart):
+        return part
+    gate = OutputGate(width=model.attention_gate_width) if model.attention_gate else None
+    indexer = _flat_part(model, "indexer", "shared" if is_shared else "lightning") if model.index_topk else None
+    part = replace(part, gate=gate, indexer=indexer)
+    return part.with_heads(model.head_size, _qk_norm(model))
+
+
+def _qk_norm(model: Any) -> QueryKeyNorm | None:
+    """Return the norms of queries and keys."""
+    if not model.qk_norm:
+        return None
+    return QueryKeyNorm(
+        width=model.qk_norm_width,
+        after_rope=model.qk_norm_after_rope,
+        has_weight=model.qk_norm_weight,
+        in_nope=model.qk_norm_nope,
+    )
+
+
+def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
+    """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
+    if isinstance(kind, Part):
+        return kind
+    keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
+    return build_part(group, kind, tuple(getattr(model, key) for key in keys))

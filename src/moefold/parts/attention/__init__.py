@@ -1,0 +1,1 @@
+"""Attention: softmax, linear, or a convolution instead."""

@@ -1,0 +1,37 @@
+"""Gated linear attention (arXiv:2312.06635 eq. 3) in float64, without a state."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moefold.parts.attention.gated_deltanet.oracle import gated_norm
+from moefold.parts.attention.gla.part import GlaPart
+
+
+def output(part: GlaPart, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
+    """Return the output for the tokens of one document, [S, H].
+
+    Args:
+        part: sizes.
+        weights: of the attention, by name.
+        x: normalised hidden states, [S, H].
+        eps: of the norm of heads.
+    """
+    heads = part.num_value_heads
+    repeats = heads // part.num_key_heads
+    queries, keys = (
+        (x @ weights[f"w{letter}"].T).view(len(x), -1, part.key_head_dim).repeat_interleave(repeats, 1)
+        for letter in "qk"
+    )
+    values, gates = ((x @ weights[f"w{letter}"].T).view(len(x), heads, -1) for letter in "vg")
+    logits = x @ weights["wa_down"].T @ weights["wa_up"].T + weights["ba"]
+    decays = torch.sigmoid(logits).pow(1 / 16).view(len(x), heads, -1)
+    found = []
+    for t in range(len(x)):
+        # The keys of all tokens up to this one, each with the decays after it.
+        later = decays[1 : t + 1].flip(0).cumprod(0).flip(0)
+        decayed = keys[: t + 1] * torch.cat((later, torch.ones_like(keys[:1])))
+        scores = (decayed * queries[t]).sum(-1) / part.key_head_dim**0.5
+        found.append((scores[..., None] * values[: t + 1]).sum(0))
+    return gated_norm(weights, torch.stack(found), gates * torch.sigmoid(gates), eps)

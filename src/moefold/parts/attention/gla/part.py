@@ -1,0 +1,64 @@
+"""Gated linear attention (GLA, arXiv:2312.06635): a decay for each key channel, without delta rule."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.attention import LinearFormula, RecurrentCore, norm_param
+from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
+    from moefold.model.gated_linear_attention import GatedLinearAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlaPart(LinearAttentionPart):
+    """Decay each key channel by a projection through a low rank."""
+
+    chosen_by: ClassVar[str] = "model.linear_attention='gla' with L in model.attention_pattern"
+    torch_recurrence: ClassVar[Factors] = ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0))
+    c_recurrence: ClassVar[Factors] = ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0))
+    gate_rank: Annotated[int, FlatKey("model.linear_gate_rank")]
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `GatedLinearAttention`; see base class."""
+        key, value = self.key_width, self.value_width
+        for name, width in (("wq", key), ("wk", key), ("wv", value), ("wg", value)):
+            yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
+        yield ParamSpec("wa_down", (self.gate_rank, hidden), "attention")
+        yield ParamSpec("wa_up", (self.channels, self.gate_rank), "attention", tp_dim=0)
+        yield ParamSpec("ba", (self.channels,), "attention", tp_dim=0)
+        yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
+        yield norm_param("norm", self.value_head_dim)
+
+    def core(self, hidden: int) -> RecurrentCore:
+        """Return the states; each is read and written once, and decays."""
+        return RecurrentCore(
+            state_size=self.state_size, transition_size=self.transition_size, state_flops=6 * self.state_size
+        )
+
+    def projected_width(self, tp: int) -> int:
+        """Return the width of queries, keys, values, gate, and decays; see base class."""
+        key, value, heads = self.widths(tp)
+        return 2 * key + 2 * value + heads * self.key_head_dim
+
+    @property
+    def low_ranks(self) -> int:
+        """Width of the low rank of the decays."""
+        return self.gate_rank
+
+    def build(self, model: "ModelConfig") -> "GatedLinearAttention":
+        """Return the module; see base class."""
+        from moefold.model.gated_linear_attention import GatedLinearAttention
+
+        return GatedLinearAttention(model)
+
+    def formula(self) -> LinearFormula:
+        """Return the output for the tokens of one document; see base class."""
+        from moefold.parts.attention.gla.oracle import output
+
+        return partial(output, self)

@@ -1,0 +1,137 @@
+"""Grouped-query attention (GQA, arXiv:2305.13245): groups of query heads share keys and values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.attention import QueryKeyNorm, SoftmaxAttentionPart, SoftmaxCore, gate_bytes, prefixed
+from moefold.config.groups.indexer import SELECTION_COPIES
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.cost.saved_tensors import BytesByPart
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
+    from moefold.cost.block_sizes import BlockSizes
+    from moefold.model.attention import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaPart(SoftmaxAttentionPart):
+    """Attend with heads projected from the layer's input."""
+
+    chosen_by: ClassVar[str] = "model.attention='gqa' with layers other than L in model.attention_pattern"
+    has_adapters: ClassVar[bool] = True
+    has_temperature: ClassVar[bool] = True
+    num_kv_heads: Annotated[int, FlatKey("model.num_query_groups")]
+    head_dim: Annotated[int, FlatKey("model.head_dim")]
+    """Width of a head, D."""
+    qkv_bias: Annotated[bool, FlatKey("model.qkv_bias")]
+    output_bias: Annotated[bool, FlatKey("model.attention_output_bias")]
+    sinks: Annotated[bool, FlatKey("model.attention_sinks")]
+    scale: Annotated[float, FlatKey("model.attention_scale")]
+    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
+    rope_fraction: Annotated[float, FlatKey("model.rope_fraction")]
+    """Share of the dims of a head to which RoPE is applied."""
+    qk_norm: QueryKeyNorm | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value head."""
+        return self.head_dim
+
+    def with_heads(self, head_dim: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
+        """See base class."""
+        return replace(self, head_dim=head_dim, qk_norm=qk_norm)
+
+    @property
+    def fuses_head_norms(self) -> bool:
+        """See base class."""
+        norm = self.qk_norm
+        has_norm = norm is not None and norm.has_weight and not norm.over_all_heads and not norm.after_rope
+        return has_norm and self.has_rope
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `Attention` or `SparseAttention`; see base class."""
+        groups = self.num_kv_heads
+        query = self.num_heads * self.head_dim
+        key_value = groups * self.head_dim
+        yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
+        yield ParamSpec("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
+        yield ParamSpec("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
+        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1)
+        if self.qkv_bias:
+            yield ParamSpec("bq", (query,), "attention", tp_dim=0)
+            yield ParamSpec("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
+            yield ParamSpec("bv", (key_value,), "attention", tp_dim=0, tp_heads=groups)
+        if self.output_bias:
+            yield ParamSpec("bo", (hidden,), "attention")
+        if self.sinks:
+            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0)
+        if self.gate:
+            yield from self.gate.params(self.num_heads, self.head_dim, hidden)
+        if self.qk_norm:
+            yield from self.qk_norm.params(self.num_heads, groups, self.head_dim)
+        if self.indexer:
+            yield from prefixed("indexer", self.indexer.params(hidden, hidden))
+
+    def core(self, hidden: int) -> SoftmaxCore:
+        """Return the heads, and the indexer's key if there is one."""
+        return SoftmaxCore(
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            key_width=self.head_dim,
+            value_width=self.head_dim,
+            cached_heads=self.num_kv_heads,
+            cached_whole=self.indexer.key_width if self.indexer else 0,
+            selected=self.indexer.topk if self.indexer else 0,
+            index_width=self.indexer.key_width if self.indexer else 0,
+            index_flops=self.indexer.flops if self.indexer else 0,
+        )
+
+    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of queries, keys and values, of their norms and of the core; see base class."""
+        tp = sizes.cfg.parallel.tp
+        query, key_value = self._widths(tp)
+        saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
+        saved["attention"] += sizes.gathered_bytes(query + key_value)
+        if self.qk_norm:
+            width = query + key_value // 2
+            over_heads = self.qk_norm.over_all_heads
+            saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads)
+            saved["norms"] += sizes.gathered_bytes(width)
+        saved["attention"] += gate_bytes(self, sizes)
+        saved += sizes.core_attention(self.num_heads // tp, self.head_dim)
+        return saved + self.indexer.saved(sizes, key_value) if self.indexer else saved
+
+    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the projections; see base class."""
+        tp = sizes.cfg.parallel.tp
+        query, key_value = self._widths(tp)
+        projected = 2 * query + self.num_heads // tp * self.gate_size + key_value
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
+
+    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of copies of the selected keys; see base class."""
+        if not self.indexer:
+            return BytesByPart()
+        tp = sizes.cfg.parallel.tp
+        key_value = self._widths(tp)[1]
+        return self.indexer.transient(
+            sizes, self.num_heads // tp, (key_value, key_value // 2), (SELECTION_COPIES, 2.65)
+        )
+
+    def _widths(self, tp: int) -> tuple[int, int]:
+        """Return the widths of a rank's queries, and of its keys and values together."""
+        groups = max(1, self.num_kv_heads // tp)
+        return self.num_heads // tp * self.head_dim, 2 * groups * self.head_dim
+
+    def build(self, model: "ModelConfig") -> "Attention":
+        """Return the module; see base class."""
+        if self.indexer:
+            from moefold.model.sparse_attention import SparseAttention
+
+            return SparseAttention(model, self.window, has_indexer=self.indexes)
+        from moefold.model.attention import Attention
+
+        return Attention(model, self.window)

@@ -1,0 +1,63 @@
+"""Kimi Delta Attention (KDA, arXiv:2510.26692): delta rule with a decay for each key channel."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.attention import LinearFormula, norm_param
+from moefold.config.groups.linear_attention import DeltaRulePart, Factors
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
+    from moefold.model.delta_attention import KimiDeltaAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaPart(DeltaRulePart):
+    """Decay each key channel, with decays and gate projected through low ranks or directly."""
+
+    chosen_by: ClassVar[str] = "model.linear_attention='kda' with L in model.attention_pattern"
+    torch_recurrence: ClassVar[Factors] = ((1.7, 3.2, 34.4, 2.5, 0.0), (1.7, 0.1, 34.5, 2.5, 0.0))
+    c_recurrence: ClassVar[Factors] = ((2.0, 10.7, 3.5, 4.3, 1.0), (2.0, 7.6, 3.5, 3.3, 1.0))
+    full_rank_gates: Annotated[bool, FlatKey("model.linear_full_rank_gates")]
+    decay_bound: Annotated[float, FlatKey("model.linear_decay_bound")]
+
+    @property
+    def low_ranks(self) -> int:
+        """Widths of the low ranks of decays and gate together; 0: they are projected directly."""
+        return 0 if self.full_rank_gates else 2 * self.value_head_dim
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `KimiDeltaAttention`; see base class."""
+        rank = self.value_head_dim
+        yield from self.delta_params(hidden)
+        if self.full_rank_gates:
+            yield ParamSpec("wa", (self.channels, hidden), "attention", tp_dim=0)
+            yield ParamSpec("wg", (self.value_width, hidden), "attention", tp_dim=0)
+        else:
+            yield ParamSpec("wa_down", (rank, hidden), "attention")
+            yield ParamSpec("wa_up", (self.channels, rank), "attention", tp_dim=0)
+            yield ParamSpec("wg_down", (rank, hidden), "attention")
+            yield ParamSpec("wg_up", (self.value_width, rank), "attention", tp_dim=0)
+        yield ParamSpec("dt_bias", (self.channels,), "attention", tp_dim=0, in_exponent=True)
+        yield norm_param("norm", rank)
+
+    def projected_width(self, tp: int) -> int:
+        """Return the width of queries, keys, values, gate, decays and write strengths; see base class."""
+        key, value, heads = self.widths(tp)
+        return 2 * key + 2 * value + heads * (self.key_head_dim + 1)
+
+    def build(self, model: "ModelConfig") -> "KimiDeltaAttention":
+        """Return the module; see base class."""
+        from moefold.model.delta_attention import KimiDeltaAttention
+
+        return KimiDeltaAttention(model)
+
+    def formula(self) -> LinearFormula:
+        """Return the output for the tokens of one document; see base class."""
+        from moefold.parts.attention.kda.oracle import output
+
+        return partial(output, self)

@@ -1,0 +1,188 @@
+"""Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values of all heads come from one latent."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore, gate_bytes, norm_param, prefixed
+from moefold.config.groups.indexer import SELECTION_COPIES
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.cost.saved_tensors import BytesByPart
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
+    from moefold.cost.block_sizes import BlockSizes
+    from moefold.model.mla import LatentAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaPart(SoftmaxAttentionPart):
+    """Attend with heads projected from latents; with an indexer, in the space of the latents."""
+
+    chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
+    has_adapters: ClassVar[bool] = True
+    q_lora_rank: Annotated[int, FlatKey("model.q_lora_rank")]
+    """Width of the query latent; 0: queries are projected from the hidden state."""
+    kv_lora_rank: Annotated[int, FlatKey("model.kv_lora_rank")]
+    qk_nope_head_dim: Annotated[int, FlatKey("model.qk_nope_head_dim")]
+    qk_rope_head_dim: Annotated[int, FlatKey("model.qk_rope_head_dim")]
+    v_head_dim: Annotated[int, FlatKey("model.v_head_dim")]
+    scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one query and key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value head."""
+        return self.v_head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Width of the key that all heads share in the space of the latents."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `LatentAttention` or `SparseLatentAttention`; see base class."""
+        heads = self.num_heads
+        query = heads * self.head_dim
+        query_rank = self.q_lora_rank
+        rank = self.kv_lora_rank
+        # The shared key is a logical matrix of its own, and so are the keys and the values of each head.
+        down_rows = (rank, self.qk_rope_head_dim)
+        up_rows = (self.qk_nope_head_dim, self.v_head_dim)
+        if query_rank:
+            yield ParamSpec("wq_down", (query_rank, hidden), "attention")
+            yield ParamSpec("wq_up", (query, query_rank), "attention", tp_dim=0)
+        else:
+            yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
+        yield ParamSpec("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
+        yield ParamSpec("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
+        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1)
+        if self.gate:
+            yield from self.gate.params(heads, self.v_head_dim, hidden)
+        if query_rank:
+            yield norm_param("query_norm", query_rank)
+        yield norm_param("key_value_norm", rank)
+        if self.indexer:
+            yield from prefixed("indexer", self.indexer.params(query_rank or hidden, hidden))
+
+    def core(self, hidden: int) -> SoftmaxCore:
+        """Return the heads; with an indexer those in the space of the latents, where all share one key.
+
+        The up projection of the keys and values is then multiplied with each query instead of each key: as many FLOPs.
+        """
+        if self.indexer:
+            return SoftmaxCore(
+                heads=self.num_heads,
+                kv_heads=1,
+                key_width=self.key_width,
+                value_width=self.kv_lora_rank,
+                cached_whole=self.key_width + self.indexer.key_width,
+                cached_expanded=self._expanded_width,
+                selected=self.indexer.topk,
+                values_in_keys=True,
+                index_width=self.indexer.key_width,
+                index_flops=self.indexer.flops,
+            )
+        return SoftmaxCore(
+            heads=self.num_heads,
+            kv_heads=self.num_heads,
+            key_width=self.head_dim,
+            value_width=self.v_head_dim,
+            cached_whole=self.key_width,
+            cached_expanded=self._expanded_width,
+        )
+
+    @property
+    def _expanded_width(self) -> int:
+        """Cached numbers of a head: keys and values are padded to one head dim."""
+        return 2 * max(self.head_dim, self.v_head_dim)
+
+    @property
+    def recompute_parts(self) -> frozenset[str]:
+        """The core, and the heads from the latents, where no indexer selects keys."""
+        return frozenset() if self.indexer else frozenset({"core_attention", "mla_up"})
+
+    @property
+    def index_source(self) -> int:
+        """The query latent."""
+        return self.q_lora_rank
+
+    def up_weights(self, hidden: int) -> int:
+        """Return the elements of the up projections; see base class."""
+        values = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
+        return 0 if self.indexer else self.num_heads * ((self.q_lora_rank or hidden) * self.head_dim + values)
+
+    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the latents, and of the heads projected from them; see base class.
+
+        With an indexer, of the queries and outputs in the space of the latents.
+        """
+        heads = self.num_heads // sizes.cfg.parallel.tp
+        hidden = sizes.cfg.model.hidden_size
+        saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+        saved["attention"] += sizes.gathered_bytes((self.q_lora_rank or hidden) + self.key_width)
+        saved["attention"] += sizes.tokens * sizes.item_bytes * (self.q_lora_rank + self.key_width)
+        saved["norms"] += sizes.norm(sizes.tokens, self.q_lora_rank + self.kv_lora_rank)
+        saved["attention"] += self._gate_bytes(sizes)
+        if self.indexer:
+            # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
+            widths = self.head_dim + self.key_width + self.v_head_dim
+            saved["attention"] += sizes.gathered_bytes(heads * widths + self.key_width)
+            saved += sizes.core_attention(heads, self.kv_lora_rank)
+            return saved + self.indexer.saved(sizes, self.key_width)
+        if "mla_up" not in sizes.recompute:
+            saved["attention"] += sizes.gathered_bytes(heads * self._saved_head_widths(sizes))
+        return saved + sizes.core_attention(heads, self.v_head_dim)
+
+    def _gate_bytes(self, sizes: "BlockSizes") -> int:
+        """Return the bytes of the output gate."""
+        saved = gate_bytes(self, sizes)
+        if self.gate and self.q_lora_rank and sizes.cfg.parallel.tp > 1:
+            # The norm's output, of which the gate's projection has its own all-gather.
+            saved += sizes.hidden_bytes
+        return saved
+
+    def _saved_head_widths(self, sizes: "BlockSizes") -> int:
+        """Return the saved numbers of a head for each token: of its query, its key and its value."""
+        p = sizes.cfg.parallel
+        shares_work = p.context == "planned" and "balanced" in (p.attention_hosts, p.placement)
+        attends_in_blocks = shares_work or (p.cp > 1 and p.context != "ulysses")
+        has_windows = any(layer.window for layer in sizes.cfg.model.layers)
+        takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
+        if takes_narrow and self.v_head_dim <= self.head_dim:
+            return 2 * self.head_dim + self.v_head_dim
+        width = max(self.head_dim, self.v_head_dim)
+        # Values without padding are saved with the non-rotated keys, of which they are a view.
+        values = width if width > self.v_head_dim else self.qk_nope_head_dim + self.v_head_dim
+        return 2 * width + values
+
+    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the projections; see base class.
+
+        In the space of the latents, the gradient of `wkv_up` is not delayed.
+        """
+        per_head = (1 if self.indexer else 3) * self.head_dim + self.v_head_dim + self.gate_size
+        heads = self.num_heads // sizes.cfg.parallel.tp * per_head
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + heads))
+
+    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of copies of the selected keys; see base class."""
+        if not self.indexer:
+            return BytesByPart()
+        heads = self.num_heads // sizes.cfg.parallel.tp
+        return self.indexer.transient(sizes, heads, (self.key_width, self.key_width), (SELECTION_COPIES, 3.0))
+
+    def build(self, model: "ModelConfig") -> "LatentAttention":
+        """Return the module; see base class."""
+        if self.indexer:
+            from moefold.model.sparse_attention import SparseLatentAttention
+
+            return SparseLatentAttention(model, self.window, has_indexer=self.indexes)
+        from moefold.model.mla import LatentAttention
+
+        return LatentAttention(model, self.window)

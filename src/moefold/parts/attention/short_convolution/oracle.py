@@ -1,0 +1,27 @@
+"""Gated short convolution (arXiv:2511.23404) in float64."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from moefold.parts.attention.gated_deltanet.oracle import convolve
+from moefold.parts.attention.short_convolution.part import ShortConvolutionPart
+
+
+def output(part: ShortConvolutionPart, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
+    """Return the output for the tokens of one document, [S, H].
+
+    Args:
+        part: whether there are biases.
+        weights: of the attention, by name.
+        x: normalised hidden states, [S, H].
+        eps: read by no norm of this layer.
+    """
+    before, after, values = (x @ weights[f"w{letter}"].T for letter in "bcv")
+    if not part.has_bias:
+        return (after * convolve(before * values, weights["conv"])) @ weights["wo"].T
+    before, after, values = (
+        projected + weights[f"b{letter}"] for projected, letter in zip((before, after, values), "bcv", strict=True)
+    )
+    mixed = convolve(before * values, weights["conv"]) + weights["conv_bias"]
+    return (after * mixed) @ weights["wo"].T + weights["bo"]

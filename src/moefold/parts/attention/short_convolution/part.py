@@ -1,0 +1,77 @@
+"""Gated short convolution (LFM2, arXiv:2511.23404): a causal convolution between two gates, instead of attention."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.attention import AttentionPart, LinearFormula, RecurrentCore
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.cost.saved_tensors import BytesByPart
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
+    from moefold.cost.block_sizes import BlockSizes
+    from moefold.model.short_convolution import ShortConvolution
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolutionPart(AttentionPart):
+    """Mix the last tokens of each channel."""
+
+    chosen_by: ClassVar[str] = "model.linear_attention='short_convolution' with L in model.attention_pattern"
+    is_recurrent: ClassVar[bool] = True
+    conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
+    has_bias: Annotated[bool, FlatKey("model.linear_conv_bias")]
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `ShortConvolution`; see base class."""
+        for name in ("wb", "wc", "wv"):
+            yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
+        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+        if self.has_bias:
+            for name in ("bb", "bc", "bv", "conv_bias"):
+                yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
+            yield ParamSpec("bo", (hidden,), "attention")
+
+    def core(self, hidden: int) -> RecurrentCore:
+        """Return the last tokens; the convolution counts as a matrix."""
+        return RecurrentCore(conv_width=hidden, conv_kernel=self.conv_kernel)
+
+    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""
+        tp = sizes.cfg.parallel.tp
+        width = sizes.cfg.model.hidden_size // tp
+        saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
+        saved["attention"] += sizes.gathered_bytes(3 * width)
+        saved["core attention"] += sizes.gathered_bytes(width)
+        return saved
+
+    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the projections; see base class."""
+        hidden = sizes.cfg.model.hidden_size
+        return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.cfg.parallel.tp))
+
+    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
+        width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
+        factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
+        numbers = round(sizes.gathered_tokens * factor * width)
+        transient = BytesByPart({"core attention": numbers * sizes.high_precision_bytes})
+        if "layer" in sizes.recompute:
+            transient["attention"] += sizes.gathered_bytes(3 * width)
+        return transient
+
+    def build(self, model: "ModelConfig") -> "ShortConvolution":
+        """Return the module; see base class."""
+        from moefold.model.short_convolution import ShortConvolution
+
+        return ShortConvolution(model)
+
+    def formula(self) -> LinearFormula:
+        """Return the output for the tokens of one document; see base class."""
+        from moefold.parts.attention.short_convolution.oracle import output
+
+        return partial(output, self)

@@ -1,0 +1,162 @@
+"""Mixture of experts (MoE): a router sends each token to some of many SwiGLU networks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.chosen import chosen
+from moefold.config.groups.attention import prefixed
+from moefold.config.groups.ffn import FeedForwardPart, swiglu_params
+from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
+from moefold.topology.dispatchers import dispatcher_of
+
+if TYPE_CHECKING:
+    from moefold.config.schema import Config
+    from moefold.cost.block_sizes import BlockSizes
+    from moefold.model.moe.layer import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoePart(FeedForwardPart):
+    """Add the outputs of the chosen experts, and of a shared expert if there is one."""
+
+    chosen_by: ClassVar[str] = "a model.layer_pattern with M"
+    is_routed: ClassVar[bool] = True
+    num_experts: Annotated[int, FlatKey("model.num_experts")]
+    top_k: Annotated[int, FlatKey("model.top_k")]
+    zero_experts: Annotated[int, FlatKey("model.zero_experts")]
+    active_experts: Annotated[float, FlatKey("model.active_experts")]
+    width: Annotated[int, FlatKey("model.moe_ffn_hidden_size")]
+    """Inner width of an expert."""
+    token_width: Annotated[int, FlatKey("model.moe_hidden_size")]
+    """Width of the tokens that experts compute; 0: of the residual stream."""
+    shared_width: Annotated[int, FlatKey("model.shared_expert_ffn_hidden_size")]
+    """Inner width of the shared expert; 0: none."""
+    shared_gate: Annotated[bool, FlatKey("model.shared_expert_gate")]
+    has_bias: Annotated[bool, FlatKey("model.moe_bias")]
+    activation: Annotated[str, FlatKey("model.moe_activation")]
+    router_bias: Annotated[bool, FlatKey("model.router_bias")]
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the router: the experts, then the zero-computation experts."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def mean_active(self) -> float:
+        """Expected number of experts with computation of a token."""
+        return self.active_experts or self.top_k * self.num_experts / self.num_choices
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `MoELayer`; see base class."""
+        ffn = self.width
+        experts = self.num_experts
+        width = self.token_width or hidden
+        if self.shared_width and self.shared_gate:
+            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
+        yield ParamSpec("router.weight", (self.num_choices, hidden), "router")
+        if self.router_bias:
+            yield ParamSpec("router.bias", (self.num_choices,), "router")
+        yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
+        yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
+        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
+        if self.has_bias:
+            yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
+            yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
+            yield ParamSpec("experts.b_down", (experts, width), "experts", etp_dim=1)
+        if self.token_width:
+            yield ParamSpec("latent_down.weight", (width, hidden), "shared_experts")
+            yield ParamSpec("latent_up.weight", (hidden, width), "shared_experts")
+        if self.shared_width:
+            yield from prefixed("shared", swiglu_params("shared_experts", hidden, self.shared_width))
+
+    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of router, experts and shared expert; see base class."""
+        p = sizes.cfg.parallel
+        if "moe" in sizes.recompute:
+            return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
+        has_shared = self.shared_width > 0
+        # The router saves its input in the compute type, whoever else does.
+        saved = sizes.norm_with_output(saves_output=True)
+        if has_shared and "shared_experts" not in sizes.recompute:
+            saved["shared experts"] += sizes.swiglu(self.shared_width)
+            saved["shared experts"] += sizes.gathered_bytes(sizes.cfg.model.hidden_size) if p.tp > 1 else 0
+        if self.token_width:
+            # The input of the projection back.
+            saved["shared experts"] += sizes.tokens * self.token_width * sizes.item_bytes
+        routing_bytes = 2 * self.num_choices * sizes.high_precision_bytes + self.top_k * (
+            sizes.high_precision_bytes + INT_BYTES
+        )
+        saved["router"] += sizes.tokens * routing_bytes
+        score = chosen(sizes.cfg, RouterScorePart)
+        saved["router"] += sizes.tokens * score.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
+        if sizes.cfg.moe.input_jitter:
+            # The noise and the product with it, in the type of the logits.
+            saved["router"] += 2 * sizes.tokens * sizes.cfg.model.hidden_size * sizes.high_precision_bytes
+        return saved + sizes.experts.saved()
+
+    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the projections; see base class."""
+        delayed = BytesByPart()
+        if not dispatcher_of(sizes.cfg).moves_experts:
+            width = 2 * sizes.cfg.model.expert_hidden_size + 3 * self.width // sizes.cfg.parallel.etp
+            delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
+        if self.shared_width:
+            delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
+        if self.token_width:
+            widths = 2 * (sizes.cfg.model.hidden_size + self.token_width)
+            delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
+        return delayed
+
+    def concurrent_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the hidden values and inner gradients of looped experts.
+
+        Experts that run one after another free their inner projections when the last expert is done.
+        """
+        if sizes.kernels.grouped_experts or dispatcher_of(sizes.cfg).moves_experts:
+            return BytesByPart()
+        # The output gradient replaces the output where that is saved.
+        inner = 3 * self.width // sizes.cfg.parallel.etp
+        width = inner + sizes.cfg.model.expert_hidden_size * sizes.experts.applies_probs
+        return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
+
+    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
+        p = sizes.cfg.parallel
+        experts = sizes.experts
+        combine_bytes = experts.combine_buffer()
+        if p.ep * p.etp > 1:
+            # Outputs in expert order and in sender order; before that, the partial sums of all etp ranks are added.
+            outputs = experts.expert_tokens * experts.token_bytes
+            reduce_bytes = outputs if p.etp > 1 else 0
+            combine_bytes = BytesByPart({"dispatch buffers": 2 * outputs + max(combine_bytes.total(), reduce_bytes)})
+            combine_bytes = max(combine_bytes, experts.allgather_combine_buffer(), key=BytesByPart.total)
+        return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
+
+    def saved_if_recomputed(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the indices of the permutation; see base class."""
+        return sizes.experts.permute_indices()
+
+    @property
+    def recompute_parts(self) -> frozenset[str]:
+        """The whole network, the activation of the experts, and the shared expert if there is one."""
+        return frozenset({"moe", "expert_activation"} | ({"shared_experts"} if self.shared_width else set()))
+
+    def build(self, recipe: "Config", number: int) -> "MoELayer":
+        """Return the module; see base class."""
+        from moefold.model.init import seed_for
+        from moefold.model.mlp import SwiGLU
+        from moefold.model.moe.layer import MoELayer
+
+        model = recipe.model
+        return MoELayer(
+            model,
+            recipe.moe,
+            loss_scale=1.0 / (recipe.train.global_batch_size // recipe.train.micro_batch_size),
+            micro_batches_per_rank=recipe.num_micro_batches,
+            noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),
+            shared=SwiGLU(model.hidden_size, self.shared_width) if self.shared_width else None,
+        )

@@ -1,0 +1,1 @@
+"""SwiGLU, the feed-forward network of dense layers."""

@@ -1,0 +1,51 @@
+"""SwiGLU (arXiv:2002.05202): the dense feed-forward network."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.ffn import FeedForwardPart, swiglu_params
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.cost.saved_tensors import BytesByPart
+
+if TYPE_CHECKING:
+    from moefold.config.schema import Config
+    from moefold.cost.block_sizes import BlockSizes
+    from moefold.model.mlp import SwiGLU
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGluPart(FeedForwardPart):
+    """Multiply an up projection by the SiLU of a gate projection, and project back."""
+
+    chosen_by: ClassVar[str] = "a model.layer_pattern with D, or set model.moe_ffn_hidden_size, the width of an expert"
+    width: Annotated[int, FlatKey("model.ffn_hidden_size")]
+    """Inner width."""
+
+    def params(self, hidden: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of `SwiGLU`; see base class."""
+        return swiglu_params("dense_mlp", hidden, self.width)
+
+    @property
+    def recompute_parts(self) -> frozenset[str]:
+        """The whole network."""
+        return frozenset({"dense_mlp"})
+
+    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of gate, up and their product; see base class."""
+        if "dense_mlp" in sizes.recompute:
+            return sizes.norm_with_output(saves_output=True)
+        saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="dense MLP")
+        saved["dense MLP"] += sizes.swiglu(self.width)
+        return saved
+
+    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+        """Return the bytes of the projections; see base class."""
+        return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.width)})
+
+    def build(self, recipe: "Config", number: int) -> "SwiGLU":
+        """Return the module; see base class."""
+        from moefold.model.mlp import SwiGLU
+
+        return SwiGLU(recipe.model.hidden_size, self.width)

@@ -1,0 +1,38 @@
+"""LayerNorm with a weight and a bias (arXiv:1607.06450)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moefold.config.groups.norm import NormPart
+from moefold.config.param_spec import ParamSpec
+
+if TYPE_CHECKING:
+    from moefold.model.norm import LayerNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormPart(NormPart):
+    """Subtract the mean and divide by the deviation."""
+
+    saved_numbers: ClassVar[int] = 2
+
+    def params(self, name: str, width: int) -> Iterator[ParamSpec]:
+        """Yield weight and bias."""
+        yield from super().params(name, width)
+        yield ParamSpec(f"{name}.bias", (width,), "norms")
+
+    def build(self, width: int) -> "LayerNorm":
+        """Return a `LayerNorm`."""
+        from moefold.model.norm import LayerNorm
+
+        return LayerNorm(width, self.eps)
+
+    def formula(self) -> Callable[..., Any]:
+        """Return the deviation from the mean over the root of the variance, scaled and shifted."""
+
+        def normalize(x: Any, weight: Any, bias: Any) -> Any:
+            centered = x - x.mean(-1, keepdim=True)
+            return centered / (centered.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight + bias
+
+        return normalize

@@ -1,0 +1,33 @@
+"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from moefold.config.groups.norm import NormPart
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from moefold.model.norm import RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNormPart(NormPart):
+    """Divide by the root mean square."""
+
+    zero_centered: Annotated[bool, FlatKey("model.zero_centered_norms")]
+
+    def build(self, width: int) -> "RMSNorm":
+        """Return an `RMSNorm`."""
+        from moefold.model.norm import RMSNorm
+
+        return RMSNorm(width, self.eps, zero_centered=self.zero_centered)
+
+    def formula(self) -> Callable[..., Any]:
+        """Return x * weight over the root of the mean square."""
+
+        def normalize(x: Any, weight: Any, bias: None) -> Any:
+            scale = 1 + weight if self.zero_centered else weight
+            return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * scale
+
+        return normalize
