@@ -9,6 +9,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PLUGIN := $(VENV)/.plugin
 # The GPU targets run without .venv where a Python has what moefold needs: make gpu READY= PY=python3
 READY ?= $(STAMP)
 PY ?= $(BIN)/python
@@ -43,10 +44,15 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[dev,tensorboard]'
 	@touch $@
 
+# The package of tests/plugin, whose parts the tests name; it is no part of what moefold installs. No network is asked.
+$(PLUGIN): tests/plugin/pyproject.toml $(STAMP)
+	$(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation -e tests/plugin
+	@touch $@
+
 train: $(STAMP) ## train the quickstart: eight ranks, attention and experts folded over them
 	$(BIN)/moefold train recipes/quickstart.toml $(ARGS)
 
-test: $(STAMP) ## run the fast suite: every feature once; wide sweeps are in parity, architecture rules in check
+test: $(PLUGIN) ## run the fast suite: every feature once; wide sweeps are in parity, architecture rules in check
 	$(PYTEST) $(ABREAST) -m "$(FAST)" --ignore=tests/architecture
 
 check: lint types rules house golden ## check style, types, house rules and recorded facts; what runs is tested by `make test`, or by `make unit` alone
@@ -67,13 +73,13 @@ house: $(STAMP) ## count the debts of the structure: none may rise above tools/h
 golden: $(STAMP) ## compare the facts of every recipe with tools/golden.jsonl (ARGS=--full: losses and names too)
 	$(BIN)/python tools/golden.py $(ARGS)
 
-unit: $(STAMP) ## run the unit tests
+unit: $(PLUGIN) ## run the unit tests
 	$(PYTEST) $(ABREAST) -q -m "$(UNIT)" --ignore=tests/architecture
 
-e2e: $(STAMP) ## run the command line from start to end
+e2e: $(PLUGIN) ## run the command line from start to end
 	$(PYTEST) $(ABREAST) -m "e2e and $(FAST)"
 
-parity: $(STAMP) ## run every parity test, the wide sweep and the long runs included
+parity: $(PLUGIN) ## run every parity test, the wide sweep and the long runs included
 	$(PYTEST) $(ABREAST) -m "(parity or slow) and not gpu"
 
 parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages

@@ -183,6 +183,19 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         )
 
 
+def test_the_page_has_the_package_of_the_tests():
+    folder = Path(__file__).parent / "plugin"
+    written = [
+        *_blocks("python", "A learning-rate schedule"),
+        *_blocks("python", "A loss of reinforcement learning"),
+        _blocks("toml", "A learning-rate schedule")[0],
+    ]
+    files = {block.partition("\n")[0].removeprefix("# "): block.partition("\n")[2] for block in written}
+    package = folder / "src"
+    parts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("[a-z]*.py")}
+    assert files == parts | {"pyproject.toml": (folder / "pyproject.toml").read_text()}
+
+
 @pytest.mark.parity
 def test_example_of_a_dispatcher_equals_the_builtin(pool: WorkerPool) -> None:
     """Train two steps with the example and with `allgather`."""

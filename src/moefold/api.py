@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.config.outside import import_files
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -255,6 +256,7 @@ def evaluate(
     text: str | Path | None = None,
     logits: str | Path | None = None,
     overrides: Sequence[str] = (),
+    part: str | Sequence[str] = (),
     options: EvalOptions | None = None,
 ) -> "Evaluation":
     """Compute the mean cross-entropy of a model over token ids or a text file, as `moefold eval` does.
@@ -265,6 +267,7 @@ def evaluate(
         text: file of UTF-8 text for the model's tokenizer; either tokens or text.
         logits: .npy file to write the logits to, float32 [sequences, S, V].
         overrides: the mapping, such as `parallel.tp=2`.
+        part: FILE.py:CLASS of each part from a file with which the model was trained; the files are imported.
         options: further settings.
 
     Returns:
@@ -286,6 +289,7 @@ def evaluate(
     )
     rank_env = read_rank_env()
     with _errors_without_options():
+        import_files(part)
         job = prepare_evaluation(request, rank_env, _report_notices(rank_env), lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
@@ -302,6 +306,7 @@ def generate(
     max_tokens: int = 128,
     sampling: SamplingParams | None = None,
     overrides: Sequence[str] = (),
+    part: str | Sequence[str] = (),
     options: GenerateOptions | None = None,
 ) -> "list[Generation]":
     """Continue prompts with a model, as `moefold generate` does.
@@ -312,6 +317,7 @@ def generate(
         max_tokens: most new tokens of each.
         sampling: temperature, top_k, top_p, min_p and seed.
         overrides: the mapping, such as `parallel.tp=2`.
+        part: FILE.py:CLASS of each part from a file with which the model was trained; the files are imported.
         options: further settings.
 
     Returns:
@@ -334,6 +340,7 @@ def generate(
     )
     rank_env = read_rank_env()
     with _errors_without_options():
+        import_files(part)
         job = prepare_generation(request, rank_env, _report_notices(rank_env))
 
         from moefold.inference.worker import generate_on_rank

@@ -12,6 +12,7 @@ from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.load import AUTO, Tree, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
+from moefold.config.part_table import name_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
@@ -277,8 +278,10 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecip
         tree["parallel"] = {"mapping": AUTO}
     if path is not None:
         resolve_recipe_paths(tree, path.parent)
+        name_files(tree, path.parent)
     recipe = deepcopy(tree)
     apply_overrides(tree, overrides)
+    name_files(tree)
     messages = shorten_lr_schedule(tree, recipe, overrides)
     explicit_keys = frozenset(
         f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys

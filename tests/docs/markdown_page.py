@@ -16,7 +16,7 @@ PAGES = [
 ]
 RECORDS = [page for page in PAGES if page.name == "log.md" or page.parent.name == "design"]
 """Pages that stay as they were written: their links must work, their commands may be of an earlier version."""
-KINDS = ("device file", "lengths file")
+KINDS = ("device file", "lengths file", "project file")
 HTML_LINK = re.compile(r'<(?:a|img)\b[^>]*?\b(?:href|src)="([^"]+)"')
 HTML_ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
 LINK = re.compile(r"(?<!\\)!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
@@ -70,7 +70,7 @@ def blocks(page: Path) -> tuple[Block, ...]:
             opened = (number, fence[1], fence[2])
             body = []
         elif marker := re.match(
-            r"^<!-- (not run: |file: |exit status |device file|lengths file)(.*?) -->$", line.strip()
+            r"^<!-- (not run: |file: |exit status |device file|lengths file|project file)(.*?) -->$", line.strip()
         ):
             markers[marker[1].strip(": ")] = marker[2]
         elif line.strip():

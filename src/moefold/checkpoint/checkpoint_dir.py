@@ -22,6 +22,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig
+from moefold.config.part import keys_of, without_source
 from moefold.config.patterns import (
     INDEX_KINDS,
     LAYER_KINDS,
@@ -160,7 +161,8 @@ def step_of(path: Path) -> int:
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
     """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
-    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(model).items()}
+    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in keys_of(model).items()}
+    sizes = {key: without_source(value, "file") for key, value in sizes.items()}
     return sizes | {"layer_kinds": spell(model.layer_pattern, LAYER_KINDS, model.num_layers)}
 
 
@@ -170,13 +172,13 @@ WANT_KEY = "align.want"
 
 def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
-    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
+    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     method = chosen_in(cfg.align, AlignmentPart)
     align = cfg.align if method.reads_rewards else AlignConfig(method=cfg.align.method)
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
-    order |= {f"align.{key}": value for key, value in asdict(align).items()}
+    order |= {f"align.{key}": value for key, value in keys_of(align).items()}
     if not method.conditions:
         del order[WANT_KEY]
     # The list of dropped files is compared instead.
@@ -607,8 +609,8 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
     unused |= frozenset() if model.index_topk else _INDEX_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = model_sizes(ModelConfig()) | stored
-    ours = model_sizes(model)
+    theirs = {key: without_source(value) for key, value in (model_sizes(ModelConfig()) | stored).items()}
+    ours = {key: without_source(value) for key, value in model_sizes(model).items()}
     for sizes in (theirs, ours):
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moefold.config.aliases import OPTION_OF, key_hint
+from moefold.config.outside import import_files
 from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
@@ -103,6 +104,26 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[
     if recipe is None or ("=" in recipe and not Path(recipe).exists()):
         return None, [*([] if recipe is None else [recipe]), *overrides]
     return Path(recipe), list(overrides)
+
+
+def add_part_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that read a run: files of parts that it was trained with, imported while parsing."""
+    parser.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        type=_part,
+        metavar="FILE.py:CLASS",
+        help="a part from a file with which the model was trained; the file is imported; may be repeated",
+    )
+
+
+def _part(text: str) -> str:
+    try:
+        import_files(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 RANK0_REPORT_WAIT_S = 10.0

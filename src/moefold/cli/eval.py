@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_inference_options, report_notices
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import print_escaped
@@ -82,4 +82,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="for --text: bytes or a tokenizer.json")
     add_inference_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")
+    add_part_option(parser)
     return parser

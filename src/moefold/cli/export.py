@@ -4,7 +4,7 @@ import argparse
 import re
 
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint, read_meta
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.families import FAMILIES
@@ -149,4 +149,5 @@ def _parser() -> argparse.ArgumentParser:
         help="write MTP layers among the other layers, as DeepSeek does; by default they have files of their own, "
         "because transformers reports them as unexpected unless the only one is layer 61",
     )
+    add_part_option(parser)
     return parser

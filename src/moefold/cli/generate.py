@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields
 from functools import partial
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
@@ -139,4 +139,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"
     )
+    add_part_option(parser)
     return parser

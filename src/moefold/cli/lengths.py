@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_documents import describe_documents
 from moefold.config.bounds import max_integer
 from moefold.config.limits import check_at_most
@@ -164,4 +164,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--block", type=int, default=128, metavar="N", help="parallel.attention_block (default 128)")
     parser.add_argument("--json", action="store_true", help="print the numbers as one JSON array")
+    add_part_option(parser)
     return parser

@@ -3,7 +3,7 @@
 import argparse
 
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.preflight import check_merge
@@ -56,4 +56,5 @@ def _parser() -> argparse.ArgumentParser:
         "--weights", nargs="+", type=float, default=[], metavar="W", help="weight of each, above 0 (default: all equal)"
     )
     parser.add_argument("--out", required=True, metavar="OUT", help="the checkpoint to write; must not exist")
+    add_part_option(parser)
     return parser

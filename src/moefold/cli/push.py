@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moefold.cache_dir import cache_folders
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint, read_meta
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.preflight import check_export, weights_path
 from moefold.errors import ConfigError
@@ -97,4 +97,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--message", default="Upload by moefold", metavar="TEXT", help="message of the commit")
     parser.add_argument("--overwrite", action="store_true", help="replace a README.md that the repository has already")
     parser.add_argument("--dry-run", action="store_true", help="list the files and their sizes, and send nothing")
+    add_part_option(parser)
     return parser

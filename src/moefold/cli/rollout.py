@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -126,4 +126,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
     parser.add_argument("--chat-template", default="", metavar="FILE", help="template of prompts that are messages")
     add_inference_options(parser)
+    add_part_option(parser)
     return parser

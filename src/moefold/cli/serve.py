@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields, replace
 from functools import partial
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
 from moefold.errors import ConfigError
 from moefold.extras import install_command
@@ -98,4 +98,5 @@ def _parser() -> argparse.ArgumentParser:
         "--reasoning", action="store_true", help="chats: text between <think> and </think> is reasoning_content"
     )
     add_inference_options(parser)
+    add_part_option(parser)
     return parser

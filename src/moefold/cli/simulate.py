@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_documents import describe_attention, describe_documents
 from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
 from moefold.cli.plan_sites import add_site_options, describe_rate
@@ -255,4 +255,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object")
+    add_part_option(parser)
     return parser

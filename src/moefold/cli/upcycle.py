@@ -2,14 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
+from moefold.config.part import keys_of
 from moefold.config.schema import Config
 from moefold.convert.preflight import (
     MOE_KEYS,
@@ -83,12 +84,10 @@ def upcycled_model(
         raise ConfigError(
             f"--granularity {slices} must divide the width {dense_model.ffn_hidden_size} of {str(dense)!r}"
         )
-    copied = {
-        field.name: getattr(dense_model, field.name) for field in fields(dense_model) if field.name not in MOE_KEYS
-    }
+    copied = {key: value for key, value in keys_of(dense_model).items() if key not in MOE_KEYS}
     copied |= {"moe_ffn_hidden_size": dense_model.ffn_hidden_size // slices, "upcycle_from": str(dense)}
     # Precedence: given overrides, then the dense model's keys, then the defaults.
-    overridden = asdict(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
+    overridden = keys_of(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
     model = config_from_dict({"model": {**copied, **{key: overridden[key] for key in given}}}).model
     width = dense_model.ffn_hidden_size // slices
     if granularity is not None and model.moe_ffn_hidden_size != width:
@@ -119,4 +118,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--granularity", type=int, help="slices of a copy (default 1); num_experts counts slices")
     parser.add_argument("--seed", type=int, default=0, help="seed of the router weights and of the noise (default 0)")
     add_ignore_key_option(parser)
+    add_part_option(parser)
     return parser

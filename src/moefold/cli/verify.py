@@ -9,10 +9,10 @@ from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, reworded_errors
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
 from moefold.recipe import load_config
@@ -47,6 +47,15 @@ RL_NOTE = "NOT covered: the rollouts and the loss of [rl]; the steps predict the
 
 ALIGN_NOTE = "NOT covered: [align], as --shrink replaces the data; the steps predict the next tokens"
 """Note on a shrunk recipe of alignment."""
+
+ONE_RANK = "one-rank"
+"""What --against compares the mapping with, instead of the oracle."""
+
+ONE_RANK_NOTE = (
+    "NOT judged by the oracle: the mapping is compared with one rank of the same code, so that an error of the code on "
+    "both sides is not found"
+)
+"""Note on a comparison with one rank."""
 
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
@@ -89,11 +98,17 @@ def run(argv: list[str]) -> int:
     check_replay(replayed)
     check_replay_content(replayed)
     check_dispatch_device(cfg, "cpu")
-    return verify(cfg, args.steps, _run_on_ranks, message, notes)
+    return verify(cfg, args.steps, _run_on_ranks, message, notes, against_one_rank=args.against == ONE_RANK)
 
 
 def verify(
-    cfg: Config, steps: int, run_distributed: RunDistributed, message: str = "", notes: Sequence[str] = ()
+    cfg: Config,
+    steps: int,
+    run_distributed: RunDistributed,
+    message: str = "",
+    notes: Sequence[str] = (),
+    *,
+    against_one_rank: bool = False,
 ) -> int:
     """Train with the oracle and under the mapping, and print the comparison; return 0 if they are equal, 1 if not.
 
@@ -103,19 +118,29 @@ def verify(
         run_distributed: trains the recipe under its mapping.
         message: description of how the recipe was shrunk.
         notes: what is not compared.
+        against_one_rank: compare with one rank of the same code instead of the oracle.
     """
     from moefold.data import prepare
-    from moefold.verify.compare import compare_records, run_oracle, zero_gradients
+    from moefold.verify.compare import compare_records, one_rank_record, run_oracle, zero_gradients
 
+    one = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
+    if one is not None:
+        with reworded_errors((r"^", "--against one-rank: ")):
+            check_config(one)
+    notes = (*notes, ONE_RANK_NOTE) if one else notes
     print_escaped(_header(cfg, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
-        oracle = run_oracle(cfg, steps, progress.report)
+        if one is not None:
+            [alone] = run_distributed(one, steps, progress.report)
+            oracle = one_rank_record(cfg.train, alone)
+        else:
+            oracle = run_oracle(cfg, steps, progress.report)
         progress.report(f"mapping on {cfg.parallel.world_size} ranks, starting them")
         ranks = run_distributed(cfg, steps, progress.report)
         progress.report("comparing")
         found = compare_records(oracle, ranks)
-    print_escaped(_format_steps(oracle, ranks))
+    print_escaped(_format_steps(oracle, ranks, "one rank" if one else "oracle"))
     print_escaped(_format_worst(found, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
@@ -201,8 +226,8 @@ def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
 
 
-def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"]) -> str:
-    lines = [f"{'':8}{'loss':16}{'oracle':20}{'gradient norm':16}oracle"]
+def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"], reference: str) -> str:
+    lines = [f"{'':8}{'loss':16}{reference:20}{'gradient norm':16}{reference}"]
     for i, (mine, theirs) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
         losses = f"{mine.loss:<16.12f}{theirs.loss:<20.12f}"
         lines.append(f"step {i + 1:<3}{losses}{mine.grad_norm:<16.12f}{theirs.grad_norm:.12f}")
@@ -265,6 +290,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="with --shrink: lower degrees only if the mapping takes more ranks than this (default 16)",
+    )
+    parser.add_argument(
+        "--against",
+        choices=("oracle", ONE_RANK),
+        default="oracle",
+        help="one-rank: train the same code on one rank instead of the oracle, which has no formula for a part from "
+        "outside; this compares the code with itself (oracle)",
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     return parser

@@ -1,4 +1,4 @@
-"""Find the class of a part by its group and kind: a file of `parts/GROUP/`, or an entry point of another package.
+"""Find the class of a part by its group and kind: a file of `parts/GROUP/`, or a part from outside.
 
 Nothing else of the package imports a part, so that a new file is a new kind.
 """
@@ -6,14 +6,21 @@ Nothing else of the package imports a part, so that a new file is a new kind.
 import importlib
 import pkgutil
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from moefold.config.outside import (
+    class_faults,
+    entry_point_of,
+    entry_points_of,
+    load_entry_point,
+    origin_of,
+    origin_of_entry,
+)
+from moefold.errors import ConfigError
+
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"
-ENTRY_POINTS = "moefold."
-"""Start of the name of an entry-point group; the rest is the group of the part."""
 
 
 @cache
@@ -36,7 +43,18 @@ def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
         words: the built-in kinds that count; empty: all.
     """
     built_in = built_in_kinds(group)
-    return (*(words or built_in), *(name for name in sorted(_entry_points(group)) if name not in built_in))
+    return (*(words or built_in), *(kind for kind in entry_points_of(group) if kind not in built_in))
+
+
+def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
+    """Return the kinds of a group for a message: built-in ones, then kinds of installed packages.
+
+    Args:
+        group: the folder of `parts/`.
+        words: the built-in kinds that count; empty: all.
+    """
+    others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
+    return ", ".join((*map(repr, words or built_in_kinds(group)), *others))
 
 
 @cache
@@ -59,14 +77,47 @@ def find_part(group: str, kind: str) -> Any:
 
     Args:
         group: the folder of `parts/`.
-        kind: one of `kinds(group)`.
+        kind: one of `built_in_kinds(group)`, or a kind of an installed package.
 
     Raises:
         KeyError: the group has no such kind.
+        ConfigError: a package from outside is broken, or another one has its kind.
     """
     if kind in built_in_kinds(group):
         return _class_in(group, kind)
-    return _entry_points(group)[kind].load()
+    point = entry_point_of(group, kind)
+    base = find_group(group)
+    part = load_entry_point(point, base.key)
+    check_class(part, base, f"{base.key}={kind!r} of {origin_of_entry(point)} ({point.value})")
+    return part
+
+
+def check_class(part: Any, base: type[Any], where: str) -> None:
+    """Check that what a package or file brings is a part of a group.
+
+    Args:
+        part: the class.
+        base: the base class of the group.
+        where: its name and origin, the start of the message.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if faults := "; it ".join(class_faults(part, base)):
+        raise ConfigError(f"{where} {faults}")
+
+
+def check_not_shadowed(group: str, kind: str) -> None:
+    """Check that no installed package has a part with the name of a built-in kind.
+
+    Raises:
+        ConfigError: one has.
+    """
+    if found := entry_points_of(group).get(kind):
+        raise ConfigError(
+            f"{origin_of_entry(found[0])} brings the {group} {kind!r}, which is the name of a built-in kind; uninstall "
+            "it, or let it use another name"
+        )
 
 
 def class_of(group: str, value: Any) -> Any:
@@ -76,15 +127,15 @@ def class_of(group: str, value: Any) -> Any:
 
 def kind_of(part: type[Any]) -> str:
     """Return the kind of the class of a part; MODULE:CLASS of one that a program made."""
-    own = f"{part.__module__}:{part.__qualname__}"
-    return next((kind for kind in kinds(part.group) if _is_in(part.group, kind, part)), own)
+    if not is_built_in(part):
+        return origin_of(part)[0]
+    stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
+    return stem.removeprefix("_").replace("__", "-")
 
 
-def _is_in(group: str, kind: str, part: Any) -> bool:
-    """Return whether a kind is a class, without loading other packages."""
-    if kind in built_in_kinds(group):
-        return bool(part.__module__.startswith(f"{PARTS}.{group}.")) and find_part(group, kind) is part
-    return _entry_points(group)[kind].value == f"{part.__module__}:{part.__qualname__}"
+def is_built_in(part: type[Any]) -> bool:
+    """Return whether the class of a part is one of the package."""
+    return part.__module__.startswith(f"{PARTS}.")
 
 
 def _class_in(group: str, kind: str) -> Any:
@@ -103,8 +154,3 @@ def _class_in(group: str, kind: str) -> Any:
 def _is_part(value: Any, module: str) -> bool:
     """Return whether a value is a class of parts that a module defines."""
     return isinstance(value, type) and value.__module__ == module and hasattr(value, "changes_maths")
-
-
-@cache
-def _entry_points(group: str) -> dict[str, EntryPoint]:
-    return {found.name: found for found in entry_points(group=f"{ENTRY_POINTS}{group}")}

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -17,18 +17,24 @@ from pydantic import TypeAdapter, ValidationError
 from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
+from moefold.config.find import kinds, kinds_in_words
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate
+from moefold.config.outside import MissingPartError
+from moefold.config.part import Part, keys_of
+from moefold.config.part_table import build_part, is_part_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sites import method_values
 from moefold.config.suggestions import (
     choices_of,
     closest_match,
+    default_of,
     describe_key,
     explain_unknown_key,
     explain_unknown_section,
     key_types,
+    part_keys,
     sections,
     sections_with,
 )
@@ -56,10 +62,14 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
     A learning rate that is left out follows from the method of training (`config/method_defaults.py`).
 
+    A part from outside is built from its table; no file is imported (`part_table.name_files`).
+
     Raises:
+        MissingPartError: a part is not here: its file is not named, or its package is not installed.
         ConfigError: a section, key, type, choice or preset is wrong.
     """
-    problems = _structure_problems(tree)
+    tree, parts, wrong_parts = _take_parts(tree)
+    problems = wrong_parts | _structure_problems(tree)
     filled = _fill_preset(tree, problems)
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
@@ -72,6 +82,9 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         raise_all(problems.values())
         raise
     raise_all(problems.values())
+    for name, part in parts.items():
+        section, _, key = name.partition(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: part})})
     if "lr" in filled.get("train", {}):
         return cfg
     return replace(cfg, train=replace(cfg.train, lr=default_learning_rate(cfg)))
@@ -79,7 +92,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
 def config_to_dict(cfg: Config) -> Tree:
     """Convert the resolved config to plain data: every key of every section, ready for JSON."""
-    tree: Tree = json.loads(json.dumps(asdict(cfg)))
+    tree: Tree = json.loads(json.dumps({section: keys_of(getattr(cfg, section)) for section in sections()}))
     return tree
 
 
@@ -93,6 +106,35 @@ def write_config_json(cfg: Config, path: Path) -> None:
 @cache
 def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
+
+
+def _take_parts(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Part], dict[str, str]]:
+    """Build the parts from outside.
+
+    Returns:
+        The tree without them, the parts by "section.key", and errors by "section.key".
+
+    Raises:
+        MissingPartError: see `config_from_dict`.
+    """
+    parts: dict[str, Part] = {}
+    problems: dict[str, str] = {}
+    rest = dict(tree)
+    for name in part_keys():
+        section, _, key = name.partition(".")
+        keys = rest.get(section)
+        if not isinstance(keys, dict) or key not in keys:
+            continue
+        try:
+            if not is_part_value(name, keys[key]):
+                continue
+            parts[name] = build_part(name, keys[key])
+        except MissingPartError:
+            raise
+        except ConfigError as error:
+            problems[name] = str(error)
+        rest[section] = {other: value for other, value in keys.items() if other != key}
+    return rest, parts, problems
 
 
 def _apply_override(tree: Tree, override: str) -> None:
@@ -122,20 +164,31 @@ def _apply_override(tree: Tree, override: str) -> None:
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
         raise ConfigError(f"override {_format_value(override)}: {reason}")
     keys = tree.setdefault(section, {})
+    key, dot, setting = key.partition(".")
+    if dot and f"{section}.{key}" in part_keys() and isinstance(keys, dict):
+        part = keys.get(key, default_of(section, key))
+        keys[key] = {**(part if isinstance(part, dict) else {"kind": part}), setting: _parsed_value(text.strip())}
+        return
+    key += dot + setting
     # A recipe with `run = 3` is refused by the validation that follows.
     if isinstance(keys, dict):
         keys[key] = _override_value(section, key, text.strip())
 
 
 def _override_value(section: str, key: str, text: str) -> Any:
+    value = _parsed_value(text)
+    takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
+    takes_table = f"{section}.{key}" in part_keys()
+    return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
+
+
+def _parsed_value(text: str) -> Any:
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
     # Multi-line text could define additional keys: keep it as plain text.
-    value = parsed["value"] if len(parsed) == 1 else text
-    takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
-    return value if not takes_text or isinstance(value, str | list) else text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -191,10 +244,12 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
 
 
 def _type_problem(section: str, key: str, value: Any) -> str:
-    expected = describe_key(section, key)
+    group = part_keys().get(f"{section}.{key}")
+    expected = f"one of {kinds_in_words(group, choices_of(section, key))}" if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
-    choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
+    values = kinds(group, choices_of(section, key)) if group else choices_of(section, key)
+    choices = [choice for choice in values if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
-from moefold.config.find import find_group, find_part, kind_of
+from moefold.config.find import find_group, find_part, is_built_in, kind_of
+from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 
 
@@ -37,6 +38,8 @@ class Part:
     """Folder of `parts/`, and the end of the name of the entry points of other packages, `moefold.GROUP`."""
     key: ClassVar[str]
     """Recipe key that chooses the part of this group, as "section.key"."""
+    interface: ClassVar[int]
+    """Version of the interface that a part from outside was written for: 1 (`config/outside.py`)."""
     changes_maths: ClassVar[bool] = True
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
@@ -59,6 +62,37 @@ class Part:
         None: `moefold verify` refuses recipes with it, by name.
         """
         return None
+
+    def as_table(self) -> dict[str, Any]:
+        """Return the part as a recipe writes it, with all its keys, and `from`: its distribution or file."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        source = {} if is_built_in(type(self)) else {"from": origin_of(type(self))[1].as_dict()}
+        return {"kind": self.kind, **values, **source}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a part of a file by the file, which a rank started with another interpreter has not imported."""
+        if is_built_in(type(self)) or not origin_of(type(self))[1].file:
+            return super().__reduce_ex__(protocol)
+        return rebuild, (*origin_of(type(self)), {field.name: getattr(self, field.name) for field in fields(self)})
+
+
+def keys_of(section: Any) -> dict[str, Any]:
+    """Return the keys of a section of a recipe by name; a part from outside is a table (`Part.as_table`)."""
+    values = {field.name: getattr(section, field.name) for field in fields(section)}
+    return {name: value.as_table() if isinstance(value, Part) else value for name, value in values.items()}
+
+
+def without_source(value: Any, *names: str) -> Any:
+    """Return the value of a key as plain data, without facts on where its part comes from, for comparisons.
+
+    Args:
+        value: a value of `keys_of`.
+        names: facts to leave out; none: all.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("from"), dict):
+        return value
+    kept = {name: fact for name, fact in value["from"].items() if names and name not in names}
+    return {key: entry for key, entry in value.items() if key != "from"} | ({"from": kept} if kept else {})
 
 
 @cache

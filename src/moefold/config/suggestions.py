@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.find import kinds
+from moefold.config.find import built_in_kinds
 from moefold.config.part import KindOf
 from moefold.config.schema import Config
 
@@ -91,12 +91,24 @@ def key_types(section: str) -> dict[str, Any]:
 
 
 @cache
+def part_keys() -> dict[str, str]:
+    """Return the group of each key that chooses a part, by "section.key"."""
+    return {
+        f"{section}.{key}": entry.group
+        for section, owner in sections().items()
+        for key, hint in get_type_hints(owner, include_extras=True).items()
+        for entry in getattr(hint, "__metadata__", ())
+        if isinstance(entry, KindOf)
+    }
+
+
+@cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
-    """Return the values that a key chooses from; empty: it takes any value of its type."""
+    """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
     hint = get_type_hints(sections()[section], include_extras=True)[key]
     marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
     if marks:
-        return kinds(*marks[0])
+        return marks[0].words or built_in_kinds(marks[0].group)
     plain = key_types(section)[key]
     return get_args(plain) if get_origin(plain) is Literal else ()
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from moefold.checkpoint.streaming_io import (
 )
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
+from moefold.config.part import keys_of
+from moefold.config.part_table import toml_table
 from moefold.config.schema import Config
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import parse_model_config
@@ -209,8 +211,8 @@ def recipe_text(
     aux_loss: float | None = None,
 ) -> str:
     """Return a recipe that trains from a checkpoint, with only the settings that follow from its weights."""
-    default = asdict(ModelConfig())
-    ours = asdict(model)
+    default = keys_of(ModelConfig())
+    ours = keys_of(model)
     sizes = [
         f"{key} = {_toml(value)}"
         for key, value in ours.items()
@@ -336,4 +338,6 @@ def _toml(value: object) -> str:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return toml_table(value)
     return repr(value)

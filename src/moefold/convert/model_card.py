@@ -12,6 +12,8 @@ from moefold import __version__
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
 from moefold.config.load import config_to_dict
 from moefold.config.model import ModelConfig
+from moefold.config.part import without_source
+from moefold.config.part_table import toml_table
 from moefold.config.schema import Config
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.preflight import read_model
@@ -216,9 +218,13 @@ def _settings_text(cfg: Config | None) -> list[str]:
             for key, value in tree[section].items()
             if value != default[section][key] or f"{section}.{key}" in ALWAYS_SHOWN
         }
-        shown = [f"{key} = {json.dumps(value)}" for key, value in changed.items() if not _may_be_path(value)]
+        shown = [f"{key} = {_toml(value)}" for key, value in changed.items() if not _may_be_path(value)]
         lines += [f"[{section}]", *shown] if shown else []
     return lines
+
+
+def _toml(value: Any) -> str:
+    return toml_table(without_source(value)) if isinstance(value, dict) else json.dumps(value)
 
 
 def _may_be_path(value: Any) -> bool:

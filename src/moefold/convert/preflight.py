@@ -21,6 +21,7 @@ from moefold.config.chosen import RoutingSections, chosen
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
+from moefold.config.outside import MissingPartError
 from moefold.config.schema import Config, MoEConfig, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
@@ -231,6 +232,8 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     try:
         model = config_from_dict({"model": keys}).model
         check_model(model)
+    except MissingPartError as error:
+        raise ConfigError(f"checkpoint {str(path)!r}: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a model that this version does not know: {error}") from None
     return model

@@ -8,6 +8,7 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
+from moefold.config.outside import MissingPartError
 from moefold.config.schema import Config
 from moefold.convert.hf_config import CONFIG_FILE
 from moefold.errors import ConfigError
@@ -51,6 +52,8 @@ def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
     try:
         cfg = config_from_dict(tree)
         check_model(cfg.model)
+    except MissingPartError as error:
+        raise ConfigError(f"{file}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{file} is damaged, or of another version of moefold: {error}") from error
     return cfg

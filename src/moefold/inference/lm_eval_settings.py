@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from moefold.config.outside import import_files
 from moefold.config.schema import Config
 from moefold.data.chat import ChatTemplate
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, reworded_errors
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_chat_template
@@ -43,6 +44,8 @@ class LmSettings:
     """true or false: whether a text gets the token that begins a text; "": the tokens that the tokenizer declares."""
     ignore_key: str = ""
     """Keys of the JSON files of a Hugging Face folder that may have any value, with + between them."""
+    part: str = ""
+    """Files of parts with which the model was trained, FILE.py:CLASS, with + between them; they are imported."""
     want: str = ""
     """Reward that --apply_chat_template asks for instead of align.want, or "none"."""
 
@@ -90,6 +93,8 @@ class LmSettings:
         Raises:
             ConfigError: there is no such model, or the mapping does not fit it.
         """
+        with reworded_errors((r"--part ", "--model_args part=")):
+            import_files(filter(None, self.part.split("+")))
         source = find_source(self.path, tuple(filter(None, self.ignore_key.split("+"))))
         source = replace(source, want=override_want(source.want, self.want, "--model_args want="))
         overrides = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis)]

@@ -12,6 +12,7 @@ from moefold.config.find import built_in_kinds
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.config.suggestions import describe_type, nearest_numbers
@@ -77,6 +78,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     """
     tree: Tree = {}
     apply_overrides(tree, request.overrides)
+    name_files(tree)
     _reject_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
     raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)

@@ -10,9 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.config.chosen import chosen_in
-from moefold.config.find import kinds
+from moefold.config.find import built_in_kinds
 from moefold.config.groups.lr_schedule import LrSchedulePart
+from moefold.config.part import keys_of, without_source
+from moefold.config.part_table import build_part
 from moefold.config.schema import Config, TrainConfig
+from moefold.errors import ConfigError
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
@@ -52,7 +55,8 @@ the first peak, as half of a cosine has passed, and ends at 0 again."""
 
 def schedule_settings(cfg: Config) -> dict[str, Any]:
     """Return the settings of a run that determine its learning rates, by their keys."""
-    return {"run.steps": cfg.run.steps} | {f"train.{key}": getattr(cfg.train, key) for key in SCHEDULE_KEYS}
+    values = keys_of(cfg.train)
+    return {"run.steps": cfg.run.steps} | {f"train.{key}": without_source(values[key]) for key in SCHEDULE_KEYS}
 
 
 def check_schedule_settings(settings: Mapping[str, Any]) -> None:
@@ -68,9 +72,9 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
         raise TypeError(f"schedule has the keys {sorted(settings)}")
     for key, value in settings.items():
         is_right = (
-            value in kinds(LrSchedulePart.group)
+            value in built_in_kinds(LrSchedulePart.group) or isinstance(value, dict)
             if key == LrSchedulePart.key
-            else (key != LrSchedulePart.key and type(value) in (type(default[key]), int))
+            else type(value) in (type(default[key]), int)
         )
         if not is_right or (type(value) in (int, float) and not 0 <= value < math.inf):
             raise TypeError(f"schedule has {key}={value!r}")
@@ -93,14 +97,28 @@ def describe_schedule_change(before: Mapping[str, Any], cfg: Config, step: int) 
         return f"the learning rate of step {step + 1} is {rate:.3g}; {course}"
     steps = before["run.steps"]
     keys = {name.removeprefix("train."): value for name, value in before.items() if name != "run.steps"}
-    train = replace(cfg.train, **keys)
+    changes = ", ".join(f"{key}={now[key]} (it had {before[key]})" for key in now if now[key] != before[key])
+    try:
+        train = replace(cfg.train, **keys | {"lr_schedule": _part_before(keys["lr_schedule"], cfg.train)})
+    except ConfigError:
+        return f"with {changes} the learning rate of step {step + 1} is {rate:.3g}; {course}"
     last = learning_rate(train, steps, step)
     ended = f"the schedule of {steps:,} steps has ended; " if step >= steps and _decays(train, steps) else ""
-    changes = ", ".join(f"{key}={now[key]} (it had {before[key]})" for key in now if now[key] != before[key])
     verb = f"{'rises' if rate > last else 'falls'} from {last:.3g} to"
     if math.isclose(rate, last):
         verb = "stays at"
     return f"{ended}with {changes} the learning rate {verb} {rate:.3g} in step {step + 1}; {course}"
+
+
+def _part_before(value: Any, train: TrainConfig) -> Any:
+    """Return the value of train.lr_schedule that a checkpoint has recorded.
+
+    Raises:
+        ConfigError: it is a part from outside that is not here.
+    """
+    if value == without_source(keys_of(train)["lr_schedule"]):
+        return train.lr_schedule
+    return build_part(LrSchedulePart.key, value) if isinstance(value, dict) else value
 
 
 def _decays(train: TrainConfig, steps: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import Part
+from moefold.config.part_table import toml_table
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -138,7 +139,9 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
 
 
 def _format_toml(value: Any) -> str:
-    """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does."""
+    """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does, and parts from outside."""
+    if isinstance(value, Part):
+        return toml_table(value.as_table())
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 

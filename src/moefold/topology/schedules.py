@@ -3,7 +3,7 @@
 from functools import cache, lru_cache
 
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.find import built_in_kinds, find_part
+from moefold.config.find import built_in_kinds, find_part, is_built_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.part import Part
 from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
@@ -59,14 +59,9 @@ def schedule_rows(
     """
     part = schedule_named(schedule if pp > 1 else DEFAULT_SCHEDULE)
     rows = part.rows(pp, virtual_stages, num_micro_batches, overlap=overlap)
-    if is_foreign(part) and (fault := _fault_of(part, rows, pp, virtual_stages, num_micro_batches)):
+    if not is_built_in(type(part)) and (fault := _fault_of(part, rows, pp, virtual_stages, num_micro_batches)):
         raise ConfigError(f"{part.key}={part.kind!r} ({type(part).__module__}:{type(part).__qualname__}){fault}")
     return rows
-
-
-def is_foreign(schedule: SchedulePart) -> bool:
-    """Return whether a schedule is of another package: its rows are checked in each run, the built-in ones in tests."""
-    return schedule.kind not in built_in_kinds(schedule.group)
 
 
 @lru_cache(maxsize=16384)

@@ -27,6 +27,7 @@ from moefold.checkpoint.checkpoint_dir import (
     step_of,
 )
 from moefold.config.load import config_to_dict
+from moefold.config.part import without_source
 from moefold.config.schema import Config
 from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
@@ -192,7 +193,7 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
     differing = _changed_keys(settings, cfg)
     if any(not _is_free_to_change(key) for key in differing) or "checkpoint.dir" in differing:
         return False
-    before = _flatten(Config()) | settings
+    before = _settings(Config()) | settings
     last_step = max(
         (record["step"] for _, record in read_records(folder / METRICS_FILE) if record is not None), default=0
     )
@@ -258,19 +259,28 @@ def _read_settings(folder: Path) -> Settings | None:
     """Return the settings of the run in a folder; None if they cannot be read."""
     try:
         tree = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        return {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+        return _flatten(tree)
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
 
-def _flatten(cfg: Config) -> Settings:
-    return {f"{section}.{key}": value for section, keys in config_to_dict(cfg).items() for key, value in keys.items()}
+def _settings(cfg: Config) -> Settings:
+    return _flatten(config_to_dict(cfg))
+
+
+def _flatten(tree: Mapping[str, Any]) -> Settings:
+    """Return values by "section.key"; the file of a part from outside may move, and counts by its content."""
+    return {
+        f"{section}.{key}": without_source(value, "file")
+        for section, keys in tree.items()
+        for key, value in keys.items()
+    }
 
 
 def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
     """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
-    before = _flatten(Config()) | settings
-    return [key for key, value in _flatten(cfg).items() if before[key] != value]
+    before = _settings(Config()) | settings
+    return [key for key, value in _settings(cfg).items() if before[key] != value]
 
 
 def _is_free_to_change(key: str) -> bool:
@@ -287,8 +297,8 @@ def _invalidates_finished_run(key: str) -> bool:
 
 
 def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
-    before = (_flatten(Config()) | dict(settings))[key]
-    now = _flatten(cfg)[key]
+    before = (_settings(Config()) | dict(settings))[key]
+    now = _settings(cfg)[key]
     return f"{key}={json.dumps(now)} (it has {json.dumps(before)})"
 
 

@@ -4,12 +4,12 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import model_sizes
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
+from moefold.config.part import keys_of, without_source
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
@@ -33,16 +33,19 @@ _FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
 def equal_settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that all sites must share, by name."""
     model = {f"model.{key}": value for key, value in model_sizes(cfg.model).items() if key not in _FREE_MODEL_KEYS}
-    parallel = asdict(cfg.parallel)
+    parallel = keys_of(cfg.parallel)
     # Experts are merged at a share that falls with the steps.
     own_keys = _OWN_SITES_KEYS - ({"every", "first"} if cfg.sites.merge_experts else set())
-    sites = {f"sites.{key}": value for key, value in asdict(cfg.sites).items() if key not in own_keys}
+    sites = {f"sites.{key}": value for key, value in keys_of(cfg.sites).items() if key not in own_keys}
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
         | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
-        | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
+        | {
+            f"train.{key}": without_source(keys_of(cfg.train)[key], "file")
+            for key in ("optimizer", "moment_dtype", "muon_groups")
+        }
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )

@@ -9,7 +9,7 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 import re
 
 from moefold.config.bounds import range_problems
-from moefold.config.chosen import chosen_parts
+from moefold.config.chosen import chosen_parts, part_problems
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
@@ -85,7 +85,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     )
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in rule(cfg)]
-    raise_all((*messages, *(str(problem) for part in chosen_parts(cfg) for problem in part.check(cfg))))
+    raise_all((*messages, *(str(problem) for part in chosen_parts(cfg) for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

@@ -10,6 +10,7 @@ from math import gcd, lcm
 from typing import Any
 
 from moefold.config.chosen import chosen, chosen_in
+from moefold.config.find import is_built_in
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
@@ -25,7 +26,7 @@ from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
-from moefold.topology.schedules import is_foreign, overlapped_schedules, runtime_slots, stage_ranks
+from moefold.topology.schedules import overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.placement import PLACEMENT_RULES
 from moefold.validate.planned_attention import validate_attention_pool
 
@@ -94,7 +95,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
 
 def validate_rows(cfg: Config) -> Iterator[str]:
     """Check the rows of a schedule of another package, of a recipe that keeps all other rules."""
-    if cfg.parallel.pp == 1 or not is_foreign(chosen(cfg, SchedulePart)):
+    if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
         runtime_slots(cfg)

@@ -499,7 +499,7 @@ def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:
         return None
     group = owners[0][0]
     kinds = [kind for owner, kind in owners if owner is group]
-    value = read_key(cfg, group.key)
+    value = chosen(cfg, group).kind
     reason = f"only {group.key}={kinds[0]!r} reads it" if len(kinds) == 1 else f"{group.key}={value!r} does not read it"
     return reason, f"choose {group.key}={join_with_or(list(map(repr, kinds)))}"
 

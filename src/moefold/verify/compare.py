@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config
+from moefold.config.schema import Config, TrainConfig
 from moefold.data import ProgramData, Sampler
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
@@ -17,6 +17,7 @@ from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
+from moefold.train.train_step import StepResult
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
@@ -29,12 +30,12 @@ ROUNDING_SHARE = 1e-13
 
 @dataclass(frozen=True)
 class OracleRecord:
-    """Results of the single-process oracle."""
+    """Results of the single-process oracle, or of one rank of the same code."""
 
     initial: Weights
     gradients: Weights
     weights: Weights
-    steps: tuple[OracleStep, ...]
+    steps: Sequence["OracleStep | StepResult"]
     eval_loss: float
     rounding_gain: float = 0.0
     """Most that AdamW moves a weight in all steps together, over the magnitude of a tiny gradient: steps * lr / eps."""
@@ -92,10 +93,25 @@ def run_oracle(
     eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
     oracle.check_keys()
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
-    gain = num_steps * cfg.train.lr / cfg.train.eps
+    gain = _rounding_gain(cfg.train, num_steps)
     return OracleRecord(
         initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain, has_program_objective=objective is not None
     )
+
+
+def one_rank_record(train: TrainConfig, alone: DistributedRecord) -> OracleRecord:
+    """Return what one rank of the same code computed, in the place of the oracle.
+
+    Args:
+        train: the section of the recipe.
+        alone: the record of the rank.
+    """
+    gain = _rounding_gain(train, len(alone.steps))
+    return OracleRecord(alone.initial, alone.gradients, alone.weights, alone.steps, alone.eval_loss, gain)
+
+
+def _rounding_gain(train: TrainConfig, num_steps: int) -> float:
+    return num_steps * train.lr / train.eps
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:

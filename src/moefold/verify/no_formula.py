@@ -6,6 +6,7 @@ the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 
 from typing import Any, Never, NoReturn
 
+from moefold.config.chosen import describe_part
 from moefold.config.part import Part
 from moefold.errors import NoFormulaError
 
@@ -29,7 +30,15 @@ def formula_of(part: Part) -> Any:
     Raises:
         NoFormulaError: it has none.
     """
-    return part.formula() or no_formula(f"{getattr(part, 'key', part.group)}={part.kind!r}", "parts/*/oracle.py")
+    return part.formula() or _no_formula_of(part)
+
+
+def _no_formula_of(part: Part) -> NoReturn:
+    raise NoFormulaError(
+        f"the oracle has no formula for {describe_part(part)}, so this recipe cannot be judged; leave it "
+        f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "
+        "with one rank of the same code: --against one-rank"
+    )
 
 
 def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:

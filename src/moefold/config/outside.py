@@ -1,0 +1,293 @@
+"""Parts from outside: entry points of installed packages, and classes of a Python file that the user names.
+
+A file is imported only by `import_file`, for a name in a recipe, on a command line or in a program. What a checkpoint
+names is looked up among the files that are imported already (`imported_class`), so that no folder runs code.
+"""
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from inspect import getattr_static, isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from moefold.config.limits import non_unicode_reason
+from moefold.errors import ConfigError
+
+ENTRY_POINTS = "moefold."
+"""Start of the name of an entry-point group; the rest is the group of the part."""
+INTERFACE = 1
+"""Version of what the package asks of a part; a part from outside states it: `interface: ClassVar[int] = 1`."""
+MAX_FILE_BYTES = 2**20
+_RESERVED = frozenset({"kind", "group", "key"})
+_FILE_MODULE = "moefold_part_"
+"""Start of the name of a module that was imported from a file."""
+
+
+class Origin(NamedTuple):
+    """Source of a part: a distribution with its version, or a file with its sha256."""
+
+    distribution: str = ""
+    version: str = ""
+    file: str = ""
+    sha256: str = ""
+
+    def __str__(self) -> str:
+        """Return it as a message names it."""
+        return self.file or f"{self.distribution} {self.version}".strip() or "a program"
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the facts that there are."""
+        return {name: value for name, value in self._asdict().items() if value}
+
+
+class MissingPartError(ConfigError):
+    """Part that a file names and that is not here: a class of a file that the user has not named, or a package."""
+
+
+def split_file_kind(kind: str) -> tuple[Path, str] | None:
+    """Split FILE.py:CLASS; None for a kind of another form."""
+    path, colon, name = kind.rpartition(":")
+    return (Path(path), name) if colon and path.endswith(".py") and name.isidentifier() else None
+
+
+def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
+    """Import the file of a kind that the user has named, once for each content.
+
+    Args:
+        kind: FILE.py:CLASS.
+        folder: where a relative path starts, unless it exists from the current folder alone.
+
+    Returns:
+        The kind with the name of the file alone, and the origin.
+
+    Raises:
+        ConfigError: the file is missing or too large, raises at import, or lacks the class.
+    """
+    found = split_file_kind(kind)
+    assert found is not None, "FILE.py:CLASS"
+    path, name = found
+    if reason := non_unicode_reason(kind) or ("has a NUL character" if "\0" in kind else ""):
+        raise ConfigError(f"part {kind!r} {reason}")
+    file = next((one for one in (folder / path, path) if one.is_file()), None)
+    if file is None:
+        raise ConfigError(f"part {kind!r}: file {str(path)!r} does not exist; name a Python file")
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"part {kind!r} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"part {kind!r}: the file has more than {MAX_FILE_BYTES:,} bytes")
+    origin = Origin(file=str(file.resolve()), sha256=hashlib.sha256(content).hexdigest())
+    if _module_name(origin) not in sys.modules:
+        _import_content(kind, origin, content)
+    if not hasattr(sys.modules[_module_name(origin)], name):
+        raise ConfigError(f"part {kind!r}: {origin.file} has no class {name!r}")
+    return f"{file.name}:{name}", origin
+
+
+def import_files(kinds: str | Iterable[str]) -> None:
+    """Import the files of parts with which a model was trained.
+
+    Args:
+        kinds: FILE.py:CLASS of each.
+
+    Raises:
+        ConfigError: a name has another form, or `import_file` refuses it.
+    """
+    for kind in (kinds,) if isinstance(kinds, str) else kinds:
+        if split_file_kind(kind) is None:
+            raise ConfigError(f"--part {kind} must be FILE.py:CLASS, such as parts.py:Gated")
+        import_file(kind)
+
+
+def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
+    """Return a class of a file that is imported already, and where it was found.
+
+    The file with the same path and content is preferred, then the same content, then the same name of the file.
+
+    Args:
+        kind: FILE.py:CLASS, with the name of the file alone.
+        origin: as it was recorded.
+
+    Raises:
+        MissingPartError: no such file is imported.
+    """
+    file, _, name = kind.rpartition(":")
+    modules = [module for key, module in sys.modules.items() if key.startswith(_FILE_MODULE)]
+    found = [(_origin_of_module(module), module) for module in modules if hasattr(module, name)]
+    ranked = sorted(
+        (one for one in found if Path(one[0].file).name == Path(file).name),
+        key=lambda one: (one[0] == origin, one[0].sha256 == origin.sha256),
+    )
+    if not ranked:
+        where = f", which was {origin.file}" if origin.file else ""
+        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {kind}")
+    return getattr(ranked[-1][1], name), ranked[-1][0]
+
+
+def rebuild(kind: str, origin: Origin, values: Mapping[str, Any]) -> Any:
+    """Rebuild a part of a file in a rank that was started with another interpreter.
+
+    Args:
+        kind: FILE.py:CLASS, with the name of the file alone.
+        origin: its file and content.
+        values: its fields.
+
+    Raises:
+        ConfigError: the file has changed since.
+    """
+    name = kind.rpartition(":")[2]
+    if _module_name(origin) not in sys.modules:
+        _, found = import_file(f"{origin.file}:{name}")
+        if found != origin:
+            raise ConfigError(f"part {origin.file}:{name} has changed while the run was starting; start it again")
+    return getattr(sys.modules[_module_name(origin)], name)(**values)
+
+
+def entry_point_of(group: str, kind: str) -> EntryPoint:
+    """Return the entry point of a kind.
+
+    Raises:
+        ConfigError: two distributions have it.
+    """
+    found = entry_points_of(group)[kind]
+    if len(found) > 1:
+        names = " and ".join(str(origin_of_entry(one)) for one in found)
+        raise ConfigError(f"{names} both bring the {group} {kind!r}; uninstall one of them")
+    return found[0]
+
+
+def load_entry_point(point: EntryPoint, key: str) -> Any:
+    """Import what an entry point names.
+
+    Args:
+        point: the entry point.
+        key: recipe key that chooses the part.
+
+    Raises:
+        ConfigError: it raises at import.
+    """
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{key}={point.name!r} of {origin_of_entry(point)} ({point.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}; repair or update that package"
+        ) from error
+
+
+def origin_of_entry(point: EntryPoint) -> Origin:
+    """Return the distribution of an entry point."""
+    return Origin() if point.dist is None else Origin(point.dist.name, point.dist.version)
+
+
+def origin_of(part: Any) -> tuple[str, Origin]:
+    """Return the kind and the origin of the class of a part from outside."""
+    if part.__module__.startswith(_FILE_MODULE):
+        origin = _origin_of_module(sys.modules[part.__module__])
+        return f"{Path(origin.file).name}:{part.__qualname__}", origin
+    return _entry_of(part)
+
+
+@cache
+def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by kind; more than one where several distributions have the kind."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in _all_entry_points():
+        if point.group == f"{ENTRY_POINTS}{group}":
+            found[point.name] = (*found.get(point.name, ()), point)
+    return dict(sorted(found.items()))
+
+
+def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
+    """Yield why an object from outside is not a part of a group.
+
+    Args:
+        part: what the entry point or the file names.
+        base: the base class of the group.
+    """
+    if not (isinstance(part, type) and issubclass(part, base)):
+        yield f"is no subclass of {base.__module__}.{base.__qualname__}"
+        return
+    if getattr(part, "interface", None) != INTERFACE:
+        stated = getattr(part, "interface", None)
+        yield (
+            f"states no version of the interface: write interface: ClassVar[int] = {INTERFACE}"
+            if stated is None
+            else f"is for version {stated!r} of the interface of parts, and this moefold has version {INTERFACE}"
+        )
+        return
+    params = vars(part).get("__dataclass_params__")
+    if params is None:
+        yield "is no dataclass: write @dataclass(frozen=True, kw_only=True)"
+        return
+    if not params.frozen or not params.eq:
+        yield "is not frozen and compared by its fields: write @dataclass(frozen=True, kw_only=True)"
+    missing = sorted(
+        name for name in dir(part) if not name.startswith("__") and _is_left_open(getattr_static(part, name))
+    )
+    if missing:
+        yield f"lacks the method{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+    own = sorted(_RESERVED & {field.name for field in fields(part)})
+    if own:
+        yield f"has a field {own[0]}, a word that recipes and parts use themselves"
+
+
+def _is_left_open(method: Any) -> bool:
+    """Return whether a method is one of the package that only raises NotImplementedError."""
+    if isinstance(method, property):
+        method = method.fget
+    return (
+        isfunction(method)
+        and method.__module__.startswith("moefold.")
+        and NotImplementedError.__name__ in method.__code__.co_names
+    )
+
+
+@cache
+def _entry_of(part: Any) -> tuple[str, Origin]:
+    """Return the kind and distribution whose entry point is a class; MODULE:CLASS of a class of a program."""
+    points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
+    root = part.__module__.partition(".")[0]
+    for point in points:
+        if point.module.partition(".")[0] == root and load_entry_point(point, part.key) is part:
+            return point.name, origin_of_entry(point)
+    return f"{part.__module__}:{part.__qualname__}", Origin()
+
+
+@cache
+def _all_entry_points() -> tuple[EntryPoint, ...]:
+    found = entry_points()
+    groups = sorted(group for group in found.groups if group.startswith(ENTRY_POINTS))
+    return tuple(point for group in groups for point in found.select(group=group))
+
+
+def _import_content(kind: str, origin: Origin, content: bytes) -> None:
+    name = _module_name(origin)
+    spec = importlib.util.spec_from_file_location(name, origin.file)
+    assert spec is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its annotations up in the module of its class.
+    sys.modules[name] = module
+    vars(module)["__sha256__"] = origin.sha256
+    try:
+        exec(compile(content, origin.file, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"part {kind!r} cannot be imported: {type(error).__name__}: {error}; repair it") from error
+
+
+def _module_name(origin: Origin) -> str:
+    """Return the name of the module of a file, the same in all ranks."""
+    return _FILE_MODULE + hashlib.sha256(f"{origin.file}\0{origin.sha256}".encode()).hexdigest()[:16]
+
+
+def _origin_of_module(module: ModuleType) -> Origin:
+    return Origin(file=str(module.__file__), sha256=vars(module)["__sha256__"])

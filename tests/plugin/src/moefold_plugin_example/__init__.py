@@ -1,0 +1,1 @@
+"""Parts of moefold recipes, one file each; `pyproject.toml` names them as entry points."""
