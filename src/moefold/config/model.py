@@ -179,7 +179,7 @@ class ModelConfig:
     have no indexer under either letter, MTP layers always have one."""
     index_rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
-    norm: Annotated[str | Part, KindOf("norm")] = "rmsnorm"
+    norm: Annotated[str | Part, KindOf("norm", ("rmsnorm", "layernorm"))] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
     norm_placement: Literal["pre", "post", "both"] = "pre"

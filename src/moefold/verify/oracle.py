@@ -285,7 +285,7 @@ class Oracle:
 
     @staticmethod
     def _read_layers(cfg: Config) -> None:
-        """Read the keys that choose the parts of the layers, and those of the parts that have a formula.
+        """Read the keys that choose the parts of the layers, and the keys of parts that have a formula.
 
         A test shows that a formula reads each field of its part.
         """
