@@ -1,10 +1,16 @@
 """The examples of docs/extending.md: each registers a part, trains two steps and equals a reference."""
 
+import json
 import re
 import sys
+import tomllib
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +19,8 @@ import pytest
 import torch
 
 from moefold.api import build_model, load_config, train_model
+from moefold.cli.main import main
+from moefold.config import find, outside
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
@@ -52,9 +60,47 @@ def _register(heading: str) -> None:
         exec(compile(block, str(PAGE), "exec"), module.__dict__)
 
 
-def _run_with_dispatcher(cfg: Config, other: Config) -> tuple[DistributedRecord, DistributedRecord]:
+def _install_dispatcher() -> None:
+    """Run the code of the section, and find its part as if a package had the entry point of the page."""
     _register("A dispatcher")
+    [toml] = _blocks("toml", "A dispatcher")
+    [(group, found)] = tomllib.loads(toml)["project"]["entry-points"].items()
+    [(kind, value)] = found.items()
+    point = EntryPoint(kind, value.replace("gathering:", "extension:"), group)
+    outside._all_entry_points = lambda: (point,)
+    for function in (outside.entry_points_of, find.kinds, find.find_part):
+        function.cache_clear()
+
+
+def _run_with_dispatcher(cfg: Config, other: Config) -> tuple[DistributedRecord, DistributedRecord]:
+    _install_dispatcher()
+    check_config(cfg)
     return run_distributed(cfg, 2), run_distributed(other, 2)
+
+
+def _plans_with_dispatcher(*kinds: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the plan of a fixed mapping, and the dispatcher of the recipe that it writes, for some dispatchers."""
+    _install_dispatcher()
+    found = []
+    for kind in kinds:
+        fixed = f"tp=1,cp=1,pp=1,ep=4,etp=1,mbs=1,zero=3,recompute=layer,offload=none,overlap=off,dispatcher={kind}"
+        output = StringIO()
+        with TemporaryDirectory() as folder, redirect_stdout(output):
+            path = Path(folder) / "planned.toml"
+            words = ["plan", "qwen3-30b-a3b", "--gpu", "h200", "--num-gpus", "8", "--fix", fixed]
+            assert main([*words, "--json", "--recipe", str(path)]) == 0
+            written = tomllib.loads(path.read_text())["parallel"].get("dispatcher", "")
+        found.append((json.loads(output.getvalue())["mappings"][0], written))
+    return found
+
+
+def _problems_with_dispatcher(cfg: Config) -> str:
+    _install_dispatcher()
+    try:
+        check_config(cfg)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _run_with_optimizer(cfg: Config, steps: int) -> tuple[DistributedRecord, int]:
@@ -129,6 +175,27 @@ def test_example_of_a_dispatcher_equals_the_builtin(pool: WorkerPool) -> None:
     for mine, theirs in pool.run(2, _run_with_dispatcher, _with(builtin, "parallel", dispatcher="gathering"), builtin):
         _assert_close(mine.gradients, theirs.gradients)
         _assert_close(mine.weights, theirs.weights)
+
+
+def test_example_of_a_dispatcher_is_priced_by_what_it_sends(pool: WorkerPool) -> None:
+    """Compare the plan of the example with the built-in dispatcher that sends the same, and with one that does not."""
+    [plans] = pool.run(1, _plans_with_dispatcher, "gathering", "allgather", "alltoall")
+    (mine, written), (like, _), (other, _) = plans
+    assert (mine["dispatcher"], written) == ("gathering", "gathering")
+    assert mine["step_time_s"] == like["step_time_s"] != other["step_time_s"]
+    assert mine["memory_gib"] == pytest.approx(like["memory_gib"], rel=0.01)
+
+
+def test_example_of_a_dispatcher_is_refused_where_it_says_so(pool: WorkerPool) -> None:
+    """Check rules that the part states, and rules that its facts imply."""
+    cfg = _with(tiny(world_size=2, ep=2), "parallel", dispatcher="gathering")
+    cases = (
+        (_with(cfg, "moe", capacity_factor=1.0), "parallel.dispatcher='gathering' cannot run: it drops no token"),
+        (_with(cfg, "parallel", ep=1, etp=2), "parallel.dispatcher='gathering' sends tokens to whole experts"),
+    )
+    for broken, message in cases:
+        [found] = pool.run(1, _problems_with_dispatcher, broken)
+        assert message in found
 
 
 @pytest.mark.parity
@@ -207,7 +274,7 @@ def test_example_of_a_loss_equals_torch_and_one_rank(pool: WorkerPool, mapping: 
 
 def _refusal_of(heading: str, cfg: Config) -> str:
     """Return why the oracle cannot judge a recipe with the example of a section, or "" if it can."""
-    _register(heading)
+    _install_dispatcher() if heading == "A dispatcher" else _register(heading)
     extension = sys.modules["extension"]
     cfg = _with_gated_attention(cfg) if hasattr(extension, "GatedPart") else cfg
     try:

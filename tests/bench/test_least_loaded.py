@@ -3,11 +3,10 @@ import torch
 
 from moefold.bench.least_loaded import DispatchMeasurement, SkewedWorkload, measure_dispatchers, skewed_choices
 from moefold.comm.groups import ParallelGroups
-from moefold.model.moe.dispatch.least_loaded import RebalanceRule
 from moefold.topology.layout import fold
 
 SKEWS = [0.0, 0.8]
-WORKLOAD = SkewedWorkload(64, hidden_size=16, ffn_hidden_size=16, num_experts=8, rule=RebalanceRule(1.3, 1.1, 8))
+WORKLOAD = SkewedWorkload(64, hidden_size=16, ffn_hidden_size=16, num_experts=8, min_tokens=8)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 1.0])

@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.topology.dispatchers import DISPATCHERS
 from moefold.validate.config import check_config
 from moefold.validate.moe import (
     check_dispatch_device,
     check_dispatch_package,
-    deepep_unsupported_reasons,
-    is_kernel_package_installed,
 )
 
 
@@ -72,7 +71,7 @@ def test_symmetric_memory_needs_the_cuda_build_of_torch(monkeypatch):
 
 
 def test_a_plain_recipe_has_no_obstacle():
-    assert list(deepep_unsupported_reasons(_recipe())) == []
+    assert list(chosen(_recipe(), DispatcherPart).unsupported(_recipe())) == []
     check_config(_recipe())
 
 
@@ -121,11 +120,11 @@ def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
 
 def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "deep_ep.py").write_text("raise RuntimeError('imported')")
-    assert is_kernel_package_installed(DISPATCHERS["deepep"]) == (
+    assert chosen(_recipe(), DispatcherPart).has_package() == (
         importlib.machinery.PathFinder.find_spec("deep_ep") is not None
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert is_kernel_package_installed(DISPATCHERS["deepep"])
+    assert chosen(_recipe(), DispatcherPart).has_package()
     check_dispatch_package(_recipe())
 
 

@@ -1,7 +1,8 @@
 import pytest
 
+from moefold.config.chosen import part_of_kind
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.errors import ConfigError
-from moefold.validate.moe import deepep_unsupported_reasons
 from tests.verify.recipes import tiny
 
 SOUND = {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}
@@ -52,4 +53,6 @@ def test_a_model_without_experts_has_nothing_to_hide():
 
 def test_auto_does_not_take_a_dispatcher_that_waits():
     cfg = tiny(train=SEVERAL, **SOUND | {"dispatcher": "auto"})
-    assert any("overlap_experts=true" in obstacle for obstacle in deepep_unsupported_reasons(cfg))
+    assert any(
+        "overlap_experts=true" in obstacle for obstacle in part_of_kind(cfg, DispatcherPart, "deepep").unsupported(cfg)
+    )

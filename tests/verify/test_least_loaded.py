@@ -3,7 +3,7 @@
 import pytest
 
 from moefold.config.schema import Config
-from moefold.model.moe.dispatch.least_loaded import LeastLoadedDispatcher
+from moefold.parts.dispatcher.leastloaded.module import LeastLoadedDispatcher
 from moefold.verify.compare import compare_records
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.shrink import shrink

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
+from moefold.config.chosen import default_part
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.model import ModelConfig
 from moefold.errors import ConfigError
-from moefold.model.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.model.moe.dispatch import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
+from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import Layout, divisors, fold
 
@@ -192,7 +195,13 @@ class _DispatchLayer:
         self.device = groups.device
         ep = groups.moe.ep
         etp = groups.moe.etp
-        self._dispatcher: Dispatcher[Any] = make_dispatcher("alltoall", groups.moe, granularity.num_experts)
+        sizes = DispatchSizes(
+            num_experts=granularity.num_experts,
+            max_rows=tokens * granularity.top_k,
+            width=hidden_size,
+            item_bytes=dtype.itemsize,
+        )
+        self._dispatcher: Dispatcher[Any] = build_dispatcher(default_part(DispatcherPart), groups.moe, sizes)
         width = granularity.ffn_hidden_size // etp.size
         self._experts = Experts(granularity.num_experts // ep.size, hidden_size, width).to(
             device=self.device, dtype=dtype

@@ -12,13 +12,15 @@ from torch import Tensor
 from moefold.bench.timing import StorageMeter, time_interleaved
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.model.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
+from moefold.config.chosen import default_part
+from moefold.config.find import find_part
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.model.moe.dispatch import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.base import ExpertInput
-from moefold.model.moe.dispatch.least_loaded import RebalanceRule
 from moefold.model.moe.experts import Experts
+from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.progress import ProgressCallback, ignore_progress
 
-DISPATCHERS = ("alltoall", "leastloaded")
 HOT_EXPERT = 0
 NUM_MEASUREMENTS = 3
 """Measurements of a rank's experts and of its memory, of which the minimum counts: the excess is other work on the
@@ -34,7 +36,14 @@ class SkewedWorkload:
     hidden_size: int = 256
     ffn_hidden_size: int = 512
     num_experts: int = 16
-    rule: RebalanceRule = RebalanceRule(threshold=1.3, capacity=1.1, min_tokens=64)
+    min_tokens: int = 64
+    """Tokens of an expert for which its weights are sent."""
+
+    def dispatchers(self) -> dict[str, DispatcherPart]:
+        """Return the plain dispatcher and the least-loaded one, by kind."""
+        least_loaded = find_part(DispatcherPart.group, "leastloaded")
+        parts = default_part(DispatcherPart), least_loaded(threshold=1.3, capacity=1.1, min_tokens=self.min_tokens)
+        return {part.kind: part for part in parts}
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def measure_dispatchers(
     measurements = []
     for skew in skews:
         on_progress(f"skew {skew:g}")
-        layers = {name: _SkewedLayer(workload, name, skew, groups) for name in DISPATCHERS}
+        layers = {name: _SkewedLayer(workload, part, skew, groups) for name, part in workload.dispatchers().items()}
         times_s = time_interleaved({name: layer.timed_step for name, layer in layers.items()}, warmup=2, rounds=steps)
         for name, layer in layers.items():
             measurements.append(_measurement(layer, skew, name, statistics.median(times_s[name])))
@@ -88,10 +97,13 @@ def measure_dispatchers(
 class _SkewedLayer:
     """One rank's MoE layer and tokens, with a fixed skewed routing."""
 
-    def __init__(self, workload: SkewedWorkload, name: str, skew: float, groups: ParallelGroups) -> None:
+    def __init__(self, workload: SkewedWorkload, part: DispatcherPart, skew: float, groups: ParallelGroups) -> None:
         self.ep_group: Group = groups.moe.experts
         self.workload = workload
-        self._dispatcher: Dispatcher[Any] = make_dispatcher(name, groups.moe, workload.num_experts, workload.rule)
+        sizes = DispatchSizes(
+            num_experts=workload.num_experts, max_rows=workload.tokens, width=workload.hidden_size, item_bytes=4
+        )
+        self._dispatcher: Dispatcher[Any] = build_dispatcher(part, groups.moe, sizes)
         self._num_local_experts = workload.num_experts // groups.moe.ep.size
         self._experts = _experts(workload, self._num_local_experts)
         generator = torch.Generator().manual_seed(groups.rank)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.cli.screen import Column, open_console, print_columns, print_prose
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
@@ -22,7 +24,6 @@ from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
 from moefold.train.start import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
@@ -278,7 +279,7 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
         *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
     # Where ranks take over tokens of others, the router alone does not determine a rank's rows.
-    uneven = any(one is not None for one in imbalances) and not dispatcher_of(cfg).moves_experts
+    uneven = any(one is not None for one in imbalances) and not chosen(cfg, DispatcherPart).moves_experts
     if uneven:
         by_imbalance = {one: compute_rank_memory(cfg, kernels=kernels, imbalance=one) for one in set(imbalances) if one}
         routed = [

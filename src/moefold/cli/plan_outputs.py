@@ -29,7 +29,6 @@ from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.sites import with_site_settings
 from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped, printable
-from moefold.topology.dispatchers import DISPATCHERS
 
 
 def check_output_paths(args: argparse.Namespace) -> None:
@@ -273,10 +272,10 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
     w = request.workload
     even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
     assumptions = [f"{even} (--imbalance)", describe_margin(q)]
-    for name in dict.fromkeys(plan.mapping.dispatcher for plan in shown):
-        if DISPATCHERS[name].kernel_package:
+    for part in dict.fromkeys(plan.mapping.dispatcher for plan in shown):
+        if part.kernel_package:
             assumptions.append(
-                f"{name} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
+                f"{part.kind} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
             )
     return [*assumptions, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from moefold.cli.screen import Column, print_columns
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.limits import parse_count
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
@@ -16,7 +17,6 @@ from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.schedules import SCHEDULES
 from moefold.validate.memory import OFFLOAD_PARTS
 
@@ -96,7 +96,7 @@ def _numbers(name: str, cells: Sequence[str]) -> Column:
 def _dispatcher(mapping: ParallelMapping) -> str:
     if mapping.ep * mapping.etp == 1:
         return "-"
-    return f"{mapping.dispatcher}, overlapped" if mapping.overlap else mapping.dispatcher
+    return mapping.dispatcher.kind + ", overlapped" * mapping.overlap
 
 
 NUMBER_AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
@@ -141,7 +141,11 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
 
 def _is_searched(key: str, choice: str) -> bool:
     """Return whether the search tries a choice: no schedule from a file, no dispatcher that stands for others."""
-    return not (SCHEDULES[choice].reads_file if key == "schedule" else dispatcher_spec(choice).prefers)
+    return not (
+        SCHEDULES[choice].reads_file
+        if key == "schedule"
+        else choice in built_in_kinds(key) and find_part(key, choice).prefers
+    )
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
@@ -200,7 +202,7 @@ def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
     train = cfg.train
     degrees = {
         f"zero {p.zero}": p.world_size,
-        f"dispatcher {p.dispatcher}": p.ep * p.etp,
+        f"dispatcher {chosen(cfg, DispatcherPart).kind}": p.ep * p.etp,
         f"context {p.context}": p.cp,
         f"schedule {p.schedule}": p.pp,
     }

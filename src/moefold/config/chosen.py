@@ -1,6 +1,7 @@
 """The parts that a recipe chooses, built from its keys. Torch-free."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +25,32 @@ def chosen(recipe: "Config | RoutingSections", group: type[AnyPart]) -> AnyPart:
         group: the base class of the group, from `config/groups/`.
     """
     return _choose(lambda name: read_key(recipe, name), group)
+
+
+def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
+    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe."""
+    return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
+
+
+@cache
+def default_part(group: type[AnyPart]) -> AnyPart:
+    """Return the part of a group in a recipe that sets nothing."""
+    return chosen(Config(), group)
+
+
+def with_part(recipe: Config, part: Part) -> Config:
+    """Return a recipe with other settings of a part that it chooses: in its flat keys, if it has them."""
+    if not isinstance(read_key(recipe, part.key), str):
+        return _with_key(recipe, part.key, part)
+    for field, key in flat_keys(part.group, part.kind):
+        value = getattr(part, field)
+        recipe = with_part(recipe, value) if isinstance(key, type) else _with_key(recipe, key, value)
+    return recipe
+
+
+def _with_key(recipe: Config, name: str, value: Any) -> Config:
+    section, _, key = name.partition(".")
+    return replace(recipe, **{section: replace(getattr(recipe, section), **{key: value})})
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:

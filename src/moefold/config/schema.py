@@ -109,9 +109,7 @@ class ParallelConfig:
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Literal[
-        "auto", "local", "allgather", "alltoall", "dedup_alltoall", "leastloaded", "deepep", "symm_mem"
-    ] = "alltoall"
+    dispatcher: Annotated[str | Part, KindOf("dispatcher")] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
     dedup_alltoall: alltoall that sends a token once to each rank, whatever the number of its experts there.
     deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never

@@ -6,13 +6,12 @@ Part of the formulas of `activation_memory.py`, with the same letters.
 from functools import cached_property
 from math import ceil
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart, ExchangeBytes, ExpertRows
 from moefold.config.schema import Config
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
-from moefold.topology.dispatchers import dispatcher_of
 
-INDICES_PER_ROUTED_TOKEN = 5
-"""Indices per routed token of the gathered tokens: expert and position twice each, and the weight."""
 GROUPED_TRANSIENT_WIDTHS = 4
 """Inner widths of each routed token in the backward pass of grouped experts: the hidden values, recomputed from the
 saved projections, and the gradients of hidden values, gate and up."""
@@ -37,8 +36,7 @@ class ExpertMemory:
         self._imbalance = imbalance
         self._item_bytes = compute_dtype_bytes(cfg)
         self._high_precision_bytes = max(4, self._item_bytes)
-        self._gathers_tokens = dispatcher_of(cfg).gathers_tokens
-        self._has_receive_buffer = dispatcher_of(cfg).has_receive_buffer and p.ep > 1
+        self.dispatcher = chosen(cfg, DispatcherPart)
         self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp
 
     @cached_property
@@ -48,9 +46,10 @@ class ExpertMemory:
         moe = self._cfg.moe
         p = self._cfg.parallel
         routed = self._tokens * model.top_k
-        if self._has_receive_buffer:
+        room = self.dispatcher.room(routed) if p.ep > 1 else None
+        if room is not None:
             # Allocated on every rank, however many arrive.
-            return ceil(routed * p.receive_factor)
+            return room
         # Zero-computation experts compute no rows.
         computed = self._tokens * model.mean_active_experts
         balanced = computed * p.etp
@@ -112,7 +111,7 @@ class ExpertMemory:
     def combines_locally(self) -> bool:
         """Return whether tokens are permuted and combined on the experts' rank, without an all-to-all."""
         p = self._cfg.parallel
-        return self._gathers_tokens or p.ep * p.etp == 1
+        return self.dispatcher.gathers_tokens or p.ep * p.etp == 1
 
     @property
     def routed_tokens(self) -> int:
@@ -166,45 +165,29 @@ class ExpertMemory:
         high_precision_copy = num_tokens * hidden if self._item_bytes < self._high_precision_bytes else 0
         return BytesByPart({"dispatch buffers": high_precision_copy + self._tokens * hidden})
 
-    def allgather_combine_buffer(self) -> BytesByPart:
-        """Return the allgather dispatcher's combine bytes: sums of all gathered tokens in both types, and indices."""
+    @cached_property
+    def exchange_bytes(self) -> ExchangeBytes:
+        """Temporary bytes of the dispatcher's exchanges."""
         model = self._cfg.model
         p = self._cfg.parallel
-        if not self._gathers_tokens:
-            return BytesByPart()
-        token = (
-            model.expert_hidden_size * (self._high_precision_bytes + self._item_bytes)
-            + INDICES_PER_ROUTED_TOKEN * model.top_k * INT_BYTES
+        widths = model.expert_hidden_size, self._item_bytes, self._high_precision_bytes
+        return self.dispatcher.exchange_bytes(
+            ExpertRows(self._tokens, model.top_k, self.expert_tokens, *widths, p.ep, p.etp)
         )
-        return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * token})
+
+    def allgather_combine_buffer(self) -> BytesByPart:
+        """Return the bytes of sums for tokens of other ranks."""
+        return BytesByPart({"dispatch buffers": self.exchange_bytes.sums} if self.exchange_bytes.sums else {})
 
     def dispatch_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the dispatch's send and receive buffers.
 
-        With etp there are two more: the send buffer of its all-gather, and the tokens received over ep. Symmetric
-        memory is not counted, as it is there between steps (`symmetric_buffer_bytes`), but the tokens that are copied
-        from it are.
+        Buffers that are there between steps (`dispatch_buffer_bytes`) are not counted, but the tokens that are copied
+        from them are.
         """
-        p = self._cfg.parallel
-        if self._has_receive_buffer:
-            copies = self.routed_tokens + self.expert_tokens
-            return BytesByPart({"dispatch buffers": copies * self.token_bytes})
-        if self._gathers_tokens:
-            return BytesByPart({"dispatch buffers": self._tokens * p.ep * p.etp * self.token_bytes})
-        over_etp = (self.expert_tokens + (self.expert_tokens // p.etp if p.ep > 1 else 0)) if p.etp > 1 else 0
-        return BytesByPart(
-            {"dispatch buffers": (self.routed_tokens + self.expert_tokens + over_etp) * self.token_bytes}
-        )
+        return BytesByPart({"dispatch buffers": self.exchange_bytes.dispatch})
 
     def combine_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the combine's send and receive buffers, and of outputs saved without an all-to-all."""
-        p = self._cfg.parallel
-        if self._has_receive_buffer:
-            copies = self.routed_tokens + self.expert_tokens
-            return BytesByPart({"dispatch buffers": copies * self.token_bytes})
-        if self._gathers_tokens:
-            sums = self._tokens * (p.ep * p.etp + 1) * self.token_bytes
-            return self.expert_outputs() + BytesByPart({"dispatch buffers": sums})
-        # Over etp each rank receives its tokens from all others.
-        received = self.expert_tokens if p.etp > 1 else self.routed_tokens
-        return BytesByPart({"dispatch buffers": (self.expert_tokens + received) * self.token_bytes})
+        buffers = BytesByPart({"dispatch buffers": self.exchange_bytes.combine})
+        return self.expert_outputs() + buffers if self.dispatcher.gathers_tokens else buffers

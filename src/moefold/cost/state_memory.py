@@ -30,8 +30,8 @@ from moefold.cost.unit_memory import (
     StateBytes,
     Unit,
     UnitMemory,
+    dispatch_buffer_bytes,
     rope_buffer_bytes,
-    symmetric_buffer_bytes,
     unit_weights,
 )
 
@@ -124,7 +124,7 @@ class StateMemory(UnitMemory):
             has_second_embedding=cfg.model.last_stage_needs_embedding,
             prefetched=self._prefetched_bytes() if self._is_fsdp and cfg.parallel.zero == 3 else None,
             rope_bytes=rope_buffer_bytes(cfg),
-            exchange_bytes=symmetric_buffer_bytes(cfg),
+            exchange_bytes=dispatch_buffer_bytes(cfg),
         )
         return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)
 

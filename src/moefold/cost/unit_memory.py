@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from math import ceil
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
@@ -15,7 +16,6 @@ from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.pipeline_layout import Stage
 
 Unit = Layer | str
@@ -23,12 +23,6 @@ Unit = Layer | str
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 QUANTIZED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "experts", "shared_experts", "mtp")
 """Parts whose matrices are operands of low-precision GEMMs."""
-NUM_SYMMETRIC_BUFFERS = 3
-"""Buffers of `comm/row_exchange.py`: two to send from, one to receive into. All layers of a rank share them."""
-NUM_SPLIT_BUFFERS = 4
-"""Its buffers of two numbers for each expert: two of sizes sent, two of sizes and offsets received."""
-SYMMETRIC_ROW_ALIGNMENT = 16
-"""Bytes of a row of its buffers are a multiple of this."""
 QUANTIZED_COPIES = 2
 """Quantised copies of a weight, of a byte a value: one for the forward pass, one for the gradient of the input."""
 
@@ -200,16 +194,22 @@ def rope_buffer_bytes(cfg: Config) -> int:
     return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg)
 
 
-def symmetric_buffer_bytes(cfg: Config) -> int:
-    """Return the bytes of a rank's symmetric memory, allocated once for all layers; 0 without such a dispatcher."""
+def dispatch_buffer_bytes(cfg: Config) -> int:
+    """Return the bytes of a rank's buffers of the dispatcher, allocated once for all layers."""
+    is_spread = cfg.parallel.ep * cfg.parallel.etp > 1
+    return chosen(cfg, DispatcherPart).reserved_bytes(dispatch_sizes(cfg)) if is_spread else 0
+
+
+def dispatch_sizes(cfg: Config) -> DispatchSizes:
+    """Return what the ranks exchange in a micro-batch at most."""
     p = cfg.parallel
-    if not dispatcher_of(cfg).has_receive_buffer or p.ep * p.etp == 1:
-        return 0
-    routed = cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k
-    row_bytes = cfg.model.hidden_size * compute_dtype_bytes(cfg)
-    aligned_row_bytes = -(-row_bytes // SYMMETRIC_ROW_ALIGNMENT) * SYMMETRIC_ROW_ALIGNMENT
-    rows = NUM_SYMMETRIC_BUFFERS * max(routed, ceil(routed * p.receive_factor)) * aligned_row_bytes
-    return rows + NUM_SPLIT_BUFFERS * 2 * cfg.model.num_experts * 8
+    return DispatchSizes(
+        num_experts=cfg.model.num_experts,
+        max_rows=cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k,
+        width=cfg.model.expert_hidden_size,
+        item_bytes=compute_dtype_bytes(cfg),
+        fp8_dispatch=chosen(cfg, WirePart).rounds,
+    )
 
 
 def cast_copy_bytes(cfg: Config, names: Iterable[Unit]) -> int:

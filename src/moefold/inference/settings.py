@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any, Literal, get_args
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, part_of_kind
+from moefold.config.find import built_in_kinds
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
@@ -18,7 +20,6 @@ from moefold.errors import ConfigError, raise_all, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
-from moefold.topology.dispatchers import dispatcher_of, inference_dispatchers
 from moefold.topology.layout import divisors
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, fetches_experts
 from moefold.validate.config import check_config
@@ -171,11 +172,11 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
 
 
 def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose) -> None:
-    if not dispatcher_of(cfg).for_inference:
-        raise ConfigError(
-            f"parallel.dispatcher={cfg.parallel.dispatcher!r} is for training; choose one of "
-            f"{', '.join(inference_dispatchers())}"
-        )
+    dispatcher = chosen(cfg, DispatcherPart)
+    if not dispatcher.for_inference:
+        names = built_in_kinds(dispatcher.group)
+        legal = [name for name in names if part_of_kind(cfg, DispatcherPart, name).for_inference]
+        raise ConfigError(f"parallel.dispatcher={dispatcher.kind!r} is for training; choose one of {', '.join(legal)}")
     unused = [key for key in drops if key != "eval_capacity_factor"]
     if unused and cfg.moe.eval_capacity_factor <= 0:
         raise ConfigError(
@@ -196,10 +197,11 @@ def _check_generation(cfg: Config) -> None:
             f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "
             "with tp for memory, or dp for speed"
         )
-    if dispatcher_of(cfg).needs_equal_token_counts and p.world_size > p.pp:
+    dispatcher = chosen(cfg, DispatcherPart)
+    if dispatcher.needs_equal_token_counts and p.world_size > p.pp:
         raise ConfigError(
-            f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which generation does not "
-            "have; choose 'alltoall'"
+            f"parallel.dispatcher={dispatcher.kind!r} needs equally many tokens on each rank, which generation does "
+            "not have; choose 'alltoall'"
         )
     if chosen(cfg, ChoicePart).is_forced:
         raise ConfigError(

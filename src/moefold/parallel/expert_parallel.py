@@ -1,48 +1,72 @@
 """Expert parallelism: the dispatcher of all layers, and what the experts of a rank must know of the others."""
 
 from collections.abc import Iterable
-from math import ceil
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.comm.groups import ParallelGroups
-from moefold.comm.row_exchange import RowExchange, open_row_exchange
+from moefold.comm.collectives import all_reduce_max
+from moefold.comm.groups import MoEGroups, ParallelGroups
+from moefold.config.chosen import chosen, part_of_kind
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.schema import Config
-from moefold.model.moe.dispatch import Dispatcher, ShardedMicroBatch, make_dispatcher
-from moefold.model.moe.dispatch.deepep import open_buffer
-from moefold.model.moe.dispatch.least_loaded import RebalanceRule
+from moefold.errors import ConfigError
+from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
 from moefold.model.moe.dispatch.validating import ValidatingDispatcher
-from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.model.transformer import Transformer
 from moefold.parallel.tensor_parallel import local_positions
-from moefold.topology.dispatchers import dispatcher_spec
 
 
-def build_dispatcher(name: str, cfg: Config, groups: ParallelGroups) -> Dispatcher[Any]:
-    """Create the dispatcher that all layers share: it has no per-micro-batch state, and its buffers are large."""
-    rebalance_rule = RebalanceRule(cfg.moe.llep_threshold, cfg.moe.llep_capacity, cfg.moe.llep_min_tokens)
-    spec = dispatcher_spec(name)
-    is_spread = groups.moe.experts.size > 1
-    buffer = open_buffer(groups.moe.ep, cfg.model.expert_hidden_size) if spec.needs_buffer and is_spread else None
-    exchange = _open_exchange(cfg, groups) if spec.has_receive_buffer and is_spread else None
-    is_fp8 = cfg.moe.dispatch_precision != "dtype"
-    return make_dispatcher(
-        name, groups.moe, cfg.model.num_experts, rebalance_rule, buffer, exchange, fp8_dispatch=is_fp8
-    )
+@dataclass(frozen=True)
+class DispatcherChoice:
+    """Dispatcher of a run."""
+
+    part: DispatcherPart
+    """Never one that is resolved at the start of a run."""
+    message: str = ""
+    """Choice of "auto" and its reason; empty if the recipe names the dispatcher."""
 
 
-def _open_exchange(cfg: Config, groups: ParallelGroups) -> RowExchange:
-    """Allocate symmetric memory for the routed tokens of a micro-batch; collective over ep."""
-    return open_row_exchange(groups.moe.ep, *row_exchange_sizes(cfg))
+def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
+    """Resolve `parallel.dispatcher`; collective for "auto", as all ranks must choose the same.
+
+    Raises:
+        ConfigError: the recipe names a dispatcher that this rank cannot run.
+    """
+    part = chosen(cfg, DispatcherPart)
+    name = f"parallel.dispatcher={part.kind!r}"
+    if part.prefers and groups.moe.experts.size == 1:
+        local = part_of_kind(cfg, DispatcherPart, "local")
+        return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
+    wanted = part_of_kind(cfg, DispatcherPart, part.prefers) if part.prefers else part
+    reason = next(chain(wanted.unsupported(cfg), wanted.unsupported_here(groups.device)), "")
+    if not part.prefers:
+        if reason:
+            raise ConfigError(f"{name} cannot run: {reason}; choose 'alltoall'")
+        return DispatcherChoice(part)
+    num_unable = int(all_reduce_max(torch.tensor([bool(reason)], device=groups.device).long(), groups.world))
+    if not num_unable:
+        return DispatcherChoice(wanted, f"{name} took {wanted.kind}")
+    other = part_of_kind(cfg, DispatcherPart, part.falls_back_to)
+    reason = reason or f"another rank cannot run {wanted.kind}"
+    return DispatcherChoice(other, f"{name} took {other.kind}: {reason}")
 
 
-def row_exchange_sizes(cfg: Config) -> tuple[int, int, int, int]:
-    """Return the sizes of a `RowExchange`: experts, rows that a rank sends and receives at most, bytes of a row."""
-    p = cfg.parallel
-    max_rows = cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k
-    row_bytes = cfg.model.expert_hidden_size * TORCH_DTYPES[cfg.run.dtype].itemsize
-    return cfg.model.num_experts, max_rows, ceil(max_rows * p.receive_factor), row_bytes
+def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSizes) -> Dispatcher[Any]:
+    """Create the dispatcher that all layers share: it has no per-micro-batch state, and its buffers are large.
+
+    With ep = etp = 1 it is always the local one.
+
+    Raises:
+        ConfigError: it does not spread experts over ranks.
+    """
+    if groups.experts.size == 1:
+        return LocalDispatcher(sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)
+    dispatcher: Dispatcher[Any] = part.build(groups, sizes)
+    return dispatcher
 
 
 def largest_receive_load(dispatchers: Iterable[Dispatcher[Any]]) -> Tensor | None:

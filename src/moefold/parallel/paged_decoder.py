@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moefold.comm.host_copy import copy_to_device
+from moefold.config.chosen import default_part
+from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.cost.unit_memory import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention
 from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supports_fused
@@ -19,8 +22,7 @@ from moefold.model.head import Head
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
 from moefold.model.mla import LatentAttention
-from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
-from moefold.model.moe.dispatch.local import LocalDispatcher
+from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
 from moefold.model.paged_selection import PagedSelection
@@ -316,15 +318,14 @@ class PagedDecoder:
         return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _replacement_dispatcher(chain: ForwardChain) -> AllToAllDispatcher | None:
-    """Return an all-to-all dispatcher if the layers' dispatcher needs more than it: equal token counts, or buffers."""
+def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
+    """Return the default dispatcher if the layers' dispatcher needs more than it: equal token counts, or buffers."""
     layers = [layer for stage in chain.stages for layer in stage.moe_layers().values()]
-    if not layers or type(layers[0].dispatcher) in (LocalDispatcher, AllToAllDispatcher):
+    if not layers or layers[0].dispatcher.takes_any_tokens:
         return None
     if chain.groups.moe.experts.size == 1:
         return None
-    dispatcher = build_dispatcher("alltoall", chain.cfg, chain.groups)
-    assert isinstance(dispatcher, AllToAllDispatcher)
+    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.cfg))
     dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
     return dispatcher
 

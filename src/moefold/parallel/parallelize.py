@@ -8,11 +8,11 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
+from moefold.cost.unit_memory import dispatch_sizes
 from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
-from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.offload.activations import ActivationOffload
@@ -20,7 +20,7 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.cuda_graphs import CudaGraphRecorders
-from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher
+from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher, select_dispatcher
 from moefold.parallel.fsdp import (
     keep_full_precision,
     master_weight_dtype,
@@ -134,7 +134,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         moe = replace(cfg.moe, dispatch_precision="dtype")
         cfg = replace(cfg, run=run, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
-    dispatcher = build_dispatcher(selection.name, cfg, groups)
+    dispatcher = build_dispatcher(selection.part, groups.moe, dispatch_sizes(cfg))
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None
     recorders = CudaGraphRecorders()
     for stage in stages:

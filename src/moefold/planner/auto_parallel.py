@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
 from moefold.cost.recompute_parts import AUTO
@@ -19,7 +21,6 @@ from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest, format_mapping, legal_context
 from moefold.planner.search.constraints import AXIS_KEYS, Restriction
 from moefold.planner.search.search import PlannedMapping
-from moefold.topology.dispatchers import dispatcher_of
 
 PROCESS_OVERHEAD_GIB = 0.5
 """Memory of a process with torch and gloo, without a model."""
@@ -67,7 +68,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
     """
     p = cfg.parallel
     fixed = {axis: getattr(getattr(cfg, s), key) for axis, (s, key) in AXIS_KEYS.items() if f"{s}.{key}" in given}
-    if "dispatcher" in fixed and dispatcher_of(cfg).prefers:
+    if "dispatcher" in fixed and chosen(cfg, DispatcherPart).prefers:
         del fixed["dispatcher"]
     if AUTO in cfg.train.recompute:
         raise ConfigError(

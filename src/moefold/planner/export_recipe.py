@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import Part
 from moefold.config.part_table import toml_table
 from moefold.config.presets import load_preset
@@ -18,7 +19,6 @@ from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.search.space import HOST
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.pipeline_layout import even_stages, format_layout
 from moefold.validate.config import check_config
 from moefold.validate.unused_planned import without_idle_attention_keys
@@ -55,7 +55,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
             "schedule": m.schedule,
             "vpp": m.vpp,
             "zero": m.zero,
-            "dispatcher": dispatcher_spec(m.dispatcher).written_as or m.dispatcher,
+            "dispatcher": _recipe_value(constraints.base_config, m.dispatcher),
             "recompute": m.recompute,
             "overlap": m.overlap,
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),
@@ -143,3 +143,8 @@ def _format_toml(value: Any) -> str:
     if isinstance(value, Part):
         return toml_table(value.as_table())
     return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _recipe_value(cfg: Config, part: DispatcherPart) -> str | Part:
+    """Return how a recipe chooses a dispatcher: its kind, or the part where the recipe has it with its settings."""
+    return part if part == cfg.parallel.dispatcher else part.written_as or part.kind

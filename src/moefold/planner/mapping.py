@@ -1,9 +1,11 @@
 """Parallel mapping: the degrees of parallelism that the planner prices, and its display. Torch-free."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 
+from moefold.config.chosen import chosen, default_part, part_of_kind
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 OFFLOADED_OPTIMIZER = "optimizer"
@@ -38,8 +40,8 @@ class ParallelMapping:
     """Parts of the layers to recompute in the backward pass."""
     offload: tuple[str, ...] = ()
     """Offloaded to host memory: "optimizer", and parts of the layers between the passes."""
-    dispatcher: str = "alltoall"
-    """Token dispatcher: local, allgather, alltoall, leastloaded, deepep or hybridep."""
+    dispatcher: DispatcherPart = field(default_factory=partial(default_part, DispatcherPart))
+    """Token dispatcher, with its settings."""
     overlap: bool = False
     """True if the expert all-to-all of one micro-batch overlaps with the compute of another."""
     schedule: str = DEFAULT_SCHEDULE
@@ -56,13 +58,16 @@ class ParallelMapping:
 
     def as_dict(self) -> dict[str, object]:
         """Return every field by name, as `--json` prints it."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"dispatcher": self.dispatcher.kind}
 
 
 def mapping_from_config(cfg: Config) -> ParallelMapping:
     """Return the mapping of a recipe."""
     p = cfg.parallel
     train = cfg.train
+    dispatcher = chosen(cfg, DispatcherPart)
+    if dispatcher.falls_back_to:
+        dispatcher = part_of_kind(cfg, DispatcherPart, dispatcher.falls_back_to)
     return ParallelMapping(
         tp=p.tp,
         cp=p.cp,
@@ -77,7 +82,7 @@ def mapping_from_config(cfg: Config) -> ParallelMapping:
         recompute=train.recompute,
         offload=(*train.offload, *((OFFLOADED_OPTIMIZER,) if train.offload_optimizer == "host" else ())),
         overlap=p.overlap_experts,
-        dispatcher=dispatcher_spec(p.dispatcher).falls_back_to or p.dispatcher,
+        dispatcher=dispatcher,
         schedule=p.schedule,
     )
 

@@ -271,7 +271,7 @@ def format_mapping(plan: PlannedMapping) -> str:
     words = [f"tp={m.tp} cp={m.cp} pp={m.pp} ep={m.ep} etp={m.etp} mbs={m.mbs} zero={m.zero}"]
     if m.pp > 1:
         words.append(f"schedule={m.schedule} vpp={m.vpp}")
-    words.append(f"dispatcher={m.dispatcher}")
+    words.append(f"dispatcher={m.dispatcher.kind}")
     if m.recompute:
         words.append(f"recompute={'+'.join(m.recompute)}")
     if m.offload:

@@ -17,6 +17,8 @@ from math import inf
 from pathlib import Path
 
 from moefold.bounded_read import MAX_TABLE_BYTES, read_bytes
+from moefold.config.find import find_part
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.cost.hardware import device_names, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
@@ -56,7 +58,6 @@ _RECOMPUTE_PATTERNS = {
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Offloaded activations are the experts' activations, where a source specifies them."""
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
-_RACK_SCALE = ("gb200", "gb300")
 
 
 class SkipRowError(ValueError):
@@ -196,7 +197,7 @@ def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
         vpp=1 if pp == 1 else row.positive_int("vpp") or 0,
         mbs=row.positive_int("mbs") or (1 if row["source"].startswith(PAPER) else 0),
         zero=3 if has_fsdp else 1,
-        dispatcher=_parse_dispatcher(row, gpu),
+        dispatcher=_parse_dispatcher(row),
         overlap=_parse_overlap(row, gpu, ep * etp),
         offload=tuple(what for words, what in _OFFLOAD_PATTERNS.items() if re.search(words, row.method_and_note)),
     )
@@ -216,13 +217,12 @@ def _parse_overlap(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
     )
 
 
-def _parse_dispatcher(row: PublishedRow, gpu: str) -> str:
-    for name in ("hybridep", "deepep"):
-        if name in row.method_and_note:
-            return name
-    if "Megatron-Bridge" not in row["method"] or row.release < (26, 0):
-        return "alltoall"
-    return "hybridep" if gpu in _RACK_SCALE else "deepep"
+def _parse_dispatcher(row: PublishedRow) -> DispatcherPart:
+    """Return the dispatcher of a row. HybridEP is priced as DeepEP: both send a token once to a rank."""
+    is_new = "Megatron-Bridge" in row["method"] and row.release >= (26, 0)
+    has_kernels = is_new or any(name in row.method_and_note for name in ("hybridep", "deepep"))
+    part: DispatcherPart = find_part(DispatcherPart.group, "deepep" if has_kernels else "alltoall")()
+    return part
 
 
 def _is_dense(row: PublishedRow) -> bool:

@@ -9,14 +9,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from moefold.comm import row_exchange
 from moefold.comm.groups import Group, fake_rank
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.chosen import chosen
+from moefold.config.find import find_part
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.wire import WirePart
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.model.moe.dispatch import registry
+from moefold.cost.unit_memory import dispatch_sizes
 from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel import expert_parallel, select_ops
 from moefold.parallel.parallelize import build_sharded_stages
@@ -48,8 +51,8 @@ def _symmetric_memory(trace: Trace) -> Iterator[None]:
         return RowExchange(_RecordedExchange(ep, trace), *sizes)
 
     with (
-        mock.patch.object(registry, "_unsupported_device_reason", return_value=""),
-        mock.patch.object(expert_parallel, "open_row_exchange", open_exchange),
+        mock.patch.object(find_part("dispatcher", "symm_mem"), "unsupported_here", return_value=iter(())),
+        mock.patch.object(row_exchange, "open_row_exchange", open_exchange),
     ):
         yield
 
@@ -103,7 +106,8 @@ def trace_layer(
             kernels = select_kernels(cfg, CUDA)
         block: Any = stage.layers["0"]
         if chosen(cfg, WirePart).rounds:
-            block.ffn.dispatcher = expert_parallel.build_dispatcher(cfg.parallel.dispatcher, cfg, groups)
+            dispatcher = chosen(cfg, DispatcherPart)
+            block.ffn.dispatcher = expert_parallel.build_dispatcher(dispatcher, groups.moe, dispatch_sizes(cfg))
         # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
         apply_kernels(stage, kernels)
         stage.train()

@@ -31,8 +31,7 @@ from moefold.comm.torch_compat import (
     tree_leaves,
 )
 from moefold.cost.flops import keys_per_token
-from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher
-from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher
+from moefold.model.moe.dispatch import Dispatcher
 
 PACKAGE = f"{Path(__file__).parents[1]}/"
 """Folder of moefold's sources; a checkout of the same name may hold others, such as the sources of an environment."""
@@ -470,30 +469,21 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
 @contextmanager
 def _balanced_all_to_all(trace: Trace) -> Iterator[None]:
     """Answer an all-to-all's read of its split sizes, which is a host wait, as a balanced routing does."""
-    host_sizes = AllToAllDispatcher._host_sizes
-    host_sizes_without_duplicates = DedupAllToAllDispatcher._host_sizes
 
-    def balanced_sizes(dispatcher: AllToAllDispatcher, counts: Tensor) -> Tensor:
+    def balanced_counts(dispatcher: Any, counts: Tensor) -> Tensor:
         if not counts.is_meta:
-            return host_sizes(dispatcher, counts)
+            return counts
         trace.add("wait", "split sizes", moved_bytes=_bytes(counts))
-        num_experts = counts.shape[2] * counts.shape[3]
-        return host_sizes(dispatcher, torch.full(counts.shape, trace.num_rows // num_experts))
-
-    def balanced_sizes_without_duplicates(dispatcher: DedupAllToAllDispatcher, counts: Tensor) -> Tensor:
-        if not counts.is_meta:
-            return host_sizes_without_duplicates(dispatcher, counts)
-        trace.add("wait", "split sizes", moved_bytes=_bytes(counts))
+        if counts.dim() == 4:
+            # Routed tokens of each expert: [source etp, source ep, destination, experts there].
+            return torch.full(counts.shape, trace.num_rows // (counts.shape[2] * counts.shape[3]))
+        # Tokens that are sent once to a rank, and routed tokens: [source, destination, 2].
         size = len(counts)
         share = share_of_ranks_reached(trace.top_k, dispatcher.num_experts, size)
         tokens = round(trace.num_rows / trace.top_k * share)
-        balanced = torch.tensor([tokens, trace.num_rows // size]).expand(size, size, 2)
-        return host_sizes_without_duplicates(dispatcher, balanced)
+        return torch.tensor([tokens, trace.num_rows // size]).expand(size, size, 2)
 
-    with (
-        mock.patch.object(AllToAllDispatcher, "_host_sizes", balanced_sizes),
-        mock.patch.object(DedupAllToAllDispatcher, "_host_sizes", balanced_sizes_without_duplicates),
-    ):
+    with mock.patch.object(Dispatcher, "host_counts", balanced_counts):
         yield
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import Layout
 from moefold.topology.pipeline_action import Action, SlotRow
 from moefold.topology.pipeline_layout import Stage
@@ -44,7 +45,7 @@ def stage_collectives(cfg: Config, stage: Stage, kind: str, micro_batch: int) ->
     first = cfg.model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if cfg.model.all_layers[number].ffn.is_routed]
-    ops = dispatcher_of(cfg).collectives(cfg.parallel.ep, cfg.parallel.etp)
+    ops = chosen(cfg, DispatcherPart).collectives(cfg.parallel.ep, cfg.parallel.etp)
     recomputes = any(part in cfg.train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):
         for phase in ("F",) if kind == "F" else ("R", "B") if recomputes else ("B",):

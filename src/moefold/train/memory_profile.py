@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
-from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.adapter_spec import expert_names
-from moefold.cost.unit_memory import StateBytes
+from moefold.cost.unit_memory import StateBytes, dispatch_sizes
 from moefold.data import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
@@ -27,11 +28,9 @@ from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.registry import make_optimizer
 from moefold.optim.state_offload import StateStore
 from moefold.parallel.batch import Batch
-from moefold.parallel.expert_parallel import row_exchange_sizes
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -126,8 +125,8 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
 def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     # Activations are not counted here, and nothing may be written to disk.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
-    buffers = _symmetric_bytes(cfg)
-    dispatcher = dispatcher_of(cfg)
+    buffers = _dispatch_buffer_bytes(cfg)
+    dispatcher = chosen(cfg, DispatcherPart)
     if dispatcher.kernel_package or dispatcher.prefers:
         # The weights do not depend on it, and its package need not be installed here.
         cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher="alltoall"))
@@ -179,11 +178,10 @@ def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:
     return train.offload_optimizer != "none" and _tensor_bytes(moment) >= max(train.offload_min_kib * 2**10, 1)
 
 
-def _symmetric_bytes(cfg: Config) -> int:
-    """Return the bytes of the symmetric memory that a rank allocates, from buffers on the meta device."""
-    if not dispatcher_of(cfg).has_receive_buffer or cfg.parallel.ep * cfg.parallel.etp == 1:
-        return 0
-    return RowExchange(MetaSymmetricMemory(), *row_exchange_sizes(cfg)).num_bytes
+def _dispatch_buffer_bytes(cfg: Config) -> int:
+    """Return the bytes of the buffers that the dispatcher of a rank allocates, from buffers on the meta device."""
+    is_spread = cfg.parallel.ep * cfg.parallel.etp > 1
+    return chosen(cfg, DispatcherPart).measured_reserved_bytes(dispatch_sizes(cfg)) if is_spread else 0
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

@@ -1,15 +1,14 @@
-"""Check that no rank was to receive more routed tokens than its symmetric memory holds; see `dispatch/symm_mem.py`."""
-
-from math import ceil
+"""Check that no rank was to receive more routed tokens than its symmetric memory holds; see `DispatcherPart.room`."""
 
 import torch
 from torch import Tensor
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.parallel.expert_parallel import largest_receive_load
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.topology.dispatchers import dispatcher_of
 
 
 def local_receive_load(model: ParallelModel, cfg: Config) -> Tensor:
@@ -18,7 +17,7 @@ def local_receive_load(model: ParallelModel, cfg: Config) -> Tensor:
     [0] if the dispatcher always has room.
     """
     world = model.groups.world
-    has_buffer = dispatcher_of(cfg).has_receive_buffer
+    has_buffer = chosen(cfg, DispatcherPart).room(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
     load = largest_receive_load(layer.dispatcher for layer in model.moe_layers().values())
     if load is not None:
@@ -39,11 +38,5 @@ def check_receive_loads(loads: Tensor, cfg: Config, step: str) -> None:
     """
     if not loads.numel() or float(loads.max()) <= 1:
         return
-    factor = cfg.parallel.receive_factor
-    needed = ceil(float(loads.max()) * factor * 10) / 10
-    raise RunError(
-        f"{step} is void: rank {int(loads.argmax())} was to receive {float(loads.max()) * factor:.2f} times the routed "
-        f"tokens of balanced routing, and parallel.receive_factor={factor:g} has room for {factor:g} times; train on "
-        f"(from the last checkpoint, if there is one) with parallel.receive_factor={needed:g} or more, or "
-        "parallel.dispatcher='alltoall'"
-    )
+    overflow = chosen(cfg, DispatcherPart).overflow(float(loads.max()))
+    raise RunError(f"{step} is void: rank {int(loads.argmax())} {overflow}")

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.kv_cache import PAGE_POSITIONS
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import rollout_degrees
 from moefold.topology.schedules import SCHEDULES
 
@@ -77,9 +77,10 @@ def _mapping(cfg: Config) -> Iterator[str]:
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
         yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
-    if p.ep * p.etp > 1 and not dispatcher_of(cfg).keeps_sum_order:
+    dispatcher = chosen(cfg, DispatcherPart)
+    if p.ep * p.etp > 1 and not dispatcher.keeps_sum_order:
         yield (
-            f"parallel.dispatcher={p.dispatcher!r}: sums the outputs of a token's experts otherwise than the "
+            f"parallel.dispatcher={dispatcher.kind!r}: sums the outputs of a token's experts otherwise than the "
             "all-to-all, with which sampling runs; choose 'alltoall'"
         )
     if chosen(cfg, WirePart).rounds:

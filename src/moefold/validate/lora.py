@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from moefold.config.aliases import MATRIX_OF
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -58,9 +59,10 @@ def validate_adapter_training(cfg: Config) -> Iterator[str]:
             f"train.precision={cfg.train.precision!r} has no kernels for experts with adapters; {others}, or "
             "train.precision='dtype'"
         )
-    if has_experts and dispatcher_of(cfg).moves_experts:
+    dispatcher = chosen(cfg, DispatcherPart)
+    if has_experts and dispatcher.moves_experts:
         yield (
-            f"parallel.dispatcher={cfg.parallel.dispatcher!r} moves the weights of experts between ranks, and not "
+            f"parallel.dispatcher={dispatcher.kind!r} moves the weights of experts between ranks, and not "
             f"their adapters; {others}, or parallel.dispatcher='alltoall'"
         )
     if cfg.run.cuda_graphs != "none":

@@ -3,18 +3,17 @@
 DeepEP is refused where the recipe names it; with "auto" the reasons decide the fallback. Torch-free.
 """
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, MoEConfig, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
-from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of
 from moefold.topology.layout import divisors
 
 
@@ -152,99 +151,17 @@ TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Rules for training only."""
 
 
-ALIGNMENT_BYTES = 16
-"""Alignment in bytes of a token in DeepEP's kernels."""
-FP8_BLOCK = 128
-"""Values per scale in FP8 dispatch."""
-
-
-def expert_width_setting(model: ModelConfig) -> str:
-    """Return the key that sets the width of dispatched tokens, with its value."""
-    key = "moe_hidden_size" if model.moe_hidden_size else "hidden_size"
-    return f"model.{key}={model.expert_hidden_size}"
-
-
-def deepep_unsupported_reasons(cfg: Config) -> Iterator[str]:
-    """Yield the reasons why the settings rule DeepEP out, one phrase each."""
-    p = cfg.parallel
-    model = cfg.model
-    if p.etp > 1:
-        yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"
-    if cfg.moe.pad_to_capacity:
-        yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
-    if cfg.run.dtype != "bfloat16":
-        yield f"deep_ep supports only bfloat16, and run.dtype={cfg.run.dtype!r}"
-    if model.expert_hidden_size * 2 % ALIGNMENT_BYTES:
-        yield (
-            f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {expert_width_setting(model)} is "
-            f"no multiple of {ALIGNMENT_BYTES // 2}"
-        )
-    if cfg.moe.dispatch_precision != "dtype" and model.expert_hidden_size % FP8_BLOCK:
-        yield (
-            f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
-            f"{cfg.moe.dispatch_precision!r} {expert_width_setting(model)} is no multiple of that"
-        )
-    if cfg.faults.check_dispatch:
-        yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"
-    if p.overlap_experts:
-        yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
-    if cfg.run.device == "cpu":
-        yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
-
-
-def symm_mem_unsupported_reasons(cfg: Config) -> Iterator[str]:
-    """Yield the reasons why the settings rule the symmetric-memory dispatcher out, one phrase each."""
-    p = cfg.parallel
-    if p.etp > 1:
-        yield f"it sends tokens to whole experts, and parallel.etp={p.etp} shards the experts"
-    if cfg.moe.pad_to_capacity:
-        yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
-    if cfg.moe.dispatch_precision != "dtype":
-        yield f"it sends tokens in run.dtype, and moe.dispatch_precision={cfg.moe.dispatch_precision!r}"
-    if cfg.model.moe_bias:
-        yield "it leaves rows without an expert, and model.moe_bias=true adds the bias of an expert to each row"
-    if cfg.faults.check_dispatch:
-        yield "its row counts stay on the device, and faults.check_dispatch=true compares them on the host"
-    if p.overlap_experts:
-        yield "its all-to-all runs on the stream of the model, and parallel.overlap_experts=true computes meanwhile"
-    if cfg.run.device == "cpu":
-        yield "it needs CUDA GPUs, and run.device='cpu'"
-
-
-UNSUPPORTED_REASONS: dict[str, Callable[[Config], Iterator[str]]] = {
-    "deepep": deepep_unsupported_reasons,
-    "symm_mem": symm_mem_unsupported_reasons,
-}
-"""Reasons why a recipe cannot run, by the name of a dispatcher that needs a kernel package."""
-
-
-def validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
-    """Check that the kernels of the dispatcher, if named, support the recipe."""
-    name = cfg.parallel.dispatcher
-    if requests_dispatch_kernels(cfg):
-        for reason in UNSUPPORTED_REASONS[name](cfg):
-            yield f"parallel.dispatcher={name!r} cannot run: {reason}; choose 'alltoall', or 'auto'"
-
-
-def is_kernel_package_installed(spec: DispatcherSpec) -> bool:
-    """Return whether the kernel package of a dispatcher is installed, without importing it."""
-    parent, _, _ = spec.kernel_package.rpartition(".")
-    if parent and importlib.util.find_spec(parent) is None:
-        return False
-    return importlib.util.find_spec(spec.kernel_package) is not None
-
-
 def check_dispatch_package(cfg: Config) -> None:
     """Check that the kernels of the dispatcher are installed if the recipe names it.
 
     Raises:
         ConfigError: it is not installed.
     """
-    spec = dispatcher_of(cfg)
-    if requests_dispatch_kernels(cfg) and not is_kernel_package_installed(spec):
+    part = chosen(cfg, DispatcherPart)
+    if requests_dispatch_kernels(cfg) and not part.has_package():
         raise ConfigError(
-            f"parallel.dispatcher={spec.name!r} needs the package {spec.kernel_package}, which is not installed: get "
-            f"it from {spec.package_source}, or choose 'alltoall', or 'auto'"
+            f"parallel.dispatcher={part.kind!r} needs the package {part.kernel_package}, which is not installed: get "
+            f"it from {part.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
@@ -254,9 +171,10 @@ def check_dispatch_device(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: they do not.
     """
+    part = chosen(cfg, DispatcherPart)
     if requests_dispatch_kernels(cfg) and device_type != "cuda":
         raise ConfigError(
-            f"parallel.dispatcher={cfg.parallel.dispatcher!r} needs CUDA GPUs, and the ranks would run on the CPU; "
+            f"parallel.dispatcher={part.kind!r} needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
@@ -264,4 +182,4 @@ def check_dispatch_device(cfg: Config, device_type: str) -> None:
 def requests_dispatch_kernels(cfg: Config) -> bool:
     """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
     p = cfg.parallel
-    return bool(dispatcher_of(cfg).kernel_package) and p.ep * p.etp > 1 and has_moe_layers(cfg.model)
+    return bool(chosen(cfg, DispatcherPart).kernel_package) and p.ep * p.etp > 1 and has_moe_layers(cfg.model)

@@ -6,7 +6,7 @@ by trying them, with all other settings unchanged. Also the rules of `parallel.o
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import ceil, gcd, lcm
+from math import gcd, lcm
 from typing import Any
 
 from moefold.config.chosen import chosen_in
@@ -20,13 +20,11 @@ from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.layout import divisors, fold
 from moefold.topology.pipeline_action import find_deadlock
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedule_csv import read_schedule
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, schedule_of, stage_ranks
-from moefold.validate.moe import validate_dispatch_kernels
 from moefold.validate.placement import PLACEMENT_RULES
 from moefold.validate.planned_attention import PLANNED_ATTENTION_CHECKS
 
@@ -342,69 +340,6 @@ def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_dispatcher(cfg: Config) -> Iterator[str]:
-    """Check the dispatcher against ep*etp: local needs 1; allgather, deepep and symm_mem need 2 or more."""
-    p = cfg.parallel
-    spec = dispatcher_of(cfg)
-    if spec.needs_spread_experts and p.ep * p.etp == 1 and has_moe_layers(cfg.model):
-        yield (
-            f"parallel.dispatcher={p.dispatcher!r} sends tokens between the ranks of ep and etp, and parallel.ep=1, "
-            "parallel.etp=1; choose 'alltoall' or 'auto', or ep or etp of 2 or more"
-        )
-    if spec.needs_whole_experts and p.etp > 1:
-        yield (
-            f"parallel.dispatcher={p.dispatcher!r} sends tokens to whole experts, and parallel.etp={p.etp} shards the "
-            "experts; choose 'alltoall', or etp=1"
-        )
-    if spec.needs_whole_experts and cfg.moe.pad_to_capacity:
-        yield (
-            f"parallel.dispatcher={p.dispatcher!r} has a row for a token and a rank, and moe.pad_to_capacity=true pads "
-            "the rows of an expert; choose 'alltoall', or pad_to_capacity=false"
-        )
-    if not spec.spreads_experts and p.ep * p.etp > 1:
-        yield (
-            f"parallel.dispatcher={p.dispatcher!r} needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}; "
-            "choose 'alltoall' or 'allgather'"
-        )
-
-
-def validate_least_loaded(cfg: Config) -> Iterator[str]:
-    """Check least-loaded dispatch: several ep ranks, loads that differ, and thresholds that can apply."""
-    p = cfg.parallel
-    moe = cfg.moe
-    if not dispatcher_of(cfg).moves_experts or not has_moe_layers(cfg.model):
-        return
-    if p.ep == 1:
-        yield (
-            "parallel.dispatcher='leastloaded' moves routed tokens between the ranks of ep, and parallel.ep=1; "
-            "choose 'alltoall', or ep of 2 or more"
-        )
-        return
-    if moe.pad_to_capacity:
-        yield (
-            "moe.pad_to_capacity=true gives every rank the same load, so parallel.dispatcher='leastloaded' would move "
-            "nothing; choose pad_to_capacity=false, or dispatcher='alltoall'"
-        )
-    if moe.llep_threshold >= p.ep:
-        yield (
-            f"moe.llep_threshold={moe.llep_threshold} must be below parallel.ep={p.ep}, the most mean loads "
-            "that one rank can have; the published value is 1.3"
-        )
-    if moe.llep_capacity > moe.llep_threshold:
-        yield (
-            f"moe.llep_capacity={moe.llep_capacity} must be at most moe.llep_threshold={moe.llep_threshold}: what a "
-            f"rank may keep needs no relief; choose llep_capacity of 1.0 to {moe.llep_threshold}"
-        )
-    tokens = cfg.train.seq_len * cfg.train.micro_batch_size * p.ep * p.etp // (p.cp * p.tp)
-    largest = min(tokens, ceil(moe.llep_capacity * tokens * cfg.model.top_k / p.ep))
-    if moe.llep_min_tokens > largest:
-        yield (
-            f"moe.llep_min_tokens={moe.llep_min_tokens} must be at most {largest}, the most routed tokens of one "
-            f"expert that a rank could take over of the {tokens} tokens of ep*etp={p.ep * p.etp} ranks; "
-            f"choose 1 to {largest}"
-        )
-
-
 def validate_batch_size(cfg: Config) -> Iterator[str]:
     """Check that the global batch is a multiple of micro_batch_size*dp, and of few enough micro-batches.
 
@@ -462,9 +397,6 @@ PARALLEL_RULES = (
     validate_mapping_is_resolved,
     validate_degrees,
     validate_sequence_length,
-    validate_dispatcher,
-    validate_dispatch_kernels,
-    validate_least_loaded,
     validate_batch_size,
     *PIPELINE_RULES,
     *PLANNED_ATTENTION_CHECKS,

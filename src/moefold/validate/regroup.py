@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
-
-BUFFER_DISPATCHERS = ("auto", "deepep", "symm_mem")
-"""Dispatchers with buffers that all ranks share on the GPUs, which a lost rank leaves unusable; auto may choose
-one."""
 
 
 def validate_regroup(cfg: Config) -> Iterator[str]:
@@ -30,9 +28,10 @@ def validate_regroup(cfg: Config) -> Iterator[str]:
             f"faults.on_loss='regroup' needs a second data-parallel replica, and parallel.world_size={p.world_size} "
             f"with tp={p.tp}, cp={p.cp}, pp={p.pp} is one; raise parallel.world_size, or set faults.on_loss='stop'"
         )
-    if p.dispatcher in BUFFER_DISPATCHERS:
+    dispatcher = chosen(cfg, DispatcherPart)
+    if dispatcher.has_shared_buffers:
         yield (
-            f"faults.on_loss='regroup' cannot rebuild the shared buffers of parallel.dispatcher={p.dispatcher!r}; "
+            f"faults.on_loss='regroup' cannot rebuild the shared buffers of parallel.dispatcher={dispatcher.kind!r}; "
             "choose parallel.dispatcher='alltoall', or set faults.on_loss='stop'"
         )
     if not cfg.checkpoint.peer_every and not 0 < cfg.checkpoint.every < cfg.run.steps:

@@ -15,7 +15,6 @@ from moefold.config.schema import Config, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
 from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
-from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.topology.schedules import schedule_of
 from moefold.validate.exactness import caches_latents, inexact_settings
@@ -138,18 +137,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.run.dtype == "float64",
         "run.dtype='float64' routes in float64 anyway",
         "choose another run.dtype",
-    ),
-    UnusedKeyRule(
-        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens",
-        lambda cfg: not dispatcher_of(cfg).moves_experts,
-        "only parallel.dispatcher='leastloaded' reads it",
-        "choose parallel.dispatcher='leastloaded'",
-    ),
-    UnusedKeyRule(
-        "parallel.receive_factor",
-        lambda cfg: not dispatcher_of(cfg).has_receive_buffer,
-        "only parallel.dispatcher='symm_mem' reads it",
-        "choose parallel.dispatcher='symm_mem'",
     ),
     UnusedKeyRule(
         "train.muon_groups train.muon_momentum train.muon_ns_steps",

@@ -6,7 +6,8 @@ from itertools import product
 from math import lcm, prod
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import RoutingSections, chosen
+from moefold.config.chosen import RoutingSections, chosen, with_part
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
@@ -16,7 +17,6 @@ from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig,
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.schedules import SCHEDULES
@@ -174,10 +174,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
         small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=eval_factor))
-    if dispatcher_spec(parallel.dispatcher).moves_experts:
-        # The experts of the small recipe have fewer tokens than the large recipe's threshold.
-        small = replace(small, moe=replace(small.moe, llep_min_tokens=1))
-    return small
+    return with_part(small, chosen(small, DispatcherPart).shrink())
 
 
 def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.find import find_part
 from moefold.config.model import ModelConfig
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
@@ -136,7 +137,7 @@ def test_experts_that_leave_the_node_pay_for_it_and_overlap_hides_it():
 
 def test_rows_in_8_bits_shorten_one_of_four_exchanges():
     """Forward there and back, and the same for gradients: 2 + 3 x 2 bytes a value become 1 + 4/128 + 3 x 2."""
-    narrow = replace(WORK, dispatch_precision="fp8-blockwise")
+    narrow = replace(WORK, wire=find_part("wire", "fp8-blockwise")())
     for mapping in (ParallelMapping(dp=16, ep=16, edp=1), ParallelMapping(dp=16, ep=8, etp=2, edp=1)):
         wide = pricer("qwen3-30b-a3b").step_time(mapping)
         found = pricer("qwen3-30b-a3b", work=narrow).step_time(mapping)

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from moefold.config.find import find_part
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from moefold.cost.hardware import load_device
@@ -272,7 +273,8 @@ def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, disp
     ways = ((1, "1f1b", False), (1, "1f1b", True), (2, "zero-bubble", False))
     for (pp, schedule, overlap), tp, ep, etp in product(ways, (1, 2), (1, 2, 4, 8, 16), (1, 2)):
         mapping = ParallelMapping(
-            tp=tp, dp=32 // tp, pp=pp, schedule=schedule, ep=ep, etp=etp, edp=32 // (ep * etp), dispatcher=dispatcher,
+            tp=tp, dp=32 // tp, pp=pp, schedule=schedule, ep=ep, etp=etp, edp=32 // (ep * etp),
+            dispatcher=find_part("dispatcher", dispatcher)(),
             overlap=overlap,
         )  # fmt: skip
         estimate = shared.estimate(mapping)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moefold.config.chosen import part_of_kind
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
 from moefold.planner.cost_model.step import CostModel
@@ -53,6 +55,7 @@ def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[
         fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
         if values.pop("moments") == "host":
             values["offload"] = (*values["offload"], OFFLOADED_OPTIMIZER)
+        values["dispatcher"] = part_of_kind(search.space.constraints.base_config, DispatcherPart, values["dispatcher"])
         found.setdefault(fold, []).append(ParallelMapping(**values, dp=fold.dp, edp=fold.edp))
     return found
 

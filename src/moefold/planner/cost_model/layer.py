@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
 from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
@@ -23,7 +24,6 @@ from moefold.planner.cost_model.collective import (
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.model_spec import FeedForward, ModelSpec, TokenMixer
-from moefold.topology.dispatchers import dispatcher_spec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
@@ -148,7 +148,9 @@ class LayerCostModel:
             return None
         return loads.mean_load(mixer.window) if peers is None else loads.load(peers, mixer.window)
 
-    def feed_forward(self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: str) -> BlockTime:
+    def feed_forward(
+        self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: DispatcherPart
+    ) -> BlockTime:
         """Return the time of the dense MLP or the MoE block of one layer kind."""
         layer = self.model_spec.kinds[kind].feed_forward
         if layer is None:
@@ -435,13 +437,12 @@ class _MoECost:
         layer_costs: LayerCostModel,
         layer: FeedForward,
         attention_sizes: tuple[int, int, int],
-        expert_sizes: tuple[int, int, str],
+        expert_sizes: tuple[int, int, DispatcherPart],
     ) -> None:
         self.layer_costs = layer_costs
         self.layer = layer
         self.tp, self.cp, self.mbs = attention_sizes
-        self.ep, self.etp, dispatcher = expert_sizes
-        self.spec = dispatcher_spec(dispatcher)
+        self.ep, self.etp, self.dispatcher = expert_sizes
         self.tokens = layer_costs.tokens(self.cp, self.mbs)
         self.local_tokens = self.tokens / self.tp
         self.expert_hidden_size = layer.expert_hidden_size or layer_costs.model_spec.hidden_size
@@ -555,24 +556,27 @@ class _MoECost:
             (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * gemm.value_bytes
         )
 
-    def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, CostItem]:
-        """Return the dispatch collectives of one direction: ep all-to-all, and etp all-gather of `routed_tokens`."""
-        dispatch = self._dispatch_s(value_bytes) * self.layer_costs.workload.effective_imbalance
-        gather = all_gather_s(
-            self.layer_costs.device, RankGroup(self.etp, 1), routed_tokens * self.expert_hidden_size * value_bytes
-        )
-        return CostItem("ep_comm", dispatch, "ep"), CostItem("etp_comm", gather, "etp")
+    def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, ...]:
+        """Return the dispatch collectives of one direction, of rows of `value_bytes` a number."""
+        row_bytes = self.expert_hidden_size * value_bytes
+        sent = SentTokens(self.local_tokens, self.routed_tokens, routed_tokens, row_bytes, self.ep, self.etp)
+        return tuple(map(self._transfer, self.dispatcher.traffic(sent)))
 
-    def _dispatch_s(self, value_bytes: float) -> float:
-        """Return the seconds of the all-to-all (or all-gather) of one direction over the ep group."""
+    def _transfer(self, transfer: Transfer) -> CostItem:
+        """Return the time of a collective; ranks of ep wait for the busiest of them."""
+        costs = self.layer_costs
+        group, imbalance = {
+            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.effective_imbalance),
+            "etp": (RankGroup(self.etp, 1), 1.0),
+        }[transfer.axis]
         layer = self.layer
-        device = self.layer_costs.device
-        sent = self.routed_tokens * self.expert_hidden_size * value_bytes
-        group = RankGroup(self.ep, self.ep_stride)
-        if self.spec.gathers_tokens:
-            return all_gather_s(device, group, self.local_tokens * self.ep * self.expert_hidden_size * value_bytes)
-        routing = GroupLimitedRouting(layer.top_k, layer.num_groups, layer.top_groups)
-        return all_to_all_s(device, group, sent, routing=routing if self.spec.deduplicates else None)
+        if transfer.gathers:
+            seconds = all_gather_s(costs.device, group, transfer.num_bytes)
+        else:
+            routing = GroupLimitedRouting(layer.top_k, layer.num_groups, layer.top_groups)
+            once = routing if transfer.sends_once else None
+            seconds = all_to_all_s(costs.device, group, transfer.num_bytes, routing=once)
+        return CostItem(f"{transfer.axis}_comm", seconds * imbalance, transfer.axis)
 
     @property
     def ep_stride(self) -> int:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.chosen import default_part
+from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.config.layers import Layer
 from moefold.config.param_spec import shard_rows
 from moefold.config.schema import Config, TrainConfig
@@ -25,7 +27,6 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.states import runtime_layer
 from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
-from moefold.topology.dispatchers import ALL_GATHER, ALL_TO_ALL, dispatcher_spec
 
 ACTIVATION_PARTS: tuple[str, ...] = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
@@ -104,7 +105,7 @@ class ActivationMemoryTable:
         self._recompute_tables: dict[tuple[Any, ...], _RecomputeTable] = {}
         self._layer_cache: dict[tuple[Any, ...], tuple[BytesByPart, dict[int, ByteTable]]] = {}
         self._per_sample_cache: dict[tuple[Any, ...], tuple[ByteTable, ByteTable]] = {}
-        self._allgather_may_need_less: dict[tuple[Any, ...], bool] = {}
+        self._may_need_less: dict[tuple[Any, ...], bool] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each activation column under a mapping, [parts, columns]."""
@@ -153,42 +154,39 @@ class ActivationMemoryTable:
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
-        dispatcher = dispatcher_spec(mapping.dispatcher)
-        is_allgather = dispatcher.gathers_tokens
+        dispatcher = _like_in_memory(mapping.dispatcher)
         # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
-        ep = mapping.ep if is_allgather or not self.kernel_profile.grouped_experts else min(mapping.ep, 2)
+        has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
+        ep = mapping.ep if has_ep else min(mapping.ep, 2)
         return (
             mapping.tp,
             mapping.etp,
             ep,
             min(self.workload.effective_imbalance, mapping.ep),
-            is_allgather,
-            dispatcher.has_receive_buffer,
+            dispatcher,
             mapping.overlap,
         )
 
-    def allgather_may_need_less(self, mapping: ParallelMapping) -> bool:
-        """Return whether the allgather dispatcher may need less memory than all-to-all at some snapshot."""
+    def may_need_less(self, mapping: ParallelMapping) -> bool:
+        """Return whether the dispatcher of a mapping may need less memory than the default one at some snapshot."""
         if self.model_spec.config is None:
             return False
-        key = (mapping.tp, mapping.ep, mapping.etp, mapping.overlap)
-        if key not in self._allgather_may_need_less:
-            gathered, sent = (
+        key = (mapping.tp, mapping.ep, mapping.etp, mapping.overlap, mapping.dispatcher)
+        if key not in self._may_need_less:
+            own, default = (
                 _activation_memory(
                     self.cfg,
-                    replace(mapping, cp=1, mbs=1, dispatcher=spec.name),
+                    replace(mapping, cp=1, mbs=1, dispatcher=part),
                     (),
                     self.kernel_profile,
                     self.workload.effective_imbalance,
                 )
-                for spec in (ALL_GATHER, ALL_TO_ALL)
+                for part in (mapping.dispatcher, default_part(DispatcherPart))
             )
             sizes = [ExpertMemory.expert_outputs, ExpertMemory.combine_buffer]
             sizes += [ExpertMemory.dispatch_comm_buffers, ExpertMemory.combine_comm_buffers] if mapping.overlap else []
-            self._allgather_may_need_less[key] = any(
-                size(gathered.experts).total() < size(sent.experts).total() for size in sizes
-            )
-        return self._allgather_may_need_less[key]
+            self._may_need_less[key] = any(size(own.experts).total() < size(default.experts).total() for size in sizes)
+        return self._may_need_less[key]
 
     def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> "_RecomputeTable":
         key = (*self.cache_key(mapping), recompute)
@@ -337,13 +335,20 @@ def group_parts(parts: BytesByPart) -> ByteTable:
     return found
 
 
+def has_own_memory(dispatcher: DispatcherPart) -> bool:
+    """Return whether a dispatcher saves other tokens than the all-to-all, or exchanges them in other buffers."""
+    return is_own(dispatcher, "gathers_tokens", "room", "exchange_bytes")
+
+
+def _like_in_memory(dispatcher: DispatcherPart) -> DispatcherPart:
+    """Return the dispatcher whose activations a dispatcher has: itself, or the default one."""
+    return dispatcher if has_own_memory(dispatcher) else default_part(DispatcherPart)
+
+
 @lru_cache(maxsize=4096)
 def _activation_memory(
     cfg: Config, mapping: ParallelMapping, recompute: tuple[str, ...], kernel_profile: KernelProfile, imbalance: float
 ) -> ActivationMemory:
-    # Other dispatchers save as many tokens as all-to-all.
-    spec = dispatcher_spec(mapping.dispatcher)
-    like = ALL_GATHER if spec.gathers_tokens else spec if spec.has_receive_buffer else ALL_TO_ALL
     parallel = replace(
         cfg.parallel,
         world_size=mapping.tp * mapping.cp * mapping.ep * mapping.etp,
@@ -352,7 +357,7 @@ def _activation_memory(
         pp=1,
         ep=mapping.ep,
         etp=mapping.etp,
-        dispatcher=cast(Any, like.name),
+        dispatcher=_like_in_memory(mapping.dispatcher),
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
     return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)

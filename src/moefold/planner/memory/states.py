@@ -12,6 +12,7 @@ from heapq import nlargest
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.groups.dispatcher import is_own
 from moefold.config.layers import Layer
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
@@ -30,18 +31,17 @@ from moefold.cost.unit_memory import (
     caches_quantized_weights,
     cast_copy_bytes,
     compute_dtype_bytes,
+    dispatch_buffer_bytes,
     expert_buffer_bytes,
     has_experts,
     make_shard_spec,
     quantized_copy_bytes,
     rope_buffer_bytes,
-    symmetric_buffer_bytes,
     unit_weights,
 )
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters
-from moefold.topology.dispatchers import dispatcher_spec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
 """Parts of `STATE_FIELDS`; gradients are the reduced ones or their unsharded sums, whichever are larger."""
@@ -260,11 +260,11 @@ class StateMemoryTable:
         return self._rope_bytes_by_cp[mapping.cp]
 
     def _exchange_bytes(self, mapping: ParallelMapping) -> int:
-        if self.model_spec.config is None or not dispatcher_spec(mapping.dispatcher).has_receive_buffer:
+        if self.model_spec.config is None or not is_own(mapping.dispatcher, "reserved_bytes"):
             return 0
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp", "dispatcher")}
         train = replace(self.cfg.train, micro_batch_size=mapping.mbs)
-        return symmetric_buffer_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, **axes), train=train))
+        return dispatch_buffer_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, **axes), train=train))
 
     def weights(self, name: str | int, tp: int) -> tuple[ParamSpec, ...]:
         """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "mtp" (MTP)."""

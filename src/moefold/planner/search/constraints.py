@@ -13,20 +13,19 @@ from math import gcd
 from typing import Any, Protocol
 
 from moefold.config.bounds import range_problems
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_dispatch_kernels, validate_routing
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing
 from moefold.validate.parallel import (
     DEGREE_RULES,
     validate_batch_size,
     validate_degrees,
-    validate_dispatcher,
     validate_expert_overlap,
-    validate_least_loaded,
     validate_micro_batch_count,
     validate_pipeline_layout,
     validate_schedule,
@@ -116,8 +115,24 @@ def _validate_selection_split(cfg: Config) -> Iterator[str]:
     return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
 
 
-def _moves_experts(dispatcher: str) -> bool:
-    return dispatcher_spec(dispatcher).moves_experts
+def _validate_dispatcher(cfg: Config) -> Iterator[str]:
+    """Check the dispatcher, as `check_config` does."""
+    return map(str, chosen(cfg, DispatcherPart).check(cfg))
+
+
+def _validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
+    """Check that the dispatcher supports the settings, among them overlap."""
+    p = cfg.parallel
+    return map(str, chosen(cfg, DispatcherPart).check_kernels(cfg)) if p.ep * p.etp > 1 else iter(())
+
+
+def _counts_tokens(dispatcher: DispatcherPart) -> bool:
+    """Return whether the rules of a dispatcher may read the tokens of a dispatch: it has rules of its own."""
+    return is_own(dispatcher, "check")
+
+
+def _counts_no_tokens(dispatcher: DispatcherPart) -> bool:
+    return not _counts_tokens(dispatcher)
 
 
 def _axis_rule(name: str, *reads: str) -> MappingRule:
@@ -144,12 +159,15 @@ PIPELINE_RULES = (
     MappingRule(validate_batch_size, ("dp", "mbs")),
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
-DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
+DISPATCH_OVERLAP_RULES = (MappingRule(_validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
 DISPATCH_RULES = (
-    MappingRule(validate_dispatcher, ("ep", "etp", "dispatcher")),
-    *DISPATCH_OVERLAP_RULES,
     MappingRule(
-        validate_least_loaded, ("dispatcher", "ep", "samples_per_dispatch"), applies_when=("dispatcher", _moves_experts)
+        _validate_dispatcher, ("ep", "etp", "dispatcher", "overlap"), applies_when=("dispatcher", _counts_no_tokens)
+    ),
+    MappingRule(
+        _validate_dispatcher,
+        ("ep", "etp", "dispatcher", "overlap", "samples_per_dispatch"),
+        applies_when=("dispatcher", _counts_tokens),
     ),
 )
 OVERLAP_RULES = (

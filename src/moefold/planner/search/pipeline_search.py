@@ -11,6 +11,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, Seconds
 from moefold.planner.cost_model.strategy import PassTimes, StrategyCosts
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
@@ -33,7 +34,7 @@ class MicroBatchChoice:
     lower_bound_s: float
     """Lower bound of a step's seconds: its layers alone."""
     mbs: int
-    dispatcher: str
+    dispatcher: DispatcherPart
     overlap: bool
     pipelines: tuple[PipelineVariant, ...]
 

@@ -27,10 +27,13 @@ from itertools import islice, product
 from math import inf
 from typing import cast
 
+from moefold.config.chosen import default_part
+from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.planner.cost_model.step import CostModel, StepTime
 from moefold.planner.cost_model.strategy import StrategyCosts
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
 from moefold.planner.search.pipeline_search import (
     FoldCosts,
@@ -42,7 +45,6 @@ from moefold.planner.search.pipeline_search import (
     build_mapping,
 )
 from moefold.planner.search.space import AttentionView, Fold, MappingSpace, PipelineVariant
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 _QueueEntry = tuple[float, int, int, int]
@@ -333,9 +335,9 @@ class Search:
                 choice = MicroBatchChoice(
                     n * (layers.forward_s + layers.backward_s) / fold.pp, size, dispatcher, overlap, legal
                 )
-                # All dispatchers but allgather save the same tensors, so one whose parts are all faster is enough.
+                # Most dispatchers save the same tensors, so one whose parts are all faster is enough.
                 if self._may_need_less_memory(fold, choice) or not any(map(layers.is_no_faster_than, fastest)):
-                    fastest += [] if dispatcher_spec(dispatcher).gathers_tokens else [layers]
+                    fastest += [] if has_own_memory(dispatcher) else [layers]
                     yield choice
 
     def _may_need_less_memory(self, fold: Fold, choice: MicroBatchChoice) -> bool:
@@ -344,11 +346,10 @@ class Search:
         Allgather does with few ranks and many routed tokens, or with a capacity factor below 1.
         """
         m = build_mapping(fold, choice, choice.pipelines[0])
-        gathers = dispatcher_spec(choice.dispatcher).gathers_tokens
-        return gathers and self.memory_model.activation_memory.allgather_may_need_less(m)
+        return has_own_memory(choice.dispatcher) and self.memory_model.activation_memory.may_need_less(m)
 
     def _legal_pipelines(
-        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: str, overlap: bool
+        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: DispatcherPart, overlap: bool
     ) -> tuple[PipelineVariant, ...]:
         """Return the pipelines that are legal with a dispatcher and overlap."""
         if not overlap:
@@ -362,12 +363,16 @@ class Search:
             self._overlapped_pipelines[key] = tuple(pipeline for pipeline in pipelines if zeros[pipeline.schedule])
         return self._overlapped_pipelines[key]
 
-    def _dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
-        """Return the legal dispatchers, without those that are priced like another one."""
+    def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
+        """Return the legal dispatchers, without those that are priced like the default one, if it is legal."""
         found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self._has_experts:
             return found[:1]
-        return tuple(name for name in reversed(found) if dispatcher_spec(name).priced_as not in found)
+        default = default_part(DispatcherPart)
+        like = default in found
+        return tuple(
+            part for part in reversed(found) if part == default or not like or is_own(part, "traffic", "sends_once")
+        )
 
     def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""
@@ -396,7 +401,7 @@ class Search:
         return () if self.cost_model.workload.attention is None else (fold.dp,)
 
     def _layer_totals(
-        self, fold: Fold, mbs: int, dispatcher: str, overlap: bool, cost_model: CostModel
+        self, fold: Fold, mbs: int, dispatcher: DispatcherPart, overlap: bool, cost_model: CostModel
     ) -> _LayerTotals:
         is_bound = cost_model is not self.cost_model
         key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, dispatcher, overlap, is_bound, *self._peers_key(fold))

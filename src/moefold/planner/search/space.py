@@ -15,6 +15,10 @@ from itertools import chain, combinations, product
 from math import prod
 from typing import Any, NamedTuple
 
+from moefold.config.chosen import part_of_kind
+from moefold.config.find import built_in_kinds
+from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.part import Part
 from moefold.config.schema import RECOMPUTE_PARTS, Config
 from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError
@@ -38,7 +42,6 @@ from moefold.planner.search.constraints import (
     MappingConstraints,
     Restriction,
 )
-from moefold.topology.dispatchers import dispatcher_spec
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
 from moefold.topology.schedules import SCHEDULES
@@ -103,8 +106,8 @@ class MappingSpace:
         self._cfg = constraints.base_config
         self._variants_by_pp: dict[int, dict[str, list[PipelineVariant]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
-        self._dispatchers: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._overlapping_dispatchers: dict[tuple[int | str, ...], bool] = {}
+        self._dispatchers: dict[tuple[int, ...], tuple[DispatcherPart, ...]] = {}
+        self._overlapping_dispatchers: dict[tuple[int | DispatcherPart, ...], bool] = {}
         self._overlapped_zero_stages: dict[tuple[int | str, ...], tuple[int, ...]] = {}
 
     @cached_property
@@ -164,7 +167,9 @@ class MappingSpace:
         """True if offload to host memory is priced: a CPU has none, and disks have no price."""
         return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
 
-    def legal_zero_stages(self, fold: Fold, mbs: int, schedule: str, dispatcher: str, overlap: bool) -> tuple[int, ...]:
+    def legal_zero_stages(
+        self, fold: Fold, mbs: int, schedule: str, dispatcher: DispatcherPart, overlap: bool
+    ) -> tuple[int, ...]:
         """Return the legal ZeRO stages; empty if the expert all-to-all cannot overlap as requested."""
         if overlap not in self._allowed_overlaps:
             return ()
@@ -172,7 +177,7 @@ class MappingSpace:
             return self.zero_stages
         return self._legal_overlapped_zero_stages(fold, mbs, schedule) if self._may_overlap(fold, dispatcher) else ()
 
-    def _may_overlap(self, fold: Fold, dispatcher: str) -> bool:
+    def _may_overlap(self, fold: Fold, dispatcher: DispatcherPart) -> bool:
         """Return whether a dispatcher can overlap its all-to-all."""
         key = (fold.ep, fold.etp, dispatcher)
         if key not in self._overlapping_dispatchers:
@@ -193,18 +198,33 @@ class MappingSpace:
     def _allowed_overlaps(self) -> tuple[bool, ...]:
         return tuple(overlap for overlap in (False, True) if self.restriction.allows("overlap", overlap))
 
-    def dispatchers(self, fold: Fold, mbs: int) -> tuple[str, ...]:
-        """Return the legal dispatchers; one that is not searched only where the restriction leaves no other."""
+    @cached_property
+    def _searched_dispatchers(self) -> dict[DispatcherPart, str | Part]:
+        """Dispatchers that the restriction allows, the local one first; one that is not searched only if it is alone.
+
+        The values are what a recipe says to choose them.
+
+        Of other packages' kinds only one that the recipe or the restriction names is loaded.
+        """
+        names = [name for name in built_in_kinds(DispatcherPart.group) if self.restriction.allows("dispatcher", name)]
+        named = self.restriction.fixed.get("dispatcher", self._cfg.parallel.dispatcher)
+        values = names if named in names or not self.restriction.allows("dispatcher", named) else [*names, named]
+        parts = {
+            part_of_kind(self._cfg, DispatcherPart, value) if isinstance(value, str) else value: value
+            for value in values
+        }
+        found = [part for part in parts if not part.prefers and (part.is_searched or len(parts) == 1)]
+        return {part: parts[part] for part in sorted(found, key=lambda part: part.spreads_experts)}
+
+    def dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
+        """Return the legal dispatchers."""
         key = (fold.ep, fold.etp, fold.tp * fold.cp, mbs)
         if key not in self._dispatchers:
             values = {**fold.values, "mbs": mbs, "overlap": False}
-            allowed = self._allowed_values("dispatcher")
             self._dispatchers[key] = tuple(
-                name
-                for name in allowed
-                if not dispatcher_spec(name).prefers
-                and (dispatcher_spec(name).is_searched or len(allowed) == 1)
-                and self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": name})
+                part
+                for part in self._searched_dispatchers
+                if self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": part})
             )
         return self._dispatchers[key]
 
@@ -266,7 +286,7 @@ class MappingSpace:
                     "mbs": size,
                     "schedule": pipeline.schedule,
                     "vpp": pipeline.vpp,
-                    "dispatcher": dispatcher,
+                    "dispatcher": self._searched_dispatchers[dispatcher],
                     "overlap": overlap,
                 }
                 yield run, self.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm import row_exchange
 from moefold.comm.row_exchange import RowExchange
-from moefold.model.moe.dispatch import registry
-from moefold.parallel import expert_parallel
+from moefold.config.find import find_part
 
 
 class StandInOps:
@@ -105,6 +105,6 @@ def _with_offsets(sizes: Tensor) -> Tensor:
 def symmetric_memory(ops: type[StandInOps] = StandInOps) -> Iterator[None]:
     """Let `parallelize` open its exchange over the stand-in, on any device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_unsupported_device_reason", lambda spec, device: "")
-        patch.setattr(expert_parallel, "open_row_exchange", lambda ep, *sizes: RowExchange(ops(ep.handle), *sizes))
+        patch.setattr(find_part("dispatcher", "symm_mem"), "unsupported_here", lambda part, device: iter(()))
+        patch.setattr(row_exchange, "open_row_exchange", lambda ep, *sizes: RowExchange(ops(ep.handle), *sizes))
         yield

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from moefold.comm import collectives
 from moefold.comm.groups import ParallelGroups
-from moefold.model.moe.dispatch import RoutingMap, make_dispatcher
-from moefold.model.moe.dispatch.least_loaded import RebalanceRule
+from moefold.model.moe.dispatch import RoutingMap
 from moefold.ops.quantization.formats import straight_through_quantize
+from moefold.parts.dispatcher.leastloaded.module import RebalanceRule
 from moefold.topology.layout import fold
+from tests.model.moe.dispatch.building import make_dispatcher
 
 pytestmark = pytest.mark.parity
 

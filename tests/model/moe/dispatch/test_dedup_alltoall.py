@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
-from moefold.model.moe.dispatch import make_dispatcher
-from moefold.model.moe.dispatch.dedup_alltoall import DedupAllToAllDispatcher, DedupMetadata
+from moefold.parts.dispatcher.dedup_alltoall.module import DedupAllToAllDispatcher, DedupMetadata
 from moefold.topology.layout import fold
+from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.dispatch.test_deepep import CASES, LAYOUTS, E, H, K, T, _assignment, _layer
 from tests.slow import slow
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.model.moe.dispatch import RoutingMap, make_dispatcher
-from moefold.model.moe.dispatch.deepep import DeepEPDispatcher, open_buffer
-from moefold.model.moe.dispatch.registry import select_dispatcher
+from moefold.model.moe.dispatch import RoutingMap
 from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.interface import ExpertOptions, ExpertWeights
+from moefold.parallel.expert_parallel import select_dispatcher
+from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
 from moefold.topology.layout import fold
 from moefold.verify.distributed_run import create_groups
+from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.dispatch.deepep_stand_in import StandInBuffer
 from tests.verify.recipes import tiny
 
@@ -77,7 +78,7 @@ def _both(
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     buffer = StandInBuffer(groups.moe.ep.handle)
     width = 256 if packs else H
-    deepep = make_dispatcher("deepep", groups.moe, E, buffer=buffer, fp8_dispatch=packs)
+    deepep = DeepEPDispatcher(buffer, E, fp8_dispatch=packs)
     mine = _layer(deepep, case, groups, weighs_early, width)
     theirs = _layer(make_dispatcher("alltoall", groups.moe, E, fp8_dispatch=packs), case, groups, hidden_size=width)
     mine, theirs = ({key: value.numpy() for key, value in part.items()} for part in (mine, theirs))
@@ -189,7 +190,7 @@ def _selected(cfg: Config) -> tuple[str, str]:
         selection = select_dispatcher(cfg, create_groups(cfg))
     except ConfigError as error:
         return "refused", str(error)
-    return selection.name, selection.message
+    return selection.part.kind, selection.message
 
 
 def _bfloat16(cfg: Config, device: str = "auto") -> Config:

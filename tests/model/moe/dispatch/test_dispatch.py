@@ -14,9 +14,10 @@ from moefold.comm.resumable import Resumable
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.errors import ConfigError
-from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, ShardedMicroBatch, make_dispatcher
+from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, ShardedMicroBatch
 from moefold.model.moe.layer import MoELayer
 from moefold.topology.layout import Layout, fold
+from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.reference import Weights, make_weights, moe_reference
 
 MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
-from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, least_loaded, make_dispatcher
+from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap
 from moefold.model.moe.dispatch.base import ExpertInput
-from moefold.model.moe.dispatch.least_loaded import RebalanceRule
 from moefold.model.moe.experts import Experts
+from moefold.parts.dispatcher.leastloaded import module as least_loaded
+from moefold.parts.dispatcher.leastloaded.module import RebalanceRule
 from moefold.topology.layout import Layout, fold
+from tests.model.moe.dispatch.building import make_dispatcher
 
 E, H, F = 8, 6, 8
 T = 40

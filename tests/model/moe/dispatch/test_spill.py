@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.model.moe.dispatch.least_loaded import (
+from moefold.parts.dispatcher.leastloaded.module import (
     RebalanceRule,
     TokenAssignment,
     home_assignment,

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.row_exchange import RowExchange
-from moefold.model.moe.dispatch import RoutingMap, make_dispatcher
-from moefold.model.moe.dispatch.symm_mem import SymmMemDispatcher
+from moefold.model.moe.dispatch import RoutingMap
+from moefold.parts.dispatcher.symm_mem.module import SymmMemDispatcher
 from moefold.topology.layout import fold
+from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps
 from tests.model.moe.dispatch.test_deepep import CASES, LAYOUTS, E, H, K, T, _assignment, _layer
 from tests.slow import slow
@@ -25,8 +26,7 @@ def _groups(sizes: dict[str, Any]) -> ParallelGroups:
 def _dispatcher(groups: ParallelGroups, capacity: int) -> tuple[SymmMemDispatcher, StandInOps]:
     ops = StandInOps(groups.moe.ep.handle)
     exchange = RowExchange(ops, E, T * K, capacity, ROW_BYTES)
-    dispatcher = make_dispatcher("symm_mem", groups.moe, E, exchange=exchange)
-    assert isinstance(dispatcher, SymmMemDispatcher)
+    dispatcher = SymmMemDispatcher(groups.moe.ep, exchange, E)
     return dispatcher, ops
 
 
@@ -97,7 +97,7 @@ class _StaleOps(StandInOps):
 def _stale() -> bool:
     groups = _groups({"world_size": 2, "ep": 2})
     exchange = RowExchange(_StaleOps(groups.moe.ep.handle), E, T * K, 2 * T * K, ROW_BYTES)
-    mine = _layer(make_dispatcher("symm_mem", groups.moe, E, exchange=exchange), "spread", groups)
+    mine = _layer(SymmMemDispatcher(groups.moe.ep, exchange, E), "spread", groups)
     return torch.allclose(mine["y"], _layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)["y"])
 
 

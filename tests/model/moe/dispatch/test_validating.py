@@ -9,10 +9,11 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
 from moefold.errors import RunError
-from moefold.model.moe.dispatch import Dispatcher, RoutingMap, make_dispatcher
-from moefold.model.moe.dispatch.least_loaded import RebalanceRule
+from moefold.model.moe.dispatch import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.validating import ValidatingDispatcher
+from moefold.parts.dispatcher.leastloaded.module import RebalanceRule
 from moefold.topology.layout import fold
+from tests.model.moe.dispatch.building import make_dispatcher
 
 pytestmark = pytest.mark.parity
 

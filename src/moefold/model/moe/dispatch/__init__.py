@@ -2,7 +2,6 @@
 
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.local import LocalDispatcher
-from moefold.model.moe.dispatch.registry import make_dispatcher
 from moefold.model.moe.token_group import ShardedMicroBatch
 
-__all__ = ["RoutingMap", "Dispatcher", "ShardedMicroBatch", "LocalDispatcher", "make_dispatcher"]
+__all__ = ["RoutingMap", "Dispatcher", "ShardedMicroBatch", "LocalDispatcher"]

@@ -126,6 +126,8 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
     combines_locally: bool = False
     """True if `combine_preprocess` sums the expert outputs of a token, which needs the routing probabilities."""
+    takes_any_tokens: bool = False
+    """True if ranks may hold different numbers of tokens, and more than in training: decoding uses it unchanged."""
     permute_ops: PermuteOps = TORCH_PERMUTE_OPS
     """Operations of the permutation and of the combine; set by `use_permute_ops`."""
 
@@ -191,6 +193,10 @@ class Dispatcher(ABC, Generic[MetadataT]):
         Above 1, rows were not sent, and the results are not the model's. None: there is always room.
         """
         return None
+
+    def host_counts(self, counts: Tensor) -> Tensor:
+        """Return counts that the host is about to read; traces without a device replace this method."""
+        return counts
 
     def routing_split_sizes(self, x_TH: Tensor) -> Sequence[SplitSizes]:
         """Return the split sizes of collectives in `dispatch_preprocess`, where they could differ between ranks."""

@@ -36,6 +36,7 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
     """
 
     combines_locally = True
+    takes_any_tokens = True
 
     def __init__(self, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._num_experts = num_experts

@@ -11,7 +11,6 @@ from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
-from moefold.topology.dispatchers import dispatcher_of
 
 if TYPE_CHECKING:
     from moefold.config.schema import Config
@@ -101,7 +100,7 @@ class MoePart(FeedForwardPart):
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
-        if not dispatcher_of(sizes.cfg).moves_experts:
+        if not sizes.experts.dispatcher.moves_experts:
             width = 2 * sizes.cfg.model.expert_hidden_size + 3 * self.width // sizes.cfg.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
@@ -116,7 +115,7 @@ class MoePart(FeedForwardPart):
 
         Experts that run one after another free their inner projections when the last expert is done.
         """
-        if sizes.kernels.grouped_experts or dispatcher_of(sizes.cfg).moves_experts:
+        if sizes.kernels.grouped_experts or sizes.experts.dispatcher.moves_experts:
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
         inner = 3 * self.width // sizes.cfg.parallel.etp

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import Group, MoEGroups
-from moefold.model.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllMetadata
 from moefold.model.moe.dispatch.base import ExpertMigration, SplitSizes
 from moefold.model.moe.permute import reorder_permutation
 from moefold.ops.interface import Permutation
+from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher, AllToAllMetadata
 
 Counts = NDArray[np.int64]
 
@@ -180,6 +180,7 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
         fp8_dispatch: send tokens to the experts in FP8.
     """
 
+    takes_any_tokens = False
     _permutes_before_wait = False
     """False: the assignment decides the order of the rows."""
 

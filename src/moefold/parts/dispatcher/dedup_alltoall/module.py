@@ -85,7 +85,7 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
         counts = all_gather(
             torch.stack((to_ranks.tokens_per_expert_E, is_at_rank_TKP.sum((0, 1))), 1).unsqueeze(0), self._ep
         )
-        sizes = HostCopy(self._host_sizes(counts))
+        sizes = HostCopy(self._host_sizes(self.host_counts(counts)))
         # The device permutes while the host waits for the sizes.
         permuted = None if self._fp8_dispatch else self.permute_ops.permute(x_TH.detach(), to_ranks)
         sent, received, num_routed = sizes.wait().split([self._ep.size, self._ep.size, 1])

@@ -1,30 +1,32 @@
-"""The registry of dispatchers agrees with the recipe's schema and with the builders, and no module compares names."""
+"""Dispatchers: kinds that stand for each other exist, collectives of a layer, and no module compares names."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 import moefold
-from moefold.config.suggestions import key_types
-from moefold.model.moe.dispatch.registry import BUILDERS
-from moefold.topology.dispatchers import DISPATCHERS
-from moefold.validate.moe import UNSUPPORTED_REASONS
+from moefold.config.find import built_in_kinds, find_part
+from moefold.config.groups.dispatcher import DispatcherPart
 
 SOURCE = Path(moefold.__file__).parent
+KINDS = built_in_kinds("dispatcher")
 
 
-def test_names_agree() -> None:
-    """Check the schema's names, the builders and the rules of kernel packages against the registry."""
-    runs = {name for name, spec in DISPATCHERS.items() if spec.runs}
-    assert runs == set(get_args(key_types("parallel")["dispatcher"]))
-    spread = {name for name in runs if DISPATCHERS[name].spreads_experts and not DISPATCHERS[name].prefers}
-    assert spread == set(BUILDERS)
-    assert {name for name, spec in DISPATCHERS.items() if spec.kernel_package} == set(UNSUPPORTED_REASONS)
-    for spec in DISPATCHERS.values():
-        assert {spec.prefers, spec.falls_back_to, spec.priced_as, spec.written_as} - {""} <= set(DISPATCHERS)
+def test_kinds_that_stand_for_others_exist() -> None:
+    """Check the kinds that a dispatcher names."""
+    parts = [find_part("dispatcher", kind) for kind in KINDS]
+    named = {kind for part in parts for kind in (part.prefers, part.falls_back_to, part.written_as)} - {""}
+    assert named <= set(KINDS)
+    assert [part for part in parts if bool(part.prefers) != bool(part.falls_back_to)] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dispatcher_is_built_or_resolved(kind: str) -> None:
+    """Check that each kind that a run does not resolve builds a dispatcher of its own."""
+    part = find_part("dispatcher", kind)
+    assert (part.build is DispatcherPart.build) == bool(part.prefers)
 
 
 @pytest.mark.parametrize(
@@ -32,18 +34,17 @@ def test_names_agree() -> None:
     [
         ("alltoall", 2, 1, ("dispatch over ep", "combine over ep")),
         ("alltoall", 2, 2, ("dispatch over ep", "dispatch over etp", "combine over etp", "combine over ep")),
-        ("leastloaded", 1, 2, ("dispatch over etp", "combine over etp")),
         ("allgather", 2, 2, ("dispatch over ep x etp", "combine over ep x etp")),
         ("alltoall", 1, 1, ()),
     ],
 )
 def test_collectives(name: str, ep: int, etp: int, collectives: tuple[str, ...]) -> None:
     """Compare the collectives of a layer with those written out."""
-    assert DISPATCHERS[name].collectives(ep, etp) == collectives
+    assert find_part("dispatcher", name)().collectives(ep, etp) == collectives
 
 
 def test_no_module_compares_names_of_dispatchers() -> None:
-    """Check that only the registry knows dispatchers by name; a branch on a name would bypass a new record."""
+    """Check that no module branches on the name of a dispatcher, which would bypass a new one."""
     assert list(_name_comparisons()) == []
 
 
@@ -57,5 +58,5 @@ def _name_comparisons() -> Iterator[str]:
                     for part in ast.walk(side)
                     if isinstance(part, ast.Constant) and isinstance(part.value, str)
                 }
-                if literals & set(DISPATCHERS):
+                if literals & set(KINDS):
                     yield f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)}"

@@ -72,6 +72,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         fp8_dispatch: send tokens to the experts in FP8.
     """
 
+    takes_any_tokens = True
     _permutes_before_wait = True
     """Whether the rows to send are known before the split sizes are."""
 
@@ -104,7 +105,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         )
         if padded_capacity is None:
             counts = self._all_gather_counts(permutation)
-            sizes = HostCopy(self._host_sizes(counts))
+            sizes = HostCopy(self._host_sizes(self.host_counts(counts)))
         else:
             counts = self._padded_counts(padded_capacity, x_TH.device)
             sizes = HostCopy(self._host_sizes(self._padded_counts(padded_capacity, torch.device("cpu"))))

@@ -1,0 +1,268 @@
+"""Dispatchers: how routed tokens reach the ranks of their experts, and the results come back."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from moefold.config.part import Part
+from moefold.config.problem import Problem
+from moefold.config.schema import has_moe_layers
+
+HOPPER_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchSizes:
+    """The largest exchange of a micro-batch, for which a dispatcher and its buffers are built."""
+
+    num_experts: int
+    """E, over all ranks; ep divides it."""
+    max_rows: int
+    """Routed tokens of a rank: its tokens times top_k."""
+    width: int
+    """Numbers of a token, H."""
+    item_bytes: int
+    """Bytes of a number."""
+    fp8_dispatch: bool = False
+    """Send routed tokens to the experts in 8 bits."""
+
+
+class SentTokens(NamedTuple):
+    """The tokens that a rank sends to experts in a micro-batch, for their price; numbers are means."""
+
+    tokens: float
+    """Tokens of the rank, T."""
+    routed: float
+    """Its routed tokens: T times top_k, without dropped ones."""
+    received: float
+    """Routed tokens that the experts of the busiest rank compute: the routed tokens of all etp ranks."""
+    row_bytes: float
+    """Bytes of a row."""
+    ep: int
+    etp: int
+
+
+class Transfer(NamedTuple):
+    """One collective that brings tokens to their experts; the way back is as long."""
+
+    axis: Literal["ep", "etp"]
+    num_bytes: float
+    """All-to-all: sent by a rank. All-gather: held by a rank in the end."""
+    gathers: bool = False
+    """All-gather instead of all-to-all."""
+    sends_once: bool = False
+    """Whether a token that chose several experts of a rank is sent to that rank once."""
+
+
+class ExpertRows(NamedTuple):
+    """Rows of a rank in a micro-batch, for the memory of its exchanges."""
+
+    tokens: int
+    """Tokens of the rank, T."""
+    top_k: int
+    received: int
+    """Routed tokens that the experts of the rank compute."""
+    width: int
+    item_bytes: int
+    sum_bytes: int
+    """Bytes of a number that is summed."""
+    ep: int
+    etp: int
+
+    @property
+    def routed(self) -> int:
+        """Routed tokens of the rank."""
+        return self.tokens * self.top_k
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.width * self.item_bytes
+
+
+class ExchangeBytes(NamedTuple):
+    """Temporary bytes of the exchanges of a micro-batch."""
+
+    dispatch: int
+    """Buffers to send and receive tokens."""
+    combine: int
+    """Buffers to send and receive results."""
+    sums: int = 0
+    """Sums over the experts of a rank, for tokens of other ranks too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherPart(Part):
+    """One way to bring tokens to their experts. The defaults describe an all-to-all over ep, then over etp."""
+
+    group: ClassVar[str] = "dispatcher"
+    key: ClassVar[str] = "parallel.dispatcher"
+    changes_maths: ClassVar[bool] = False
+
+    # Where it may be used.
+    spreads_experts: ClassVar[bool] = True
+    """Whether experts may be on other ranks: ep*etp of 2 or more."""
+    needs_spread_experts: ClassVar[bool] = False
+    """Whether ep*etp=1 is refused, instead of taking the local dispatcher."""
+    needs_whole_experts: ClassVar[bool] = False
+    """Whether etp of 2 or more, and padding to capacity, are refused."""
+    is_searched: ClassVar[bool] = True
+    """Whether the planner may choose it where the request does not name it."""
+    for_inference: ClassVar[bool] = False
+    """Whether `moefold generate` and `moefold eval` may use it."""
+    needs_equal_token_counts: ClassVar[bool] = False
+    """Whether all ranks must hold equally many tokens."""
+    has_shared_buffers: ClassVar[bool] = False
+    """Whether all ranks share buffers on the GPUs, which a lost rank leaves unusable."""
+    kernel_package: ClassVar[str] = ""
+    """Python package of its kernels, for Hopper GPUs or newer; empty: it runs anywhere."""
+    package_source: ClassVar[str] = ""
+    """Where that package is built from."""
+
+    # What it does.
+    gathers_tokens: ClassVar[bool] = False
+    """Whether each rank gathers all tokens over ep*etp, in one collective, and sums its experts' results itself."""
+    moves_experts: ClassVar[bool] = False
+    """Whether ranks take over routed tokens of busy experts with a copy of the weights."""
+    sends_once: ClassVar[bool] = False
+    """Whether a token that chose several experts of a rank is sent to that rank once."""
+    keeps_sum_order: ClassVar[bool] = False
+    """Whether the rank of a token sums the outputs of its experts in the order of its choices, with which sampling and
+    training have the same bits."""
+
+    # What stands for it elsewhere.
+    prefers: ClassVar[str] = ""
+    """Of a kind that is resolved at the start of a run: the kind that is taken where it can run."""
+    falls_back_to: ClassVar[str] = ""
+    """Of a kind that is resolved at the start of a run: the kind that is taken elsewhere, and assumed before."""
+    written_as: ClassVar[str] = ""
+    """The kind in recipes that the planner writes; empty: its own."""
+
+    def unsupported(self, recipe: Any) -> Iterator[str]:
+        """Yield the reasons why the settings of a recipe, a `Config`, rule the dispatcher out, one phrase each."""
+        yield from ()
+
+    def unsupported_here(self, device: Any) -> Iterator[str]:
+        """Yield the reasons why this rank cannot run the dispatcher on its device, a `torch.device`."""
+        if not self.kernel_package:
+            return
+        if device.type != "cuda":
+            yield f"{self.kernel_package} needs CUDA GPUs, and this run is on the CPU"
+            return
+        import torch
+
+        if torch.cuda.get_device_capability(device) < HOPPER_CAPABILITY:
+            name = torch.cuda.get_device_name(device)
+            yield f"{self.kernel_package} needs a Hopper or newer GPU, and this is a {name}"
+        if not self.has_package():
+            yield f"the package {self.kernel_package} is not installed"
+
+    def has_package(self) -> bool:
+        """Return whether the package of its kernels is installed, without importing it."""
+        parent, _, _ = self.kernel_package.rpartition(".")
+        if parent and importlib.util.find_spec(parent) is None:
+            return False
+        return not self.kernel_package or importlib.util.find_spec(self.kernel_package) is not None
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield what the dispatcher does not go with. Of a mapping, ep, etp, and the tokens of a dispatch may count."""
+        p = recipe.parallel
+        has_experts = self.has_work(recipe)
+        is_spread = p.ep * p.etp > 1
+        if self.needs_spread_experts and has_experts and not is_spread:
+            yield self._problem(
+                "sends tokens between the ranks of ep and etp, and parallel.ep=1, parallel.etp=1",
+                "choose 'alltoall' or 'auto', or ep or etp of 2 or more",
+            )
+        if self.needs_whole_experts and p.etp > 1:
+            yield self._problem(
+                f"sends tokens to whole experts, and parallel.etp={p.etp} shards the experts",
+                "choose 'alltoall', or etp=1",
+            )
+        if self.needs_whole_experts and recipe.moe.pad_to_capacity:
+            yield self._problem(
+                "has a row for a token and a rank, and moe.pad_to_capacity=true pads the rows of an expert",
+                "choose 'alltoall', or pad_to_capacity=false",
+            )
+        if is_spread and not self.spreads_experts:
+            yield self._problem(
+                f"needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}", "choose 'alltoall' or 'allgather'"
+            )
+        if is_spread and has_experts:
+            yield from self.check_kernels(recipe)
+
+    def has_work(self, recipe: Any) -> bool:
+        """Return whether a recipe has layers whose tokens are dispatched."""
+        return has_moe_layers(recipe.model)
+
+    def check_kernels(self, recipe: Any) -> Iterator[Problem]:
+        """Yield the reasons of `unsupported` as problems."""
+        for reason in self.unsupported(recipe):
+            yield self._problem(f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
+
+    def _problem(self, rule: str, way_out: str) -> Problem:
+        return Problem(self.key, self.kind, rule, way_out)
+
+    def shrink(self) -> Self:
+        """Return the same part for a recipe of few tokens, such as `moefold verify --shrink` makes."""
+        return self
+
+    def collectives(self, ep: int, etp: int) -> tuple[str, ...]:
+        """Return the collectives of a forward pass of one layer, in order, for the deadlock check."""
+        axes = [axis for axis, size in (("ep", ep), ("etp", etp)) if size > 1]
+        return *(f"dispatch over {axis}" for axis in axes), *(f"combine over {axis}" for axis in reversed(axes))
+
+    def traffic(self, sent: SentTokens) -> tuple[Transfer, ...]:
+        """Return the collectives that bring tokens to their experts, with their bytes, for the price of a mapping."""
+        over_etp = Transfer("etp", sent.received * sent.row_bytes, gathers=True)
+        return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
+
+    def room(self, routed: int) -> int | None:
+        """Return the rows that a rank has room to receive, whatever arrives; None: as many as arrive.
+
+        Args:
+            routed: routed tokens of a rank: what it receives under balanced routing.
+        """
+        return None
+
+    def overflow(self, load: float) -> str:
+        """Say that a rank was to receive `load` times the rows of `room`, and the way out; after "rank 3 ".
+
+        Called where `Dispatcher.take_receive_load` returns a load above 1.
+        """
+        raise NotImplementedError
+
+    def exchange_bytes(self, rows: ExpertRows) -> ExchangeBytes:
+        """Return the temporary bytes of the exchanges of a micro-batch.
+
+        Here, over etp there are two buffers more: the send buffer of its all-gather, and the tokens received over ep.
+        """
+        over_etp = (rows.received + (rows.received // rows.etp if rows.ep > 1 else 0)) if rows.etp > 1 else 0
+        # Over etp each rank receives its tokens from all others.
+        returned = rows.received if rows.etp > 1 else rows.routed
+        return ExchangeBytes(
+            (rows.routed + rows.received + over_etp) * rows.token_bytes, (rows.received + returned) * rows.token_bytes
+        )
+
+    def reserved_bytes(self, sizes: DispatchSizes) -> int:
+        """Return the bytes that a rank allocates once for all layers, and holds between steps."""
+        return 0
+
+    def measured_reserved_bytes(self, sizes: DispatchSizes) -> int:
+        """Return the same of buffers that are made without memory, for `moefold memory --dry`; `build` opens them."""
+        return 0
+
+    def build(self, groups: Any, sizes: DispatchSizes) -> Any:
+        """Return the `Dispatcher` of all layers, with its buffers; collective. Not called where ep*etp is 1.
+
+        Args:
+            groups: process groups of the experts, a `MoEGroups`.
+            sizes: what is exchanged.
+        """
+        raise NotImplementedError
+
+
+def is_own(part: DispatcherPart, *methods: str) -> bool:
+    """Return whether a dispatcher has any of some methods of its own; else it is like the all-to-all in them."""
+    return any(getattr(type(part), name) is not getattr(DispatcherPart, name) for name in methods)

@@ -1,0 +1,16 @@
+"""Auto: DeepEP where it can run, else the all-to-all; the log names the choice."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moefold.config.groups.dispatcher import DispatcherPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(DispatcherPart):
+    """Take the kernels of DeepEP where all ranks can run them; resolved when a run starts, and never built."""
+
+    keeps_sum_order: ClassVar[bool] = True
+    has_shared_buffers: ClassVar[bool] = True
+    prefers: ClassVar[str] = "deepep"
+    falls_back_to: ClassVar[str] = "alltoall"

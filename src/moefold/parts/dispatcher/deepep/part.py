@@ -1,0 +1,67 @@
+"""DeepEP (github.com/deepseek-ai/DeepEP): kernels that send a token once to each rank that holds its experts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.groups.wire import WirePart
+
+if TYPE_CHECKING:
+    from moefold.comm.groups import MoEGroups
+    from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher
+
+ALIGNMENT_BYTES = 16
+"""Alignment in bytes of a token in DeepEP's kernels."""
+FP8_BLOCK = 128
+"""Values per scale in FP8 dispatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepEP(DispatcherPart):
+    """Dispatch and combine with the kernels of DeepEP, on Hopper GPUs or newer."""
+
+    needs_spread_experts: ClassVar[bool] = True
+    sends_once: ClassVar[bool] = True
+    has_shared_buffers: ClassVar[bool] = True
+    kernel_package: ClassVar[str] = "deep_ep"
+    package_source: ClassVar[str] = "github.com/deepseek-ai/DeepEP"
+    # Whether the package is installed is known where the recipe runs.
+    written_as: ClassVar[str] = "auto"
+
+    def unsupported(self, recipe: Any) -> Iterator[str]:
+        """Yield what the kernels cannot do."""
+        p = recipe.parallel
+        model = recipe.model
+        width_key = "moe_hidden_size" if model.moe_hidden_size else "hidden_size"
+        width = f"model.{width_key}={model.expert_hidden_size}"
+        if p.etp > 1:
+            yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"
+        if recipe.moe.pad_to_capacity:
+            yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
+        if recipe.run.dtype != "bfloat16":
+            yield f"deep_ep supports only bfloat16, and run.dtype={recipe.run.dtype!r}"
+        if model.expert_hidden_size * 2 % ALIGNMENT_BYTES:
+            yield (
+                f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is no multiple of "
+                f"{ALIGNMENT_BYTES // 2}"
+            )
+        if chosen(recipe, WirePart).rounds and model.expert_hidden_size % FP8_BLOCK:
+            yield (
+                f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
+                f"{recipe.moe.dispatch_precision!r} {width} is no multiple of that"
+            )
+        if recipe.faults.check_dispatch:
+            yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"
+        if p.overlap_experts:
+            yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
+        if recipe.run.device == "cpu":
+            yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
+
+    def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DeepEPDispatcher":
+        """Open the buffers of DeepEP, and return the dispatcher; collective over ep."""
+        from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
+
+        buffer = open_buffer(groups.ep, sizes.width)
+        return DeepEPDispatcher(buffer, sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)

@@ -1,0 +1,81 @@
+"""Least-loaded expert parallelism (arXiv:2601.17111): an all-to-all that relieves overloaded ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from moefold.comm.groups import MoEGroups
+    from moefold.parts.dispatcher.leastloaded.module import LeastLoadedDispatcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastLoaded(DispatcherPart):
+    """Send routed tokens of a busy expert, with a copy of its weights, to a rank that has less to do."""
+
+    threshold: Annotated[float, FlatKey("moe.llep_threshold")]
+    capacity: Annotated[float, FlatKey("moe.llep_capacity")]
+    min_tokens: Annotated[int, FlatKey("moe.llep_min_tokens")]
+
+    moves_experts: ClassVar[bool] = True
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield one ep rank, equal loads, and thresholds that cannot apply."""
+        yield from super().check(recipe)
+        p = recipe.parallel
+        if not self.has_work(recipe):
+            return
+        if p.ep == 1:
+            yield self._problem(
+                "moves routed tokens between the ranks of ep, and parallel.ep=1",
+                "choose 'alltoall', or ep of 2 or more",
+            )
+            return
+        if recipe.moe.pad_to_capacity:
+            yield Problem(
+                "moe.pad_to_capacity",
+                True,
+                f"gives every rank the same load, so {self.key}={self.kind!r} would move nothing",
+                "choose pad_to_capacity=false, or dispatcher='alltoall'",
+            )
+        if self.threshold >= p.ep:
+            yield Problem(
+                "moe.llep_threshold",
+                self.threshold,
+                f"must be below parallel.ep={p.ep}, the most mean loads that one rank can have",
+                "the published value is 1.3",
+            )
+        if self.capacity > self.threshold:
+            yield Problem(
+                "moe.llep_capacity",
+                self.capacity,
+                f"must be at most moe.llep_threshold={self.threshold}: what a rank may keep needs no relief",
+                f"choose llep_capacity of 1.0 to {self.threshold}",
+            )
+        ranks = p.ep * p.etp
+        tokens = recipe.train.seq_len * recipe.train.micro_batch_size * ranks // (p.cp * p.tp)
+        largest = min(tokens, ceil(self.capacity * tokens * recipe.model.top_k / p.ep))
+        if self.min_tokens > largest:
+            yield Problem(
+                "moe.llep_min_tokens",
+                self.min_tokens,
+                f"must be at most {largest}, the most routed tokens of one expert that a rank could take over of the "
+                f"{tokens} tokens of ep*etp={ranks} ranks",
+                f"choose 1 to {largest}",
+            )
+
+    def shrink(self) -> Self:
+        """Return the part without a minimum of tokens: the experts of a small recipe have fewer."""
+        return replace(self, min_tokens=1)
+
+    def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "LeastLoadedDispatcher":
+        """Return the dispatcher."""
+        from moefold.parts.dispatcher.leastloaded.module import LeastLoadedDispatcher, RebalanceRule
+
+        rule = RebalanceRule(self.threshold, self.capacity, self.min_tokens)
+        return LeastLoadedDispatcher(groups, sizes.num_experts, rule, fp8_dispatch=sizes.fp8_dispatch)
