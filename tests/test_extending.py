@@ -22,7 +22,7 @@ import torch
 
 from moefold.api import build_model, load_config, train_model
 from moefold.cli.main import main
-from moefold.config import find
+from moefold.config import find, outside
 from moefold.config.part import Part
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, ParallelConfig
@@ -73,8 +73,9 @@ def _install_dispatcher() -> None:
     [(group, found)] = tomllib.loads(toml)["project"]["entry-points"].items()
     [(kind, value)] = found.items()
     point = EntryPoint(kind, value.replace("gathering:", "extension:"), group)
-    find._entry_points = lambda name: {kind: point} if find.ENTRY_POINTS + name == group else {}
-    find.kinds.cache_clear()
+    outside._all_entry_points = lambda: (point,)
+    for function in (outside.entry_points_of, find.kinds, find.find_part):
+        function.cache_clear()
 
 
 def _run_with_dispatcher(cfg: Config, other: Config) -> tuple[DistributedRecord, DistributedRecord]:

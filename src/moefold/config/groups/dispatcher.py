@@ -231,7 +231,7 @@ class DispatcherPart(Part):
 
         Called where `Dispatcher.take_receive_load` returns a load above 1.
         """
-        raise NotImplementedError
+        return f"was to receive {load:.2f} times the rows that it has room for; choose another dispatcher"
 
     def exchange_bytes(self, rows: ExpertRows) -> ExchangeBytes:
         """Return the temporary bytes of the exchanges of a micro-batch.
