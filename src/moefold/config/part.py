@@ -44,6 +44,8 @@ class Part:
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
 
+    refuses: ClassVar[frozenset[str]] = frozenset()
+    """Recipe keys that a rule refuses with this part, with the reason, although no other part may read them."""
     chosen_by: ClassVar[str] = ""
     """Of a built-in part of a layer: the recipe keys that choose it, as they follow "choose" in a message."""
 

@@ -474,7 +474,10 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
 def keys_of_absent_parts(model: ModelConfig) -> dict[str, tuple[Any, ...]]:
     """Return the keys that no layer of a model reads, with the classes of parts that would."""
     parts = {type(part) for layer in model.all_layers for part in layer.parts()}
-    return {name: owners for name, owners in layer_readers().items() if parts.isdisjoint(owners)}
+    refused = {name for layer in model.all_layers for name in layer.attention.refuses}
+    return {
+        name: owners for name, owners in layer_readers().items() if name not in refused and parts.isdisjoint(owners)
+    }
 
 
 def _has_layers(model: ModelConfig) -> bool:

@@ -1,19 +1,19 @@
 """Gated linear attention (arXiv:2312.06635 eq. 3) in float64, without a state."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefold.parts.attention.gated_deltanet.oracle import gated_norm
-from moefold.parts.attention.gla.part import GlaPart
 
 
-def output(part: GlaPart, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
+def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
     """Return the output for the tokens of one document, [S, H].
 
     Args:
-        part: sizes.
+        part: `GlaPart`.
         weights: of the attention, by name.
         x: normalised hidden states, [S, H].
         eps: of the norm of heads.

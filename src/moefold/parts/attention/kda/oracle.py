@@ -1,19 +1,19 @@
 """Kimi Delta Attention (arXiv:2510.26692 eq. 1) token by token in float64."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefold.parts.attention.gated_deltanet.oracle import delta_rule
-from moefold.parts.attention.kda.part import KdaPart
 
 
-def output(part: KdaPart, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
+def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
     """Return the output for the tokens of one document, [S, H].
 
     Args:
-        part: sizes.
+        part: `KdaPart`.
         weights: of the attention, by name.
         x: normalised hidden states, [S, H].
         eps: of the norm of heads.

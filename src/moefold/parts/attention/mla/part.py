@@ -24,6 +24,9 @@ class MlaPart(SoftmaxAttentionPart):
 
     chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
+    refuses: ClassVar[frozenset[str]] = frozenset(
+        {"model.qkv_bias", "model.attention_output_bias", "model.attention_sinks"}
+    )
     q_lora_rank: Annotated[int, FlatKey("model.q_lora_rank")]
     """Width of the query latent; 0: queries are projected from the hidden state."""
     kv_lora_rank: Annotated[int, FlatKey("model.kv_lora_rank")]

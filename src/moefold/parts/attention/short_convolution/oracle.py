@@ -1,18 +1,18 @@
 """Gated short convolution (arXiv:2511.23404) in float64."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from moefold.parts.attention.gated_deltanet.oracle import convolve
-from moefold.parts.attention.short_convolution.part import ShortConvolutionPart
 
 
-def output(part: ShortConvolutionPart, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
+def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
     """Return the output for the tokens of one document, [S, H].
 
     Args:
-        part: whether there are biases.
+        part: `ShortConvolutionPart`.
         weights: of the attention, by name.
         x: normalised hidden states, [S, H].
         eps: read by no norm of this layer.
