@@ -17,6 +17,9 @@ from moefold.comm.groups import Group, collective_timeout
 from moefold.comm.shared_memory import SharedFile, open_shared_file, share_file
 from moefold.errors import RunError
 
+LONGEST_POLL_MS = 2**31 - 1
+"""About 25 days: what poll(2) takes at most."""
+
 
 @dataclass(frozen=True)
 class _Round:
@@ -53,7 +56,7 @@ class PipeBarrier:
                 raise dist.DistError("the pipe of another rank's barrier is closed: that rank has ended") from error
             poll = select.poll()
             poll.register(step.receives_from, select.POLLIN)
-            if not poll.poll(self._timeout.total_seconds() * 1e3):
+            if not poll.poll(min(self._timeout.total_seconds() * 1e3, LONGEST_POLL_MS)):
                 raise dist.DistError(f"rank {step.awaited} has not reached a barrier within {self._timeout}")
             if not os.read(step.receives_from, 1):
                 raise dist.DistError(f"the pipe of rank {step.awaited} to this barrier is closed: it has ended")
