@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from moefold.cli.screen import Column, print_columns
-from moefold.config.find import built_in_kinds, find_part
+from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
@@ -146,6 +146,12 @@ def _is_searched(key: str, choice: str) -> bool:
     return not (choice in built_in_kinds(key) and find_part(key, choice).prefers)
 
 
+def _is_from_outside(key: str, choice: str) -> bool:
+    """Return whether a value of an axis is a kind of another package, which is searched where it is named."""
+    is_outside = choice in kinds(key) and choice not in built_in_kinds(key)
+    return is_outside and _is_searched(key, choice)
+
+
 def _parse_value(key: str, text: str, label: str) -> Any:
     if key in NUMBER_AXES:
         minimum, maximum = (0, 3) if key == "zero" else (1, None)
@@ -156,7 +162,7 @@ def _parse_value(key: str, text: str, label: str) -> Any:
         return number
     if key in CHOICE_AXES:
         choices = [choice for choice in choices_of("parallel", key) if _is_searched(key, choice)]
-        if text not in choices:
+        if text not in choices and not _is_from_outside(key, text):
             guess = closest_match(text, choices)
             raise ConfigError(
                 f"{label} must be {join_with_or(choices)}" + (f"; did you mean {guess}?" if guess else "")

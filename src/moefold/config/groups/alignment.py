@@ -77,7 +77,7 @@ class AlignmentPart(Part):
             rewards: the rewards of all conversations, `data.rewards.Rewards`.
             members: numbers of the conversations that may be taken.
         """
-        raise NotImplementedError
+        raise AssertionError("selects")
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield that the data are of another kind, or from several sources with weights."""
