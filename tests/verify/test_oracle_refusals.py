@@ -27,7 +27,6 @@ from moefold.model.transformer import build_model
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
 from moefold.optim.lr_schedule import learning_rate
-from moefold.verify import oracle_spsa
 from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
@@ -193,12 +192,6 @@ def test_an_unknown_letter_is_refused(key, value):
     legal = _small()
     with pytest.raises(NoFormulaError, match=f"'X' in model.{key}='{value}'"):
         _oracle(_with(legal, f"model.{key}", value), legal)
-
-
-def test_an_unknown_group_of_muon_is_refused():
-    cfg = _small(train={"optimizer": "muon"})
-    with pytest.raises(NoFormulaError, match=r"'embedding' in train\.muon_groups"):
-        _oracle(_with(cfg, "train.muon_groups", ("experts", "embedding")))
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": {"optimizer": "spsa"}}, {"lora": {"rank": 2}}], ids=str)
@@ -389,11 +382,6 @@ def test_the_learning_rate_equals_training(kind):
         train = TrainConfig(lr_schedule=kind, lr=0.3, min_lr=0.1, warmup_steps=warmup, decay_steps=decay)
         for step in range(1, steps + 3):
             assert oracle_rate(train, steps, step) == pytest.approx(learning_rate(train, steps, step), rel=1e-14)
-
-
-def test_spsa_takes_the_rate_of_the_oracle(monkeypatch):
-    assert oracle_spsa.oracle_rate is oracle_rate
-    assert not hasattr(oracle_spsa, "learning_rate")
 
 
 def test_data_of_a_program_is_judged_as_well():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.torch_compat import sharded_axes
-from moefold.cost.param_spec import shard_rows
+from moefold.config.param_spec import shard_rows
 
 
 def local_slice(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

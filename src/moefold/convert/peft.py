@@ -16,6 +16,7 @@ from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_
 from moefold.comm.groups import World
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ParamSpec
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.declared_keys import declared_keys
 from moefold.convert.export_folder import EXPORT_DTYPES
@@ -56,7 +57,6 @@ from moefold.convert.safetensors_file import (
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
-from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
 from moefold.hub import repo_of_snapshot
 from moefold.remote_path import is_remote, to_path

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ParamSpec
 from moefold.convert.family import Family
 from moefold.convert.tensor_mapping import SliceMapping, StateDictMapping
 from moefold.convert.weights import family_mapping
-from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError, format_list
 
 PREFIX = "base_model.model."

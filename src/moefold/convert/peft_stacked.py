@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ParamSpec
 from moefold.convert.family import Family
 from moefold.convert.peft_names import PREFIX, SUFFIXES
 from moefold.convert.tensor_mapping import SliceMapping
 from moefold.convert.weights import family_mapping
 from moefold.cost.adapter_spec import adapter_names
-from moefold.cost.param_spec import ParamSpec
 from moefold.errors import ConfigError
 
 Shape = tuple[int, ...]

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.cost.layer_spec import layer_weights, model_weights
-from moefold.cost.param_spec import ModelPart, ParamSpec
 
 ADAPTED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "shared_experts", "experts")
 """Parts of a model whose matrices may have adapters."""

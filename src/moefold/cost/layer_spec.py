@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moefold.config.model import ModelConfig
-from moefold.cost.param_spec import ModelPart, ParamSpec
+from moefold.config.param_spec import ModelPart, ParamSpec
 
 
 def softmax_core_flops(model: ModelConfig, keys: float) -> float:

@@ -11,9 +11,9 @@ from functools import cached_property
 from math import prod
 
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
-from moefold.cost.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.cost.stages import plan_stages
 from moefold.topology.layout import Layout, fold
 from moefold.topology.pipeline_layout import StagePlan

@@ -6,11 +6,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.flops import train_flops_per_token
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
-from moefold.cost.param_spec import ParamSpec
 from moefold.topology.pipeline_layout import StageParts
 from moefold.topology.selection_groups import stage_starts
 

@@ -14,6 +14,7 @@ from heapq import nlargest
 import numpy as np
 
 from moefold.config.model import BLOCK_KINDS
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import (
     RECIPE_COLUMNS,
@@ -24,7 +25,6 @@ from moefold.cost.memory_columns import (
     recipe_chunk,
     state_counts,
 )
-from moefold.cost.param_spec import ParamSpec
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import (
     ShardSpec,
@@ -197,8 +197,9 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[ParamSpec], 
         own_numel = numel // shard_spec.owners(weight)
         min_bytes = max(min_kib * 2**10, 1)
         offloaded = 0
-        if own_numel * shard_spec.moment_bytes >= min_bytes:
-            offloaded += own_numel * shard_spec.moment_bytes * shard_spec.num_moments(weight)
+        for state in shard_spec.optimizer.states(weight):
+            size = own_numel * shard_spec.state_item_bytes(state)
+            offloaded += size if size >= min_bytes and not state.is_count else 0
         if numel * shard_spec.master_bytes >= min_bytes:
             offloaded += numel * shard_spec.outer_bytes
         if own_numel * shard_spec.master_bytes >= min_bytes:

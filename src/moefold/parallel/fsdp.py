@@ -34,9 +34,9 @@ from moefold.comm.torch_compat import (
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
+from moefold.config.param_spec import expert_dp_dim, shard_rows
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter, training_weights
-from moefold.cost.param_spec import expert_dp_dim, shard_rows
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer

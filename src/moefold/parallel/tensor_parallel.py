@@ -29,7 +29,7 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.groups import Group
 from moefold.config.model import ModelConfig
-from moefold.cost.param_spec import shard_rows
+from moefold.config.param_spec import shard_rows
 from moefold.model.attention import Attention
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear

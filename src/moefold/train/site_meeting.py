@@ -10,6 +10,8 @@ from typing import Any
 from moefold.checkpoint.checkpoint_dir import model_sizes
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
+from moefold.config.chosen import chosen_in, flat_keys
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
@@ -42,10 +44,18 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
         | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
-        | {f"train.{key}": getattr(cfg.train, key) for key in ("optimizer", "moment_dtype", "muon_groups")}
+        | _optimizer_states(cfg)
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )
+
+
+def _optimizer_states(cfg: Config) -> dict[str, Any]:
+    """Return the settings that decide which states the optimizer has, by name."""
+    optimizer = chosen_in(cfg.train, OptimizerPart)
+    names = dict(flat_keys(optimizer.group, optimizer.kind))
+    fields = {names.get(name, f"{optimizer.key}.{name}"): getattr(optimizer, name) for name in optimizer.state_fields}
+    return {optimizer.key: optimizer.kind, **fields}
 
 
 class SiteMeeting:

@@ -12,10 +12,10 @@ from typing import Any
 from moefold.config.align import PREFERENCE_METHODS
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
+from moefold.config.param_spec import shard_rows
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.layer_spec import attention_spec
-from moefold.cost.param_spec import shard_rows
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError

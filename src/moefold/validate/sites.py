@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from moefold.config.align import REFERENCE_METHODS
+from moefold.config.param_spec import expert_dp_dim
 from moefold.config.schema import Config, has_moe_layers
 from moefold.config.sites import NUM_SIMILAR
 from moefold.cost.adapter_spec import expert_names, training_weights
-from moefold.cost.param_spec import expert_dp_dim
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule

@@ -5,10 +5,9 @@ A key that is left out, or set to its default, is no such setting. Options of an
 """
 
 from moefold.config.align import REWARD_METHODS
-from moefold.config.chosen import chosen, read_key, readers
+from moefold.config.chosen import chosen, chosen_parts, read_key, readers
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
-from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.dispatchers import dispatcher_of
 from moefold.topology.rollout_mapping import has_rollout_mapping
@@ -20,7 +19,6 @@ from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
-from moefold.validate.spsa import UNUSED_SPSA_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_linear import LINEAR_ATTENTION_RULES
@@ -35,7 +33,6 @@ UNUSED_KEY_RULES = (
     *UNUSED_SPARSE_KEYS,
     *UNUSED_LORA_KEYS,
     *UNUSED_SITES_KEYS,
-    *UNUSED_SPSA_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -207,12 +204,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: not dispatcher_of(cfg).has_receive_buffer,
         "only parallel.dispatcher='symm_mem' reads it",
         "choose parallel.dispatcher='symm_mem'",
-    ),
-    UnusedKeyRule(
-        "train.muon_groups train.muon_momentum train.muon_ns_steps",
-        lambda cfg: not optimizer_of(cfg).needs_full_matrix,
-        "only train.optimizer='muon' reads it",
-        "choose train.optimizer='muon'",
     ),
     UnusedKeyRule(
         "train.delay_correction",
@@ -584,15 +575,28 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     Raises:
         ConfigError: one line for each such setting.
     """
-    messages: dict[str, str] = {}
+    idle = idle_keys(cfg)
+    raise_all(
+        _describe_unused(cfg, name, *reason)
+        for name, reason in idle.items()
+        if name in explicit_keys and _is_set(cfg, name)
+    )
+
+
+def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
+    """Return the keys without effect in a recipe, each with the reason and the remedy."""
+    found: dict[str, tuple[str, str]] = {}
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
-            if name in explicit_keys and _is_set(cfg, name):
-                messages.setdefault(name, _describe_unused(cfg, name, rule.reason, rule.remedy))
-    for name in sorted(explicit_keys & readers().keys() - messages.keys()):
-        if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
-            messages[name] = _describe_unused(cfg, name, *reason)
-    raise_all(messages.values())
+            found.setdefault(name, (rule.reason, rule.remedy))
+    for part in chosen_parts(cfg):
+        for unused in part.unused_keys():
+            for name in unused.names.split():
+                found.setdefault(name, (unused.reason, unused.remedy))
+    for name in sorted(readers()):
+        if reason := _unread_by_parts(cfg, name):
+            found.setdefault(name, reason)
+    return found
 
 
 def _is_set(cfg: Config, name: str) -> bool:

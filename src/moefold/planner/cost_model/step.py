@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.param_spec import shard_rows
 from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
-from moefold.cost.param_spec import shard_rows
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s

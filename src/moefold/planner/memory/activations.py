@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.param_spec import shard_rows
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
@@ -18,7 +19,6 @@ from moefold.cost.activation_columns import (
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
-from moefold.cost.param_spec import shard_rows
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
