@@ -16,7 +16,6 @@ from moefold.api import build_model, load_config, train_model
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
-from moefold.cost.state_memory import rank_state_bytes
 from moefold.data import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
@@ -39,7 +38,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 LR = 1e-2
 
 
-def _blocks(language: str, heading: str) -> list[str]:
+def blocks(language: str, heading: str) -> list[str]:
+    """Return the code of a section of the page."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
@@ -48,18 +48,13 @@ def _register(heading: str) -> None:
     """Run the code of a section in a module of its own, on a rank of the pool, which ends after its task."""
     module = ModuleType("extension")
     sys.modules["extension"] = module
-    for block in _blocks("python", heading):
+    for block in blocks("python", heading):
         exec(compile(block, str(PAGE), "exec"), module.__dict__)
 
 
 def _run_with_dispatcher(cfg: Config, other: Config) -> tuple[DistributedRecord, DistributedRecord]:
     _register("A dispatcher")
     return run_distributed(cfg, 2), run_distributed(other, 2)
-
-
-def _run_with_optimizer(cfg: Config, steps: int) -> tuple[DistributedRecord, int]:
-    _register("An optimizer")
-    return run_distributed(cfg, steps), rank_state_bytes(cfg, 0).optimizer
 
 
 def _run_with_schedule(cfg: Config) -> DistributedRecord:
@@ -125,26 +120,6 @@ def test_example_of_a_block_equals_one_rank(pool: WorkerPool) -> None:
         _assert_close(record.weights, alone.weights, rtol=1e-12)
 
 
-@pytest.mark.parity
-def test_example_of_an_optimizer_equals_torch_and_one_rank(pool: WorkerPool) -> None:
-    """Compare one step with torch.optim.SGD, and two steps on two ranks with two on one."""
-    one = _with(tiny(train={"lr": LR, "clip_grad": 0.0}), "train", optimizer="sgd")
-    [(first, _)] = pool.run(1, _run_with_optimizer, one, 1)
-    weights = {name: torch.nn.Parameter(first.initial[name].clone()) for name in first.gradients}
-    for name, weight in weights.items():
-        weight.grad = first.gradients[name]
-    rate = first.steps[0].lr
-    torch.optim.SGD(weights.values(), lr=rate, momentum=one.train.beta1, weight_decay=one.train.weight_decay).step()
-    _assert_close({name: first.weights[name] for name in weights}, {name: w.detach() for name, w in weights.items()})
-
-    [(alone, state_bytes)] = pool.run(1, _run_with_optimizer, one, 2)
-    # One moment in float64 for each number.
-    assert state_bytes == 8 * sum(weight.numel() for weight in weights.values())
-    two = replace(one, parallel=ParallelConfig(world_size=2, ep=2, zero=1))
-    record, _ = pool.run(2, _run_with_optimizer, two, 2)[0]
-    _assert_close(record.weights, alone.weights)
-
-
 def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Train two steps; return the loss terms, and the weights of this rank's stage if it is the first of the stage."""
     _register("A loss and its data")
@@ -204,7 +179,6 @@ def _refusal_of(heading: str, cfg: Config) -> str:
     [
         ("A dispatcher", "parallel", {"dispatcher": "gathering"}, ""),
         ("A block", "model", {"attention": "gated", "num_query_groups": 4}, "model.attention='gated'"),
-        ("An optimizer", "train", {"optimizer": "sgd"}, "train.optimizer='sgd'"),
         ("A pipeline schedule", "parallel", {"schedule": "eager"}, ""),
         ("A loss and its data", "model", {}, "the loss PolicyGradientLoss"),
     ],
@@ -271,7 +245,7 @@ def test_program_data_must_fit_the_recipe(tmp_path: Path, override: str, message
 
 def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:
     """Read the example as the rows of two ranks with two micro-batches."""
-    [table] = _blocks("csv", "A pipeline schedule")
+    [table] = blocks("csv", "A pipeline schedule")
     path = tmp_path / "schedule.csv"
     path.write_text(table)
     found = read_schedule(str(path), 2, 1, 2)

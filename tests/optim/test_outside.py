@@ -1,0 +1,179 @@
+"""The optimizer of docs/extending.md, in a package of its own: trained, saved, counted, planned and judged."""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.config import find
+from moefold.config.schema import Config
+from moefold.cost.hardware import load_device
+from moefold.cost.state_memory import StateMemory, rank_state_bytes
+from moefold.errors import ConfigError, NoFormulaError
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import workload_from_config
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.model_spec import load_model_spec
+from moefold.recipe import load_config
+from moefold.testing.pool import WorkerPool
+from moefold.train.memory_profile import sharded_state_bytes
+from moefold.validate.config import check_config
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.checkpoint.test_resharding import _train
+from tests.test_extending import blocks
+from tests.verify.oracle import TOLERANCE
+from tests.verify.recipes import tiny, without_mapping
+
+pytestmark = pytest.mark.parity
+SGD = {"optimizer": "sgd", "lr": 0.05, "clip_grad": 0.0}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install the package of the page, with its entry point, into a folder."""
+    folder = tmp_path_factory.mktemp("installed")
+    [code] = blocks("python", "An optimizer")
+    [entry] = re.findall(r"^sgd = \"(.*)\"$", *blocks("toml", "An optimizer"), re.MULTILINE)
+    (folder / "sgd.py").write_text(code)
+    metadata = folder / "moefold_sgd-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moefold-sgd\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(f"[moefold.optimizer]\nsgd = {entry}\n")
+    return str(folder)
+
+
+def _in_package(folder: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a task where the package is installed: on a rank of the pool, which ends after it."""
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    for cached in (find.kinds, find.find_part, find._entry_points):
+        cached.cache_clear()
+    return task(*arguments)
+
+
+def _largest_error(cfg: Config, records: list[DistributedRecord]) -> float:
+    return compare_records(run_oracle(without_mapping(cfg), 2), records)[0].error
+
+
+@pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 1, "ep": 2}, {"zero": 3}, {"zero": 2, "tp": 2}], ids=str)
+def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
+    cfg = tiny(train=SGD, world_size=2, **mapping)
+    records = pool.run(2, _in_package, package, run_distributed, cfg, 2)
+    assert pool.run(1, _in_package, package, _largest_error, cfg, records)[0] < TOLERANCE
+    other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
+    assert pool.run(1, _in_package, package, _largest_error, other, records)[0] > 0.01
+
+
+def _refusal_without_formula(cfg: Config) -> str:
+    part = find.find_part("optimizer", "sgd")
+    del part.formula
+    try:
+        run_oracle(cfg, 1)
+    except NoFormulaError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_without_a_formula_it_is_refused_by_name(pool: WorkerPool, package: str) -> None:
+    [message] = pool.run(1, _in_package, package, _refusal_without_formula, tiny(train=SGD))
+    assert "no formula for train.optimizer='sgd'," in message
+
+
+def _first_step(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights after a step, and those of torch.optim.SGD."""
+    record = run_distributed(cfg, 1)
+    weights = {name: torch.nn.Parameter(record.initial[name].clone()) for name in record.gradients}
+    for name, weight in weights.items():
+        weight.grad = record.gradients[name]
+    torch.optim.SGD(weights.values(), lr=record.steps[0].lr, momentum=0.9, weight_decay=0.1).step()
+    return {name: record.weights[name] for name in weights}, {name: w.detach() for name, w in weights.items()}
+
+
+def test_a_step_equals_torch(pool: WorkerPool, package: str) -> None:
+    [(found, expected)] = pool.run(1, _in_package, package, _first_step, tiny(train=SGD))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, package: str, tmp_path: Path, zero: int) -> None:
+    first = tiny(train=SGD, world_size=2, ep=2, zero=zero)
+    second = tiny(train=SGD, world_size=2, tp=2, zero=3 - zero)
+    first, second = (replace(cfg, run=replace(cfg.run, dir=str(tmp_path))) for cfg in (first, second))
+    whole = pool.run(
+        2, _in_package, package, _train, replace(first, run=replace(first.run, dir=str(tmp_path / "w"))), 0, 3, ""
+    )
+    losses = pool.run(2, _in_package, package, _train, first, 0, 2, "")[0]
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    losses += pool.run(2, _in_package, package, _train, second, 2, 3, saved)[0]
+    assert losses == pytest.approx(whole[0], rel=1e-9)
+
+
+def _resume_as_adamw(cfg: Config, saved: str) -> str:
+    try:
+        _train(cfg, 1, 2, saved)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, package: str, tmp_path: Path) -> None:
+    cfg = tiny(train=SGD)
+    cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path)))
+    pool.run(1, _in_package, package, _train, cfg, 0, 1, "")
+    saved = str(tmp_path / "checkpoints" / "step-000001")
+    other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
+    [message] = pool.run(1, _resume_as_adamw, other, saved)
+    assert "is of another optimizer, it has other moments instead of exp_avg" in message
+
+
+def _bytes_of_states(cfg: Config, rank: int) -> tuple[int, int, int]:
+    """Return the bytes of the formula, of a sharded optimizer on the meta device, and of offloaded moments."""
+    offloaded = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/tmp", offload_min_kib=0))
+    moments = StateMemory(offloaded).offloaded_moments[0].offloaded
+    return rank_state_bytes(cfg, 0).optimizer, sharded_state_bytes(cfg, rank).optimizer, moments
+
+
+def test_memory_is_counted_from_its_states(pool: WorkerPool, package: str) -> None:
+    cfg = tiny(train=SGD, world_size=4, tp=2, zero=1)
+    [(formula, built, moments)] = pool.run(1, _in_package, package, _bytes_of_states, cfg, 0)
+    assert formula == built == moments > 0
+
+
+def _update_seconds() -> list[float]:
+    """Return the planned seconds of an update of both optimizers, and whether the settings of AdamW are refused."""
+    seconds = []
+    for optimizer in ("sgd", "adamw"):
+        cfg = load_config(None, ["model.preset=mixtral-8x7b", f"train.optimizer={optimizer}"])
+        costs = CostModel(load_model_spec("mixtral-8x7b"), load_device("h100"), workload_from_config(cfg, "bf16"))
+        seconds.append(costs.data_parallel_cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
+    return seconds
+
+
+def test_a_plan_prices_its_traffic(pool: WorkerPool, package: str) -> None:
+    [(sgd, adamw)] = pool.run(1, _in_package, package, _update_seconds)
+    assert sgd == pytest.approx(adamw * 26 / 34)
+
+
+def _refused_words(words: list[str]) -> str:
+    try:
+        check_config(load_config(None, words))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_keys_of_other_optimizers_are_refused(pool: WorkerPool, package: str) -> None:
+    [message] = pool.run(1, _in_package, package, _refused_words, ["train.optimizer=sgd", "train.beta1=0.8"])
+    assert message == (
+        "train.beta1=0.8 has no effect: train.optimizer='sgd' does not read it; choose train.optimizer='adamw' or "
+        "'muon', or leave beta1 out"
+    )
+    assert "must be one of" in pool.run(1, _refused_words, ["train.optimizer=sgd"])[0]
