@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.comm.groups import ParallelGroups
 from moefold.config import find
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.cost.state_memory import StateMemory, rank_state_bytes
 from moefold.errors import ConfigError, NoFormulaError
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.recipe import load_config
 from moefold.testing.pool import WorkerPool
-from moefold.train.memory_profile import sharded_state_bytes
+from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
@@ -32,7 +35,12 @@ from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
 
 pytestmark = pytest.mark.parity
-SGD = {"optimizer": "sgd", "lr": 0.05, "clip_grad": 0.0}
+
+
+def _recipe(**mapping: int) -> Config:
+    """Return a recipe with the optimizer, which is not installed here."""
+    cfg = tiny(train={"lr": 0.05, "clip_grad": 0.0}, **mapping)
+    return replace(cfg, train=replace(cfg.train, optimizer="sgd"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,7 @@ def _largest_error(cfg: Config, records: list[DistributedRecord]) -> float:
 
 @pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 1, "ep": 2}, {"zero": 3}, {"zero": 2, "tp": 2}], ids=str)
 def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
-    cfg = tiny(train=SGD, world_size=2, **mapping)
+    cfg = _recipe(world_size=2, **mapping)
     records = pool.run(2, _in_package, package, run_distributed, cfg, 2)
     assert pool.run(1, _in_package, package, _largest_error, cfg, records)[0] < TOLERANCE
     other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
@@ -82,7 +90,7 @@ def _refusal_without_formula(cfg: Config) -> str:
 
 
 def test_without_a_formula_it_is_refused_by_name(pool: WorkerPool, package: str) -> None:
-    [message] = pool.run(1, _in_package, package, _refusal_without_formula, tiny(train=SGD))
+    [message] = pool.run(1, _in_package, package, _refusal_without_formula, _recipe())
     assert "no formula for train.optimizer='sgd'," in message
 
 
@@ -97,15 +105,15 @@ def _first_step(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
 
 
 def test_a_step_equals_torch(pool: WorkerPool, package: str) -> None:
-    [(found, expected)] = pool.run(1, _in_package, package, _first_step, tiny(train=SGD))
+    [(found, expected)] = pool.run(1, _in_package, package, _first_step, _recipe())
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, package: str, tmp_path: Path, zero: int) -> None:
-    first = tiny(train=SGD, world_size=2, ep=2, zero=zero)
-    second = tiny(train=SGD, world_size=2, tp=2, zero=3 - zero)
+    first = _recipe(world_size=2, ep=2, zero=zero)
+    second = _recipe(world_size=2, tp=2, zero=3 - zero)
     first, second = (replace(cfg, run=replace(cfg.run, dir=str(tmp_path))) for cfg in (first, second))
     whole = pool.run(
         2, _in_package, package, _train, replace(first, run=replace(first.run, dir=str(tmp_path / "w"))), 0, 3, ""
@@ -125,7 +133,7 @@ def _resume_as_adamw(cfg: Config, saved: str) -> str:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, package: str, tmp_path: Path) -> None:
-    cfg = tiny(train=SGD)
+    cfg = _recipe()
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path)))
     pool.run(1, _in_package, package, _train, cfg, 0, 1, "")
     saved = str(tmp_path / "checkpoints" / "step-000001")
@@ -134,21 +142,25 @@ def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, package:
     assert "is of another optimizer, it has other moments instead of exp_avg" in message
 
 
-def _bytes_of_states(cfg: Config, rank: int) -> tuple[int, int, int]:
-    """Return the bytes of the formula, of a sharded optimizer on the meta device, and of offloaded moments."""
-    offloaded = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/tmp", offload_min_kib=0))
-    moments = StateMemory(offloaded).offloaded_moments[0].offloaded
-    return rank_state_bytes(cfg, 0).optimizer, sharded_state_bytes(cfg, rank).optimizer, moments
+def _bytes_of_states(cfg: Config) -> tuple[int, int, int]:
+    """Return the bytes of the states by the formula, those that this rank has allocated, and those of moments."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    states = TrainingStep(parallelize(cfg, groups), cfg).optimizer.state.values()
+    built = sum(local_tensor(x).numel() * x.element_size() for state in states for x in state.values())
+    offload = replace(cfg.train, offload_optimizer="ssd", offload_dir="/tmp", offload_min_kib=0)
+    moments = StateMemory(replace(cfg, train=offload)).offloaded_moments[0].offloaded
+    return rank_state_bytes(cfg, 0).optimizer, built, moments
 
 
-def test_memory_is_counted_from_its_states(pool: WorkerPool, package: str) -> None:
-    cfg = tiny(train=SGD, world_size=4, tp=2, zero=1)
-    [(formula, built, moments)] = pool.run(1, _in_package, package, _bytes_of_states, cfg, 0)
+@pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 3}, {"zero": 1, "tp": 2}], ids=str)
+def test_memory_is_counted_from_its_states(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
+    cfg = _recipe(world_size=2, **mapping)
+    formula, built, moments = pool.run(2, _in_package, package, _bytes_of_states, cfg)[0]
     assert formula == built == moments > 0
 
 
 def _update_seconds() -> list[float]:
-    """Return the planned seconds of an update of both optimizers, and whether the settings of AdamW are refused."""
+    """Return the planned seconds of an update with both optimizers."""
     seconds = []
     for optimizer in ("sgd", "adamw"):
         cfg = load_config(None, ["model.preset=mixtral-8x7b", f"train.optimizer={optimizer}"])
