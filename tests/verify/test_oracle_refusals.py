@@ -349,8 +349,8 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
         raise AssertionError("the ranks start")
 
     cfg = _small()
-    with pytest.raises(NoFormulaError, match=r"no formula for model\.attention='unheard-of'"):
-        verify(_with(cfg, "model.attention", "unheard-of"), 1, ranks)
+    with pytest.raises(NoFormulaError, match=r"no formula for moe\.choice='unheard-of'"):
+        verify(_with(cfg, "moe.choice", "unheard-of"), 1, ranks)
     capsys.readouterr()
 
     monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
