@@ -12,7 +12,7 @@ import pytest
 import moefold.parts
 from moefold.config.chosen import chosen, flat_keys, readers
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
-from moefold.config.part import FlatKey, Part
+from moefold.config.part import FlatKey, KindOf, Part
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, key_types
 from moefold.verify.recipe_keys import FORMULA_KEYS
@@ -54,13 +54,14 @@ def test_a_part_is_a_frozen_dataclass_of_recipe_keys(group, kind):
     assert part.__dataclass_params__.frozen
     assert all(field.kw_only for field in fields(part))
     assert inspect.getdoc(part) != inspect.getdoc(group)
-    names = [name for _, name in flat_keys(group.group, kind)]
+    keys = [key for _, key in flat_keys(group.group, kind)]
+    names = [key.key if isinstance(key, type) else key for key in keys]
     for name in names:
         section, key = name.split(".")
         assert key in key_types(section)
     hints = get_type_hints(part, include_extras=True)
     entries = [getattr(hints[field.name], "__metadata__", ()) for field in fields(part)]
-    assert all(any(isinstance(entry, FlatKey) for entry in found) for found in entries)
+    assert all(any(isinstance(entry, FlatKey | KindOf) for entry in found) for found in entries)
     assert {name for name, owners in readers().items() if (group, kind) in owners} == set(names)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from moefold.config.chosen import chosen, readers
 from moefold.config.find import built_in_kinds, groups
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
@@ -446,6 +447,6 @@ def test_only_given_keys_are_judged():
 
 
 def test_a_choice_that_balances_turns_the_default_loss_off_without_a_word():
-    assert load_config(None, []).moe.aux_coefficient == 0.01
+    assert aux_coefficient(load_config(None, []).moe) == 0.01
     for words in (["moe.choice=round_robin"], ["moe.choice=sinkhorn", "moe.aux_loss=0.0"]):
-        assert load_config(None, words).moe.aux_coefficient == 0
+        assert aux_coefficient(load_config(None, words).moe) == 0

@@ -102,7 +102,7 @@ def _is_kind(part: ast.expr, aliases: set[str]) -> bool:
     """Return whether an expression is the name of a kind: a key of a section, or a variable with its value."""
     if isinstance(part, ast.Name):
         return part.id in aliases
-    names = {key.split(".")[1] for key in KINDS}
+    names = {key.split(".")[1] for key in (*KINDS, *(group.key for group in groups()))}
     owner, _, attribute = ast.unparse(part).rpartition(".")
     return attribute in names and owner.split(".")[-1] in ("model", "moe", "train", "sites", "loss")
 

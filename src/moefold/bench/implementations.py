@@ -15,6 +15,7 @@ from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.bench.torch_baseline import ExpertsImplementation, TorchBaseline, baseline_unsupported_reason
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import foreach_copy_
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
@@ -294,7 +295,7 @@ def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) ->
     keys |= {
         "max_position_embeddings": cfg.train.seq_len,
         "output_router_logits": True,
-        "router_aux_loss_coef": cfg.moe.aux_coefficient,
+        "router_aux_loss_coef": aux_coefficient(cfg.moe),
         "use_cache": False,
     }
     config = transformers.AutoConfig.for_model(**keys)

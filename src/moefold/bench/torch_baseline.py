@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.config.model import ModelConfig
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.model.moe.layer import MoELayer
 from moefold.model.rope import rope_frequencies
@@ -91,7 +92,7 @@ class TorchBaseline:
                 shared = shared * torch.sigmoid(F.linear(x_TH, moe.shared_gate.to(x.dtype)))
             y_TH = y_TH + shared
         share_E = F.one_hot(ids_TK, model.num_experts).sum((0, 1)) / ids_TK.numel()
-        aux = self._cfg.moe.aux_coefficient * model.num_experts * (share_E * scores_TE.mean(0)).sum()
+        aux = aux_coefficient(self._cfg.moe) * model.num_experts * (share_E * scores_TE.mean(0)).sum()
         return y_TH.view_as(x), aux
 
     def _experts_loop(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.routing import depends_on_data_parallel_size
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError
@@ -192,8 +193,7 @@ def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
     )
     if message:
         rows = (rows[0], ("  shrunk", message), *rows[1:])
-    moe = cfg.moe
-    if moe.aux_kind == "global_batch" and moe.aux_coefficient > 0 and has_moe_layers(model):
+    if depends_on_data_parallel_size(cfg):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     rows += tuple(("note", note) for note in notes)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"

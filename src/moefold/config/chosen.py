@@ -1,29 +1,26 @@
 """The parts that a recipe chooses, built from its keys. Torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache, lru_cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from moefold.config.find import built_in_kinds, find_part, groups
-from moefold.config.part import FlatKey, Part
-from moefold.config.schema import Config
+from moefold.config.find import built_in_kinds, find_group, find_part, groups
+from moefold.config.model import ModelConfig
+from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.schema import Config, MoEConfig
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
+def chosen(recipe: "Config | RoutingSections", group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, or the sections that the group reads.
         group: the base class of the group, from `config/groups/`.
     """
-    value = read_key(recipe, group.key)
-    if isinstance(value, str):
-        value = _build(group.group, value, tuple(read_key(recipe, name) for _, name in flat_keys(group.group, value)))
-    assert isinstance(value, group), "the loader builds parts of the group of the key"
-    return value
+    return _choose(lambda name: read_key(recipe, name), group)
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
@@ -33,10 +30,22 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
         section: the section of a recipe, such as `cfg.train`.
         group: the base class of the group.
     """
-    value = getattr(section, group.key.partition(".")[2])
+    return _choose(lambda name: getattr(section, name.partition(".")[2]), group)
+
+
+class RoutingSections(NamedTuple):
+    """The sections that the parts of routing read."""
+
+    model: ModelConfig
+    moe: MoEConfig
+
+
+def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
+    value = read(group.key)
     if isinstance(value, str):
-        names = (name.partition(".")[2] for _, name in flat_keys(group.group, value))
-        value = _build(group.group, value, tuple(getattr(section, name) for name in names))
+        keys = flat_keys(group.group, value)
+        values = (_choose(read, key) if isinstance(key, type) else read(key) for _, key in keys)
+        value = _build(group.group, value, tuple(values))
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
@@ -48,22 +57,27 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
         yield part
 
 
-def read_key(recipe: Config, name: str) -> Any:
+def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
     """Return the value of a recipe key, named as "section.key"."""
     section, _, key = name.partition(".")
     return getattr(getattr(recipe, section), key)
 
 
 @cache
-def flat_keys(group: str, kind: str) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a built-in part with the recipe keys that they are read from, in order."""
+def flat_keys(group: str, kind: str) -> tuple[tuple[str, str | type[Part]], ...]:
+    """Return the fields of a built-in part, in order, with what they are read from: a recipe key, or a group of parts.
+
+    Args:
+        group: the folder of `parts/`.
+        kind: a built-in kind of it.
+    """
     part = find_part(group, kind)
     hints = get_type_hints(part, include_extras=True)
+    found = ((f.name, entry) for f in fields(part) for entry in getattr(hints[f.name], "__metadata__", ()))
     return tuple(
-        (field.name, entry.name)
-        for field in fields(part)
-        for entry in getattr(hints[field.name], "__metadata__", ())
-        if isinstance(entry, FlatKey)
+        (name, entry.name if isinstance(entry, FlatKey) else find_group(entry.group))
+        for name, entry in found
+        if isinstance(entry, FlatKey | KindOf)
     )
 
 
@@ -76,7 +90,8 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     found: dict[str, tuple[tuple[type[Part], str], ...]] = {}
     for group in groups():
         for kind in built_in_kinds(group.group):
-            for _, name in flat_keys(group.group, kind):
+            for _, key in flat_keys(group.group, kind):
+                name = key.key if isinstance(key, type) else key
                 found[name] = (*found.get(name, ()), (group, kind))
     return found
 

@@ -43,6 +43,11 @@ def groups() -> tuple[Any, ...]:
     return tuple(base for base in found if "key" in vars(base))
 
 
+def find_group(name: str) -> Any:
+    """Return the base class of a group."""
+    return next(group for group in groups() if group.group == name)
+
+
 @cache
 def find_part(group: str, kind: str) -> Any:
     """Return the class of a part.

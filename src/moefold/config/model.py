@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
+from moefold.config.part import KindOf, Part
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FWCL"
@@ -148,13 +149,13 @@ class ModelConfig:
     moe_hidden_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
     state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
-    router_softmax: Literal["pre", "post", "sparsemixer"] = "post"
+    router_softmax: Annotated[str | Part, KindOf("router_softmax")] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
     sparsemixer: each choice has a softmax of its own, over the experts that are not chosen yet and close to the best
     one; training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
     sparsemixer_jitter: Annotated[float, POSITIVE] = 0.01
     """Half the relative distance to the best logit up to which an expert takes part in a choice of sparsemixer."""
-    router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    router_score: Annotated[str | Part, KindOf("router_score")] = "softmax"
     """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
     router_normalize: bool = True
     """Divide the scores of the chosen experts by their sum (sigmoid, sqrtsoftplus; with softmax, "post" normalises)."""

@@ -5,7 +5,7 @@ formula in the same folder. The name of the file is the kind that a recipe write
 settings, and its methods answer everything else that is asked of it. `config/groups/` has the base class of each group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,6 +65,9 @@ class Part:
         """Yield keys without effect with this part, without the keys that parts of other kinds read."""
         yield from ()
 
-    def formula(self) -> Callable[..., Any] | None:
-        """Return the part in float64 for the oracle; None: `moefold verify` refuses recipes with it, by name."""
+    def formula(self) -> Any:
+        """Return the part in float64 for the oracle: a function, or a named tuple of functions and facts.
+
+        None: `moefold verify` refuses recipes with it, by name.
+        """
         return None

@@ -19,5 +19,6 @@ class Problem:
 
     def __str__(self) -> str:
         """Return the message: `key=value rule; way out`."""
-        shown = "" if self.value is None else f"={self.value!r}"
+        text = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
+        shown = "" if self.value is None else f"={text}"
         return f"{self.key}{shown} {self.rule}" + (f"; {self.way_out}" if self.way_out else "")

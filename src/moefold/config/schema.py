@@ -184,7 +184,7 @@ class MoEConfig:
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
     """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does any choice other than
     topk."""
-    aux_kind: Literal["micro_batch", "sequence", "global_batch", "last_global_batch"] = "micro_batch"
+    aux_kind: Annotated[str | Part, KindOf("balance_scope")] = "micro_batch"
     """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
     for every dp)."""
@@ -200,7 +200,7 @@ class MoEConfig:
     bias_update_rate: Annotated[float, at_least(0, "0: the bias stays")] = 1e-3
     """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
     more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
-    choice: Literal["topk", "sinkhorn", "quantile", "round_robin", "skewed"] = "topk"
+    choice: Annotated[str | Part, KindOf("choice")] = "topk"
     """Choice of experts. topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then also
     depend on later tokens (not causal). round_robin, skewed: forced, for benchmarks."""
     sinkhorn_iterations: Annotated[int, at_least(1), Most(10_000)] = 20
@@ -219,7 +219,7 @@ class MoEConfig:
     weight_in_expert: bool = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
-    dispatch_precision: Literal["dtype", "fp8-blockwise"] = "dtype"
+    dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
     """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
     with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and
     gradients are sent in run.dtype."""
@@ -228,11 +228,6 @@ class MoEConfig:
     replay: str = ""
     """Run with a routing trace, whose expert choices are replayed step by step; the routing weights are computed from
     the current scores."""
-
-    @property
-    def aux_coefficient(self) -> float:
-        """Effective coefficient of the load-balancing loss: `aux_loss` with choice "topk", else 0."""
-        return self.aux_loss if self.choice == "topk" else 0.0
 
 
 MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")

@@ -17,9 +17,11 @@ from moefold.checkpoint.checkpoint_dir import (
     model_sizes,
     read_meta,
 )
+from moefold.config.chosen import RoutingSections, chosen
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, MoEConfig
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
@@ -87,8 +89,9 @@ def upcycle_scale(model: ModelConfig, slices: int) -> float:
     copies = model.top_k / slices
     if _sums_to_one(model):
         return slices / model.router_scaling_factor
-    weight = {"softmax": 1 / model.num_experts, "sigmoid": 0.5, "sqrtsoftplus": math.sqrt(math.log(2))}
-    return 1 / (copies * weight[model.router_score] * model.router_scaling_factor)
+    weight = _score(model).uniform_weight(model.num_experts)
+    assert weight is not None, "upcycle_unsupported_reason"
+    return 1 / (copies * weight * model.router_scaling_factor)
 
 
 def preserves_outputs(model: ModelConfig) -> bool:
@@ -119,10 +122,10 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"its width {width} is {slices} experts of model.moe_ffn_hidden_size={inner}, so model.num_experts="
             f"{model.num_experts} and model.top_k={model.top_k} must be multiples of {slices}"
         )
-    if model.router_softmax == "sparsemixer":
+    if _score(model).uniform_weight(model.num_experts) is None:
         return (
-            "model.router_softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that they do not "
-            "add up to the dense layer; choose 'pre' or 'post'"
+            f"model.router_softmax={model.router_softmax!r} weighs the experts of a token without a fixed sum, so that "
+            "they do not add up to the dense layer; choose 'pre' or 'post'"
         )
     if model.moe_hidden_size:
         return (
@@ -137,7 +140,12 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
 
 
 def _sums_to_one(model: ModelConfig) -> bool:
-    return model.router_softmax == "post" if model.router_score == "softmax" else model.router_normalize
+    return _score(model).weights_sum_to_one
+
+
+def _score(model: ModelConfig) -> RouterScorePart:
+    """Return the score function of a model; the settings of [moe] do not matter here."""
+    return chosen(RoutingSections(model, MoEConfig()), RouterScorePart)
 
 
 def without_upcycling(model: ModelConfig) -> ModelConfig:

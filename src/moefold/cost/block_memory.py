@@ -4,6 +4,8 @@ Each function lists the tensors that the operations of a block save, the norm be
 its entry to `ATTENTION_MEMORY` or `FEED_FORWARD_MEMORY`. Letters as in `activation_memory.py`.
 """
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.cost.block_sizes import BlockMemory, BlockSizes
 from moefold.cost.linear_memory import LINEAR_ATTENTION_MEMORY
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
@@ -154,9 +156,10 @@ def _saved_by_moe(sizes: BlockSizes) -> BytesByPart:
         sizes.high_precision_bytes + INT_BYTES
     )
     saved["router"] += sizes.tokens * routing_bytes
-    if model.router_softmax == "sparsemixer":
-        # For each choice a softmax and two masks.
-        saved["router"] += sizes.tokens * model.top_k * model.num_router_choices * (sizes.high_precision_bytes + 2)
+    score = chosen(sizes.cfg, RouterScorePart)
+    saved["router"] += sizes.tokens * score.saved_bytes(
+        model.top_k, model.num_router_choices, sizes.high_precision_bytes
+    )
     if sizes.cfg.moe.input_jitter:
         # The noise and the product with it, in the type of the logits.
         saved["router"] += 2 * sizes.tokens * model.hidden_size * sizes.high_precision_bytes

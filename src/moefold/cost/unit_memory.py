@@ -5,8 +5,10 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ModelPart, ParamSpec
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, layer_weights, mtp_layer_weights
@@ -178,7 +180,7 @@ def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
 
 def expert_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
-    counts = 8 * (cfg.moe.aux_coefficient > 0 and cfg.moe.aux_kind == "last_global_batch")
+    counts = 8 * (aux_coefficient(cfg.moe) > 0 and chosen_in(cfg.moe, BalanceScopePart).keeps_counts)
     return cfg.model.num_router_choices * (4 * cfg.model.expert_bias + counts)
 
 

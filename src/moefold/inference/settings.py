@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any, Literal, get_args
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.choice import ChoicePart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
@@ -197,7 +199,7 @@ def _check_generation(cfg: Config) -> None:
             f"parallel.dispatcher={p.dispatcher!r} needs equally many tokens on each rank, which generation does not "
             "have; choose 'alltoall'"
         )
-    if cfg.moe.choice in ("round_robin", "skewed"):
+    if chosen(cfg, ChoicePart).is_forced:
         raise ConfigError(
             f"the run of this checkpoint forced its routing (moe.choice={cfg.moe.choice!r}, a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moefold.comm.groups import Group, fake_rank
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
+from moefold.config.chosen import chosen
+from moefold.config.groups.wire import WirePart
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -100,7 +102,7 @@ def trace_layer(
         with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
             kernels = select_kernels(cfg, CUDA)
         block: Any = stage.layers["0"]
-        if cfg.moe.dispatch_precision != "dtype":
+        if chosen(cfg, WirePart).rounds:
             block.ffn.dispatcher = expert_parallel.build_dispatcher(cfg.parallel.dispatcher, cfg, groups)
         # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
         apply_kernels(stage, kernels)

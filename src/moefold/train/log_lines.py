@@ -14,6 +14,7 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
@@ -68,7 +69,7 @@ def _loss_lines(cfg: Config, device_type: str) -> list[str]:
 def _warmup_lines(cfg: Config) -> list[str]:
     """Return a note on losses that are reported and train nothing in the warm-up of indexers."""
     coefficients = {
-        "moe.aux_loss": cfg.moe.aux_coefficient if has_moe_layers(cfg.model) else 0.0,
+        "moe.aux_loss": aux_coefficient(cfg.moe) if has_moe_layers(cfg.model) else 0.0,
         "moe.z_loss": cfg.moe.z_loss if has_moe_layers(cfg.model) else 0.0,
         "train.mtp_loss": cfg.train.mtp_loss if cfg.model.mtp_layers else 0.0,
     }

@@ -53,7 +53,7 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
 def _optimizer_states(cfg: Config) -> dict[str, Any]:
     """Return the settings that decide which states the optimizer has, by name."""
     optimizer = chosen_in(cfg.train, OptimizerPart)
-    names = dict(flat_keys(optimizer.group, optimizer.kind))
+    names = {field: name for field, name in flat_keys(optimizer.group, optimizer.kind) if isinstance(name, str)}
     fields = {names.get(name, f"{optimizer.key}.{name}"): getattr(optimizer, name) for name in optimizer.state_fields}
     return {optimizer.key: optimizer.kind, **fields}
 

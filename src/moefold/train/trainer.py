@@ -7,7 +7,8 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.job_link import JobLink
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.routing import depends_on_data_parallel_size
+from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
@@ -208,7 +209,6 @@ class Trainer:
 
     def _startup_messages(self) -> tuple[str, ...]:
         """Return the lines to log before the first step."""
-        moe = self._cfg.moe
         dp = self._cfg.parallel.dp
         messages = [
             *self._initial_messages,
@@ -225,7 +225,7 @@ class Trainer:
             if message
         ]
         messages += self._checkpointing.resume_messages
-        depends_on_dp = moe.aux_coefficient > 0 and moe.aux_kind == "global_batch" and has_moe_layers(self._cfg.model)
+        depends_on_dp = depends_on_data_parallel_size(self._cfg)
         checkpoint_dp = self._checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):
             messages.append(

@@ -6,6 +6,10 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.wire import WirePart
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.kv_cache import PAGE_POSITIONS
@@ -76,7 +80,7 @@ def _mapping(cfg: Config) -> Iterator[str]:
             f"parallel.dispatcher={p.dispatcher!r}: sums the outputs of a token's experts otherwise than the "
             "all-to-all, with which sampling runs; choose 'alltoall'"
         )
-    if cfg.moe.dispatch_precision != "dtype":
+    if chosen(cfg, WirePart).rounds:
         yield f"moe.dispatch_precision={cfg.moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
 
 
@@ -119,11 +123,11 @@ def _routing(cfg: Config) -> Iterator[str]:
     moe = cfg.moe
     if moe.capacity_factor > 0:
         yield f"moe.capacity_factor={moe.capacity_factor}: tokens are dropped in training; set 0.0"
-    if moe.choice != "topk":
+    if not chosen(cfg, ChoicePart).scores_decide:
         yield f"moe.choice={moe.choice!r}: a token's experts depend on other tokens, or on its place; choose 'topk'"
     if moe.input_jitter > 0:
         yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
-    if cfg.model.router_softmax == "sparsemixer" and moe.sparsemixer_sampling:
+    if chosen(cfg, RouterScorePart).noise_width(1, 1):
         yield "moe.sparsemixer_sampling=true: training samples a token's experts; set false"
     if moe.replay:
         yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"

@@ -1,5 +1,7 @@
 """Limit on the difference of log-probabilities between sampler and training (`rl.mismatch_limit`). Torch-free."""
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.wire import WirePart
 from moefold.config.schema import Config, has_moe_layers
 from moefold.topology.rollout_mapping import has_rollout_mapping
 
@@ -25,7 +27,7 @@ def mismatch_limit(cfg: Config, *, is_exact: bool, is_stale: bool = False) -> fl
         return cfg.rl.mismatch_limit
     if is_exact:
         return EXACT_LIMIT
-    if cfg.moe.dispatch_precision != "dtype":
+    if chosen(cfg, WirePart).rounds:
         # The input of the experts is rounded more coarsely than any dtype does.
         return ROUNDING_LIMITS["bfloat16"]
     return ROUNDING_LIMITS[cfg.run.dtype]

@@ -7,15 +7,15 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, MoEConfig, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.dispatchers import DispatcherSpec, dispatcher_of
 from moefold.topology.layout import divisors
-
-FORCED_CHOICES = ("round_robin", "skewed")
-"""Choices that ignore the router's scores."""
 
 
 def validate_routing(cfg: Config) -> Iterator[str]:
@@ -29,9 +29,7 @@ def validate_routing(cfg: Config) -> Iterator[str]:
         )
         return
     yield from _validate_zero_experts(cfg.model)
-    yield from _validate_expert_groups(cfg.model)
-    yield from _validate_choice(cfg.model, cfg.moe)
-    yield from _validate_sparse_mixer(cfg.model, cfg.moe)
+    yield from _validate_expert_groups(cfg.model, chosen(cfg, RouterScorePart))
     yield from _validate_capacity(cfg.model, cfg.moe)
     yield from _validate_padding(cfg)
     yield from _validate_replay(cfg.moe)
@@ -39,7 +37,7 @@ def validate_routing(cfg: Config) -> Iterator[str]:
 
 def _validate_replay(moe: MoEConfig) -> Iterator[str]:
     """Check that a replayed trace is not combined with a balancing choice."""
-    if moe.replay and moe.choice != "topk":
+    if moe.replay and not chosen_in(moe, ChoicePart).scores_decide:
         yield (
             f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice={moe.choice!r} would choose "
             "others; choose moe.choice='topk', or leave replay out"
@@ -51,14 +49,10 @@ def validate_router_gradient(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if model.top_k > 1 or not has_moe_layers(model):
         return
-    if model.router_score == "softmax" and model.router_softmax == "post":
-        key = 'model.router_softmax="post"'
-        way_out = 'model.router_softmax="pre"'
-    elif model.router_score != "softmax" and model.router_normalize:
-        key = "model.router_normalize=true"
-        way_out = "model.router_normalize=false"
-    else:
+    score = chosen(cfg, RouterScorePart)
+    if not score.weights_sum_to_one:
         return
+    key, way_out = score.sums_to_one_by
     yield (
         f"model.top_k=1 with {key} weighs every choice with 1, so the router gets no gradient from the loss; "
         f"set {way_out}, or model.top_k=2 or more"
@@ -84,7 +78,7 @@ def _validate_zero_experts(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
+def _validate_expert_groups(model: ModelConfig, score: RouterScorePart) -> Iterator[str]:
     """Check that groups divide the experts and that the top groups have enough of them."""
     groups = model.num_groups
     top = model.top_groups
@@ -110,62 +104,11 @@ def _validate_expert_groups(model: ModelConfig) -> Iterator[str]:
             f"model.top_groups={top} of model.num_groups={groups} limits nothing; choose top_groups below {groups}, "
             "or leave both out"
         )
-    if size == 1 and model.router_score != "softmax":
+    if size == 1 and score.sums_top2:
         yield (
-            f"model.router_score={model.router_score!r} scores a group by its two best experts, and model.num_groups="
+            f"model.router_score={score.kind!r} scores a group by its two best experts, and model.num_groups="
             f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
         )
-
-
-def _validate_choice(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """Check that the settings of the router do not contradict moe.choice."""
-    name = f"moe.choice={moe.choice!r}"
-    if moe.choice == "quantile" and not model.expert_bias:
-        yield (
-            f"{name} stores its thresholds in the expert bias, with which evaluation and generation route, and "
-            "model.expert_bias=false; set model.expert_bias=true"
-        )
-    if moe.choice == "quantile" and model.top_k == model.num_router_choices:
-        yield (
-            f"{name} has nothing to balance: model.top_k={model.top_k} is every expert; choose top_k of at most "
-            f"{model.num_experts - 1}, or choice='topk'"
-        )
-    if moe.choice in ("sinkhorn", *FORCED_CHOICES):
-        reason = "balances the experts by itself" if moe.choice == "sinkhorn" else "reads no score"
-        if model.expert_bias:
-            yield (
-                f"model.expert_bias=true contradicts {name}, which {reason}; choose expert_bias=false, or choice='topk'"
-            )
-        if model.num_groups > 1:
-            yield (
-                f"model.num_groups={model.num_groups} contradicts {name}, which {reason}; "
-                "leave num_groups and top_groups out, or choose choice='topk'"
-            )
-    if moe.choice == "skewed" and model.top_k >= model.num_experts:
-        yield (
-            f"{name} assigns all other experts to the remaining tokens, so model.top_k={model.top_k} must be below "
-            f"model.num_experts={model.num_experts}; choose top_k of at most {model.num_experts - 1}"
-            if model.num_experts > 1
-            else f"{name} needs more experts than expert 0, and model.num_experts=1; choose 2 or more"
-        )
-
-
-def _validate_sparse_mixer(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """Check that nothing else than the logits decides over the choices of a SparseMixer."""
-    if model.router_softmax != "sparsemixer":
-        return
-    others = {
-        f"moe.choice={moe.choice!r}": (moe.choice != "topk", "choice='topk'"),
-        "model.expert_bias=true": (model.expert_bias, "expert_bias=false"),
-        f"model.num_groups={model.num_groups}": (model.num_groups > 1, "num_groups=1"),
-        f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
-    }
-    for name, (is_set, way_out) in others.items():
-        if is_set:
-            yield (
-                f"model.router_softmax='sparsemixer' does not go with {name}: it chooses by the logits alone, and the "
-                f"weights of a token have no fixed sum; choose {way_out}, or router_softmax='pre'"
-            )
 
 
 def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.choice import ChoicePart
 from moefold.config.schema import Config, has_moe_layers
-
-CHOICES_OF_MICRO_BATCH = ("sinkhorn", "quantile")
-"""Choices that read all tokens of a micro-batch."""
 
 
 def validate_placed_tokens(cfg: Config) -> Iterator[str]:
@@ -44,7 +43,7 @@ def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
                 f"{name} with moe.{key}={factor} would drop other tokens than placement='samples': a capacity is that "
                 f"{whose}; set {key}=0.0 (dropless), or {way_out}"
             )
-    if is_balanced and moe.choice in CHOICES_OF_MICRO_BATCH:
+    if is_balanced and chosen(cfg, ChoicePart).reads_micro_batch:
         yield (
             f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
             f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
@@ -136,7 +139,7 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
     moe = cfg.moe
     depends = "a token's experts would then depend on other tokens, and sampling sees other tokens"
     obstacles = {
-        f"moe.choice={moe.choice!r}": (moe.choice != "topk", depends, "choose 'topk'"),
+        f"moe.choice={moe.choice!r}": (not chosen(cfg, ChoicePart).scores_decide, depends, "choose 'topk'"),
         f"moe.capacity_factor={moe.capacity_factor}": (moe.capacity_factor > 0, depends, "set 0.0"),
         f"moe.eval_capacity_factor={moe.eval_capacity_factor}": (
             moe.eval_capacity_factor > 0,
@@ -149,7 +152,7 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "set 0.0",
         ),
         f"model.router_softmax={cfg.model.router_softmax!r}": (
-            cfg.model.router_softmax == "sparsemixer" and moe.sparsemixer_sampling,
+            chosen(cfg, RouterScorePart).noise_width(1, 1) > 0,
             "training would sample other experts than rollouts have",
             "set moe.sparsemixer_sampling=false",
         ),

@@ -5,7 +5,9 @@ A key that is left out, or set to its default, is no such setting. Options of an
 """
 
 from moefold.config.align import REWARD_METHODS
-from moefold.config.chosen import chosen, chosen_parts, read_key, readers
+from moefold.config.chosen import chosen, chosen_in, chosen_parts, read_key, readers
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
 from moefold.errors import raise_all
@@ -134,38 +136,20 @@ UNUSED_KEY_RULES = (
         "set train.eval_every",
     ),
     UnusedKeyRule(
-        "model.router_softmax",
-        lambda cfg: cfg.model.router_score != "softmax",
-        "only model.router_score='softmax' reads it",
-        "set model.router_normalize for other scores",
-    ),
-    UnusedKeyRule(
-        "model.sparsemixer_jitter moe.sparsemixer_sampling",
-        lambda cfg: cfg.model.router_softmax != "sparsemixer",
-        "only model.router_softmax='sparsemixer' reads it",
-        "choose model.router_softmax='sparsemixer'",
-    ),
-    UnusedKeyRule(
-        "model.router_normalize",
-        lambda cfg: cfg.model.router_score == "softmax",
-        "model.router_score='softmax' is normalised by model.router_softmax",
-        "set model.router_softmax",
-    ),
-    UnusedKeyRule(
         "moe.bias_update_rate",
-        lambda cfg: not cfg.model.expert_bias or cfg.moe.choice == "quantile",
+        lambda cfg: not cfg.model.expert_bias or chosen_in(cfg.moe, ChoicePart).sets_bias,
         "no bias is updated by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
         "set model.expert_bias=true with moe.choice='topk'",
     ),
     UnusedKeyRule(
         "moe.aux_loss",
-        lambda cfg: cfg.moe.aux_loss > 0 and cfg.moe.aux_coefficient == 0,
+        lambda cfg: cfg.moe.aux_loss > 0 and aux_coefficient(cfg.moe) == 0,
         "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
     UnusedKeyRule(
         "moe.aux_kind",
-        lambda cfg: cfg.moe.aux_coefficient == 0,
+        lambda cfg: aux_coefficient(cfg.moe) == 0,
         "moe.aux_loss=0.0 turns the loss off, and so does a moe.choice other than 'topk'",
         "set moe.aux_loss above 0 with moe.choice='topk'",
     ),
@@ -174,18 +158,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.moe.trace_every > cfg.run.steps,
         "the run ends earlier, after run.steps",
         "choose at most run.steps",
-    ),
-    UnusedKeyRule(
-        "moe.sinkhorn_iterations",
-        lambda cfg: cfg.moe.choice != "sinkhorn",
-        "only moe.choice='sinkhorn' reads it",
-        "choose moe.choice='sinkhorn'",
-    ),
-    UnusedKeyRule(
-        "moe.skew",
-        lambda cfg: cfg.moe.choice != "skewed",
-        "only moe.choice='skewed' reads it",
-        "choose moe.choice='skewed'",
     ),
     UnusedKeyRule(
         "moe.router_dtype",

@@ -1,5 +1,7 @@
 """Keys without effect in models without certain kinds of layers and experts."""
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.choice import ChoicePart
 from moefold.validate.unused_rule import UnusedKeyRule
 
 LAYER_RULES = (
@@ -23,7 +25,9 @@ LAYER_RULES = (
     ),
     UnusedKeyRule(
         "model.active_experts",
-        lambda cfg: not (cfg.model.zero_experts and cfg.model.expert_bias and cfg.moe.choice == "topk"),
+        lambda cfg: (
+            not (cfg.model.zero_experts and cfg.model.expert_bias and chosen_in(cfg.moe, ChoicePart).scores_decide)
+        ),
         "no expert bias balances experts against zero-computation experts",
         "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
     ),

@@ -4,7 +4,6 @@ The oracle has no default branch over kinds. `unknown_kind` ends each `match` ov
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 """
 
-from collections.abc import Callable
 from typing import Any, Never, NoReturn
 
 from moefold.config.part import Part
@@ -24,7 +23,7 @@ def unknown_kind(key: str, value: Never) -> NoReturn:
     no_formula(f"{key}={value!r}")
 
 
-def formula_of(part: Part) -> Callable[..., Any]:
+def formula_of(part: Part) -> Any:
     """Return the formula of a part.
 
     Raises:

@@ -14,8 +14,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
+from moefold.config.groups.wire import WirePart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
@@ -27,7 +28,6 @@ from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
-    fp8_round_trip,
     hidden_keys,
     latent_queries,
     mla_heads,
@@ -137,6 +137,7 @@ class Oracle:
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
         needs_gradients = chosen_in(cfg.train, OptimizerPart).needs_gradients
         self._optimizer = OracleOptimizer(cfg) if needs_gradients else None
+        self._round_dispatched = formula_of(chosen(cfg, WirePart))
         self._steps = 0
 
     def step(self, batch: OracleBatch) -> OracleStep:
@@ -513,13 +514,7 @@ class Oracle:
         model = self.cfg.model
         y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
         expert_input = x @ self._weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
-        match self.cfg.moe.dispatch_precision:
-            case "dtype":
-                pass
-            case "fp8-blockwise":
-                expert_input = fp8_round_trip(expert_input)
-            case unknown:
-                unknown_kind("moe.dispatch_precision", unknown)
+        expert_input = self._round_dispatched(expert_input)
         for expert in range(model.num_experts):
             gate, up, down = (self._weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
             weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)

@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.config.model import ModelConfig
+from moefold.config.chosen import chosen
+from moefold.config.groups.balance_scope import BalanceScopePart
+from moefold.config.groups.choice import ChoiceFormula, ChoicePart
+from moefold.config.groups.router_score import RouterScorePart, ScoreFormula
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.verify.no_formula import unknown_kind
-from moefold.verify.oracle_sparse_mixer import SAMPLING_STREAM, MixedChoices, sparse_mixer
+from moefold.verify.no_formula import formula_of, unknown_kind
 
 UINT64_MASK = 2**64 - 1
 TIE_TOLERANCE = 2.0**-36
 """Relative difference up to which two probabilities count as equal when a full expert drops tokens by position."""
+SAMPLING_STREAM = 0xBF58476D1CE4E5B9
+"""XOR of the seed of the input jitter with it is the seed of the samples."""
 QueueEntry = tuple[float, int, int, int, int]
 """Entry of an expert's queue: negative probability, token index, sample, position and choice."""
 
@@ -76,27 +80,18 @@ class OracleRouter:
         zeros = torch.zeros(cfg.model.num_router_choices, dtype=torch.float32)
         names = [bias_name(i) for i in self._layer_numbers] if cfg.model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
-        match cfg.moe.aux_kind:
-            case "last_global_batch":
-                uses_last_counts = self.aux_coefficient > 0
-            case "micro_batch" | "sequence" | "global_batch":
-                uses_last_counts = False
-            case unknown:
-                unknown_kind("moe.aux_kind", unknown)
+        self._score: ScoreFormula = formula_of(chosen(cfg, RouterScorePart))
+        self._choice: ChoiceFormula = formula_of(chosen(cfg, ChoicePart))
+        scope = chosen(cfg, BalanceScopePart)
+        self._balanced_pairs = formula_of(scope)
+        uses_last_counts = self.aux_coefficient > 0 and scope.keeps_counts
         empty = torch.zeros(cfg.model.num_router_choices, dtype=torch.int64)
         self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
 
     @property
     def aux_coefficient(self) -> float:
         """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
-        coefficient = self._cfg.moe.aux_loss
-        match self._cfg.moe.choice:
-            case "topk":
-                return coefficient
-            case "quantile" | "sinkhorn" | "round_robin" | "skewed":
-                return 0.0
-            case unknown:
-                unknown_kind("moe.choice", unknown)
+        return self._cfg.moe.aux_loss if self._choice.has_aux_loss else 0.0
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent state, by name."""
@@ -109,14 +104,15 @@ class OracleRouter:
         if moe.input_jitter and context.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
-        raw = _raw_scores(model, logits)
+        raw = self._score.scores(logits)
         thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
-        if self._is_quantile and context.is_training and context.is_token.any():
+        if self._choice.has_thresholds and context.is_training and context.is_token.any():
             thresholds = torch.quantile(
                 raw.detach()[context.is_token], 1 - model.top_k / model.num_router_choices, dim=0
             )
-        mixed = self._sparse_mixer(layer, logits, context)
-        if mixed is not None:
+        mixed = None
+        if self._score.choose is not None:
+            mixed = self._score.choose(logits, model.top_k, self._choice_noise(layer, logits, context))
             experts = mixed.experts
         else:
             values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
@@ -125,8 +121,8 @@ class OracleRouter:
             )
         if moe.replay and context.is_training:
             experts = self._replayed_choices(layer, context, len(x))
-        chosen = self._normalized(raw.gather(-1, experts)) if mixed is None else mixed.weights
-        weights = chosen * model.router_scaling_factor
+        combined = self._score.weights(raw.gather(-1, experts)) if mixed is None else mixed.weights
+        weights = combined * model.router_scaling_factor
         drops = list(self._dropped_choices(experts, weights, context))
         kept = context.is_token[..., None].expand_as(weights).to(weights.dtype).clone()
         for index in drops:
@@ -134,51 +130,12 @@ class OracleRouter:
         scores = raw / raw.sum(-1, keepdim=True)
         return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops), context.is_token)
 
-    @property
-    def _is_quantile(self) -> bool:
-        match self._cfg.moe.choice:
-            case "quantile":
-                return True
-            case "topk" | "sinkhorn" | "round_robin" | "skewed":
-                return False
-            case unknown:
-                unknown_kind("moe.choice", unknown)
-
-    def _normalized(self, chosen: Tensor) -> Tensor:
-        """Return the scores of the chosen experts [B, S, K], divided by their sum if the recipe says so."""
-        model = self._cfg.model
-        match model.router_score:
-            case "sigmoid" | "sqrtsoftplus":
-                return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if model.router_normalize else chosen
-            case "softmax":
-                pass
-            case unknown:
-                unknown_kind("model.router_score", unknown)
-        match model.router_softmax:
-            case "post":
-                return chosen / chosen.sum(-1, keepdim=True)
-            case "pre":
-                return chosen
-            case "sparsemixer":
-                raise AssertionError("its weights are no scores")
-            case unknown_softmax:
-                unknown_kind("model.router_softmax", unknown_softmax)
-
-    def _sparse_mixer(self, layer: int, logits: Tensor, context: RoutingContext) -> MixedChoices | None:
-        """Return the choices and weights of a SparseMixer; None: the router is another one."""
-        model = self._cfg.model
-        match model.router_softmax:
-            case "pre" | "post":
-                return None
-            case "sparsemixer":
-                pass
-            case unknown:
-                unknown_kind("model.router_softmax", unknown)
-        noise = None
-        if self._cfg.moe.sparsemixer_sampling and context.is_training:
-            shape = torch.Size((*logits.shape[:2], model.top_k * (logits.shape[-1] + 1)))
-            noise = self._noise(layer, shape, context, stream=SAMPLING_STREAM)
-        return sparse_mixer(logits, model.top_k, model.sparsemixer_jitter, noise)
+    def _choice_noise(self, layer: int, logits: Tensor, context: RoutingContext) -> Tensor | None:
+        """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
+        if self._score.noise_width is None or not context.is_training:
+            return None
+        width = self._score.noise_width(self._cfg.model.top_k, logits.shape[-1])
+        return self._noise(layer, torch.Size((*logits.shape[:2], width)), context, stream=SAMPLING_STREAM)
 
     def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
         """Read the choices of a micro-batch from the routing trace, [B, S, K]."""
@@ -191,45 +148,13 @@ class OracleRouter:
         """Return the load-balancing loss of one layer, averaged over the micro-batches of a global batch."""
         if not self.aux_coefficient:
             return torch.zeros((), dtype=torch.float64)
-        match self._cfg.moe.aux_kind:
-            case "last_global_batch":
-                counts = self.last_counts[last_counts_name(layer)].double()
-                uniform = torch.full_like(counts, 1 / len(counts))
-                share = counts / counts.sum() if counts.any() else uniform
-                scores = torch.cat([batch.scores[batch.is_token] for batch in batches])
-                return len(counts) * (share * scores.mean(0)).sum()
-            case "sequence":
-                parts = [
-                    (counts, batch.scores[sample, batch.is_token[sample]].sum(0))
-                    for batch in batches
-                    for sample, counts in enumerate(batch.tokens_per_expert())
-                ]
-            case "micro_batch":
-                parts = [(batch.tokens_per_expert().sum(0), batch.scores[batch.is_token].sum(0)) for batch in batches]
-            case "global_batch":
-                parts = self._parts_of_global_batch(batches)
-            case unknown:
-                unknown_kind("moe.aux_kind", unknown)
+        pairs = self._balanced_pairs(
+            batches, self.last_counts.get(last_counts_name(layer)), self._cfg.num_micro_batches
+        )
         # Each token of the global batch weighs the same; padding weighs nothing.
         num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
-        shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in parts]
+        shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in pairs]
         return self._cfg.model.num_router_choices * torch.stack(shares).sum() / num_tokens
-
-    def _parts_of_global_batch(self, batches: Sequence[RoutedBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return the counts so far and the scores of each micro-batch.
-
-        dp rank d runs micro-batches d * num_micro_batches and on, in lockstep with the other ranks: all ranks'
-        micro-batches up to this one count.
-        """
-        size = self._cfg.num_micro_batches
-        numbered = [(number % size, batch) for number, batch in enumerate(batches)]
-        return [
-            (
-                torch.stack([other.tokens_per_expert().sum(0) for i, other in numbered if i <= number]).sum(0),
-                batch.scores[batch.is_token].sum(0),
-            )
-            for number, batch in numbered
-        ]
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """Return the step's metrics of one layer."""
@@ -263,7 +188,7 @@ class OracleRouter:
         if name not in self.biases:
             return
         rate = self._cfg.moe.bias_update_rate
-        if self._is_quantile:
+        if self._choice.has_thresholds:
             num_tokens = [int(batch.is_token.sum()) for batch in batches]
             thresholds = [count * batch.thresholds for count, batch in zip(num_tokens, batches, strict=True)]
             self.biases[name] = -(torch.stack(thresholds).sum(0) / sum(num_tokens)).float()
@@ -284,37 +209,15 @@ class OracleRouter:
         biased = raw if bias is None else raw + bias.double()
         if not context.is_training:
             return biased
-        match self._cfg.moe.choice:
-            case "topk" | "round_robin" | "skewed":
-                return biased
-            case "quantile":
-                return raw
-            case "sinkhorn":
-                values = torch.zeros_like(logits)
-                values[context.is_token] = _sinkhorn(logits[context.is_token], self._cfg.moe.sinkhorn_iterations)
-                return values
-            case unknown:
-                unknown_kind("moe.choice", unknown)
+        return self._choice.ranking(logits, raw, biased, context.is_token)
 
     def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
         """Return the chosen experts of one token, best first."""
         model = self._cfg.model
-        moe = self._cfg.moe
-        token = s * values.shape[0] + b
-        top_k = model.top_k
-        num_experts = model.num_router_choices
-        match moe.choice:
-            case "round_robin":
-                return [(token * top_k + k) % num_experts for k in range(top_k)]
-            case "skewed":
-                others = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
-                is_skewed = math.floor((token + 1) * moe.skew) > math.floor(token * moe.skew)
-                return [0, *others[1:]] if is_skewed else others
-            case "topk" | "quantile" | "sinkhorn":
-                value = values[b, s].tolist()
-                return sorted(self._allowed_experts(value), key=lambda e: (-value[e], e))[:top_k]
-            case unknown:
-                unknown_kind("moe.choice", unknown)
+        if self._choice.forced is not None:
+            return self._choice.forced(s * values.shape[0] + b, model.top_k, model.num_router_choices)
+        value = values[b, s].tolist()
+        return sorted(self._allowed_experts(value), key=lambda e: (-value[e], e))[: model.top_k]
 
     def _allowed_experts(self, value: list[float]) -> list[int]:
         """Return the experts of the best groups, by the scores of one token."""
@@ -323,16 +226,11 @@ class OracleRouter:
         num_chosen = model.top_groups
         if model.num_groups == 1:
             return experts
-        match model.router_score:
-            case "softmax":
-                num_summed = 1
-            case "sigmoid" | "sqrtsoftplus":
-                num_summed = 2
-            case unknown:
-                unknown_kind("model.router_score", unknown)
         size = len(value) // model.num_groups
         groups = [experts[i : i + size] for i in range(0, len(value), size)]
-        group_scores = [sum(sorted((value[e] for e in group), reverse=True)[:num_summed]) for group in groups]
+        group_scores = [
+            sum(sorted((value[e] for e in group), reverse=True)[: self._score.num_summed]) for group in groups
+        ]
         best = sorted(range(len(groups)), key=lambda g: (-group_scores[g], g))[:num_chosen]
         return [e for g in best for e in groups[g]]
 
@@ -412,28 +310,6 @@ def bias_name(layer: int) -> str:
 def last_counts_name(layer: int) -> str:
     """Return the name, in the whole model, of a layer's expert counts of the previous step."""
     return f"layers.{layer}.ffn.last_counts_E"
-
-
-def _raw_scores(model: ModelConfig, logits: Tensor) -> Tensor:
-    match model.router_score:
-        case "softmax":
-            return logits.softmax(-1)
-        case "sigmoid":
-            return 1 / (1 + torch.exp(-logits))
-        case "sqrtsoftplus":
-            return torch.log1p(torch.exp(logits)).sqrt()
-        case unknown:
-            unknown_kind("model.router_score", unknown)
-
-
-def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Return exp(logits) with its columns scaled by Sinkhorn iterations over rows and columns."""
-    matrix = torch.exp(logits)
-    columns = torch.ones(logits.shape[1], dtype=torch.float64)
-    for _ in range(iterations):
-        rows = 1 / (matrix @ columns)
-        columns = 1 / (matrix.T @ rows)
-    return matrix * columns
 
 
 def _by_priority(queue: list[QueueEntry]) -> list[QueueEntry]:

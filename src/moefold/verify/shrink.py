@@ -6,10 +6,12 @@ from itertools import product
 from math import lcm, prod
 
 from moefold.config.align import AlignConfig
+from moefold.config.chosen import RoutingSections, chosen
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
+from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
@@ -234,7 +236,7 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         rope_short_factors=_spread(model.rope_short_factors, rotary_dim // 2),
         rope_long_factors=_spread(model.rope_long_factors, rotary_dim // 2),
         sparsemixer_jitter=max(model.sparsemixer_jitter, MIN_MIXER_JITTER)
-        if model.router_softmax == "sparsemixer"
+        if chosen(RoutingSections(model, MoEConfig()), RouterScorePart).chooses
         else model.sparsemixer_jitter,
         preset="",
         num_layers=num_layers,

@@ -8,8 +8,8 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.model.moe.router import Router
-from moefold.model.moe.sparse_mixer import mixer_weights, noise_width, sample_experts
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.parts.router_softmax.sparsemixer.module import mixer_weights, sample_experts
 
 TOKENS = 200
 EXPERTS = 6
@@ -24,7 +24,7 @@ def _logits(scale: float) -> torch.Tensor:
 
 def _noise(seed: int, top_k: int, tokens: int = TOKENS, experts: int = EXPERTS) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens, noise_width(top_k, experts), dtype=torch.float64, generator=generator)
+    return torch.rand(tokens, top_k * (experts + 1), dtype=torch.float64, generator=generator)
 
 
 def _theirs(logits: torch.Tensor, jitter: float, noise: torch.Tensor | None, monkeypatch) -> tuple[torch.Tensor, ...]:

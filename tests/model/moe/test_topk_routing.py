@@ -4,15 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.model.moe.router import (
-    assign_round_robin,
-    assign_skewed,
-    mask_to_top_groups,
-    quantile_thresholds,
-    sinkhorn_offsets,
-    topk_experts,
-)
+from moefold.config.routing import assign_in_turn
+from moefold.model.moe.router import mask_to_top_groups, topk_experts
 from moefold.model.moe.token_group import LocalMicroBatch
+from moefold.parts.choice.quantile.module import quantile_thresholds
+from moefold.parts.choice.sinkhorn.module import sinkhorn_offsets
+from moefold.parts.choice.skewed import Skewed
 
 
 def test_of_equal_values_the_lower_expert_wins():
@@ -79,7 +76,7 @@ def test_the_threshold_is_the_quantile(num_tokens, top_k, num_experts):
 
 
 def test_round_robin_is_perfectly_even():
-    ids = assign_round_robin(torch.randperm(24), 3, 8)
+    ids = assign_in_turn(torch.randperm(24), 3, 8)
     assert ids.flatten().bincount().tolist() == [9] * 8
     assert all(len(set(row)) == 3 for row in ids.tolist())
 
@@ -87,7 +84,7 @@ def test_round_robin_is_perfectly_even():
 @pytest.mark.parametrize("skew", [0.3, 0.5, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("top_k", [1, 2, 7])
 def test_skewed_sends_the_given_part_of_the_tokens_to_expert_0(skew, top_k):
-    ids = assign_skewed(torch.randperm(400), top_k, 8, skew)
+    ids = Skewed(share=skew).assign(torch.randperm(400), top_k, 8)
     assert (ids == 0).any(1).sum().item() == pytest.approx(400 * skew, abs=1)
     assert all(len(set(row)) == top_k for row in ids.tolist())
     assert ids.min() == 0

@@ -30,7 +30,7 @@ from moefold.inference.serve.grammar import JsonGrammars
 from moefold.inference.serve.job import ServeJob
 from moefold.inference.serve.metrics import CONTENT_TYPE, ServerMetrics
 from moefold.inference.serve.protocol import ApiRequest, parse_request
-from moefold.inference.serve.responses import ChoicePart, ResponseBuilder, usage_of
+from moefold.inference.serve.responses import ChoiceText, ResponseBuilder, usage_of
 
 PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health", "GET /metrics")
 DISCONNECT_POLL_S = 0.5
@@ -227,7 +227,7 @@ class CompletionServer:
         finally:
             self._loop.cancel(numbers)
 
-    async def _parts(self, run: "_Run") -> AsyncGenerator[tuple[int, ChoicePart], None]:
+    async def _parts(self, run: "_Run") -> AsyncGenerator[tuple[int, ChoiceText], None]:
         """Yield (index of the choice, part) of all samples as they come."""
         texts = run.texts
         async with self._running(run.samples) as arrived:
@@ -242,7 +242,7 @@ class CompletionServer:
                     yield index, text.echo(run.samples[index].prompt, new)
                 if run.request.max_tokens == 0:
                     text.is_finished = True
-                    yield index, ChoicePart(finish_reason="length")
+                    yield index, ChoiceText(finish_reason="length")
                     continue
                 part = text.push(new)
                 if part.finish_reason is not None and new.finish_reason is None:
@@ -266,7 +266,7 @@ class CompletionServer:
     async def _whole(self, run: "_Run") -> dict[str, Any]:
         """Return the response with all choices; ends the samples if the client has gone."""
         builder = ResponseBuilder(run.request, self._job.name)
-        collected: list[list[ChoicePart]] = [[] for _ in run.samples]
+        collected: list[list[ChoiceText]] = [[] for _ in run.samples]
 
         async def collect() -> None:
             async with aclosing(self._parts(run)) as parts:
@@ -285,7 +285,7 @@ class CompletionServer:
         choices = []
         for index, sample in enumerate(run.chosen_samples()):
             parts = collected[sample]
-            whole = ChoicePart(
+            whole = ChoiceText(
                 text="".join(part.text for part in parts),
                 reasoning="".join(part.reasoning for part in parts),
                 tokens=[token for part in parts for token in part.tokens],

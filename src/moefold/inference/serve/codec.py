@@ -17,7 +17,7 @@ from moefold.inference.serve.grammar import GrammarError, JsonGrammars
 from moefold.inference.serve.job import ServeJob
 from moefold.inference.serve.protocol import ApiRequest
 from moefold.inference.serve.reasoning import BEGIN, MARKS, ReasoningReader
-from moefold.inference.serve.responses import ChoicePart, TokenLogProb
+from moefold.inference.serve.responses import ChoiceText, TokenLogProb
 from moefold.inference.serve.tool_calls import (
     Call,
     CallReader,
@@ -238,7 +238,7 @@ class SampleText:
         """Mean log-probability of the new tokens."""
         return self._log_prob_sum / max(1, self.num_tokens)
 
-    def push(self, new: NewToken) -> ChoicePart:
+    def push(self, new: NewToken) -> ChoiceText:
         """Add a token of a sample that is not finished."""
         self.num_tokens += 1
         self._log_prob_sum += new.log_prob
@@ -261,7 +261,7 @@ class SampleText:
         self.is_finished = reason is not None
         # A chat has log-probabilities of its content; a completion has log-probabilities of all tokens.
         tokens = [] if is_end and self._request.kind == "chat" else [self._log_prob(new)]
-        return ChoicePart(
+        return ChoiceText(
             text=text,
             reasoning=reasoning,
             tokens=tokens if self._request.has_log_probs else [],
@@ -269,7 +269,7 @@ class SampleText:
             finish_reason=reason,
         )
 
-    def echo(self, prompt: Sequence[int], new: NewToken) -> ChoicePart:
+    def echo(self, prompt: Sequence[int], new: NewToken) -> ChoiceText:
         """Return the prompt of a completion, with the log-probabilities that came with its first token."""
         shown = [token for token in prompt if token not in self._encoded.skipped_ids]
         tokens = []
@@ -277,7 +277,7 @@ class SampleText:
             tokens = [self._with_alternatives(prompt[0], None, ())]
             for token, score in zip(prompt[1:], new.prompt_scores, strict=True):
                 tokens.append(self._with_alternatives(token, score.log_prob, score.alternatives))
-        return ChoicePart(text=self._tokenizer.decode(shown), tokens=tokens)
+        return ChoiceText(text=self._tokenizer.decode(shown), tokens=tokens)
 
     def _split(self, text: str, reason: str | None) -> tuple[str, list[Mapping[str, Any]], str | None]:
         """Return the text without calls, the calls, and the reason for the end."""

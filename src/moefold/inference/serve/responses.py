@@ -32,7 +32,7 @@ class TokenLogProb:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoicePart:
+class ChoiceText:
     """Part of a choice, or a whole one."""
 
     text: str = ""
@@ -75,7 +75,7 @@ class ResponseBuilder:
         """Return the choice that begins a stream of a chat."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def choice(self, index: int, part: ChoicePart, *, is_delta: bool) -> dict[str, Any]:
+    def choice(self, index: int, part: ChoiceText, *, is_delta: bool) -> dict[str, Any]:
         """Return a choice with a text, or a piece of one."""
         rest = {"index": index, "logprobs": self._log_probs(index, part), "finish_reason": part.finish_reason}
         if not self._is_chat:
@@ -97,7 +97,7 @@ class ResponseBuilder:
             message |= {"content": part.text if part.text.strip() else None, "tool_calls": calls}
         return {"message": message} | rest
 
-    def _log_probs(self, index: int, part: ChoicePart) -> dict[str, Any] | None:
+    def _log_probs(self, index: int, part: ChoiceText) -> dict[str, Any] | None:
         if not self._request.has_log_probs:
             return None
         if self._is_chat:

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, run_to_end
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.model import ModelConfig
+from moefold.config.routing import aux_coefficient
 from moefold.config.schema import MoEConfig
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
@@ -94,11 +97,12 @@ class MoELayer(nn.Module):
         """Whether `stats` counts forward passes that have no backward pass, in training mode."""
         self._num_experts = model.num_experts
         self._num_choices = model.num_router_choices
-        self._aux_kind = moe.aux_kind
+        self._balance = chosen_in(moe, BalanceScopePart)
+        self._aux_coefficient = aux_coefficient(moe)
         self._moe = moe
         self._scale_losses(loss_scale)
         self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_router_choices)
-        uses_last_counts = moe.aux_coefficient > 0 and moe.aux_kind == "last_global_batch"
+        uses_last_counts = self._aux_coefficient > 0 and self._balance.keeps_counts
         last_counts_E = torch.zeros(model.num_router_choices, dtype=torch.int64) if uses_last_counts else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._micro_batches_per_rank = micro_batches_per_rank
@@ -125,7 +129,7 @@ class MoELayer(nn.Module):
 
     def _scale_losses(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale
-        self._aux_scale = self._moe.aux_coefficient * loss_scale
+        self._aux_scale = self._aux_coefficient * loss_scale
         self._z_scale = self._moe.z_loss * loss_scale
 
     def begin_step(self, step: int) -> None:
@@ -240,7 +244,7 @@ class MoELayer(nn.Module):
         aux = z = None
         if self._aux_scale:
             load_XE = self._expert_load(counts_XE, token_positions)
-            scale = self._aux_scale if weights_T is None else self._moe.aux_coefficient
+            scale = self._aux_scale if weights_T is None else self._aux_coefficient
             if group_T is not None:
                 shares = 1.0 / num_tokens if weights_T is None else weights_T.to(routing.scores_TE.dtype)
                 loss_part = placed_load_balancing_loss(routing.scores_TE, load_XE, group_T, shares)
@@ -289,7 +293,7 @@ class MoELayer(nn.Module):
         """Return the routed tokens of each expert over which the load-balancing loss is computed, [1 or B, E]."""
         if self.last_counts_E is not None:
             return uniform_if_empty(self.last_counts_E).unsqueeze(0)
-        if self._aux_kind != "global_batch":
+        if not self._balance.accumulates:
             if token_positions.placed is not None:
                 return self.micro_batch_group.sum_over_data_parallel(tokens_per_expert_XE)
             return self.micro_batch_group.sum(tokens_per_expert_XE)
@@ -306,13 +310,13 @@ class MoELayer(nn.Module):
         batch_size = len(token_positions.sample_ids_B)
         placed = token_positions.placed
         if placed is None:
-            return None, batch_size if self._aux_kind == "sequence" else 1
-        if self._aux_kind in ("global_batch", "last_global_batch"):
+            return None, batch_size if self._balance.is_per_sample else 1
+        if self._balance.is_global:
             return torch.zeros_like(placed.sample_ids_T), 1
         # A data-parallel rank has `micro_batches_per_rank` consecutive micro-batches of the global batch.
         owner_T = placed.micro_batches() // self._micro_batches_per_rank
         data_parallel_size = self.micro_batch_group.data_parallel_size
-        if self._aux_kind == "micro_batch":
+        if not self._balance.is_per_sample:
             return owner_T, data_parallel_size
         return owner_T * batch_size + placed.samples_in_micro_batch(), data_parallel_size * batch_size
 

@@ -5,7 +5,6 @@ no choice depends on the parallel mapping. Also here: recorded and replayed choi
 its gradient.
 """
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,15 +13,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.export import register_dataclass
 
+from moefold.config.chosen import RoutingSections, chosen, read_key
+from moefold.config.groups.choice import ChoiceInputs, ChoicePart
+from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router_softmax import RouterSoftmaxPart
 from moefold.config.model import ModelConfig
 from moefold.config.schema import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
-from moefold.model.moe.sparse_mixer import mixer_weights, noise_width, sample_experts
-from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
+from moefold.model.moe.token_group import TokenPositions
 from moefold.model.moe.token_noise import SECOND_STREAM, uniform_noise
 from moefold.ops.decode import SoftmaxRouting
-from moefold.ops.elementwise import sigmoid, softplus
 from moefold.ops.split_gemm import upcast_linear
 
 if TYPE_CHECKING:
@@ -64,101 +65,6 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     masked_TG = torch.ones_like(group_TG, dtype=torch.bool)
     masked_TG.scatter_(1, topk_experts(group_TG, top_groups), False)
     return values_TGX.masked_fill(masked_TG.unsqueeze(-1), float("-inf")).flatten(1)
-
-
-def sinkhorn_offsets(
-    logits_TE: Tensor, iterations: int, group: MicroBatchGroup, is_token_T: Tensor | None = None
-) -> Tensor:
-    """Compute the Sinkhorn offsets of each expert's logits that balance the load.
-
-    Runs the iterations of Sinkhorn and Knopp on the matrix exp(logits) of the micro-batch, in logarithms: rows first,
-    then columns. The scale of a row does not change its token's choice, so only the offsets of the columns are needed.
-    All-gathers the logits of the micro-batch.
-
-    Args:
-        logits_TE: of this rank's tokens.
-        iterations: number of iterations.
-        group: the ranks that share the micro-batch.
-        is_token_T: rows that are no padding, which has no row in the matrix, bool [T]; None: all.
-
-    Returns:
-        [E]; 0 if the micro-batch is padding alone.
-    """
-    whole_TE = group.gather(logits_TE if is_token_T is None else _mask_padding(logits_TE, is_token_T, -math.inf))
-    is_absent_T1 = None
-    if is_token_T is not None:
-        is_absent_T1 = whole_TE[:, :1].isneginf()
-        whole_TE = whole_TE.masked_fill(is_absent_T1, 0.0)
-    offsets_E = torch.zeros_like(whole_TE[0])
-    for _ in range(iterations):
-        rows_T1 = (whole_TE + offsets_E).logsumexp(1, keepdim=True)
-        balanced_TE = whole_TE - rows_T1
-        if is_absent_T1 is not None:
-            balanced_TE.masked_fill_(is_absent_T1, -math.inf)
-        offsets_E = -balanced_TE.logsumexp(0)
-    return offsets_E if is_absent_T1 is None else torch.where(is_absent_T1.all(), 0.0, offsets_E)
-
-
-def quantile_thresholds(
-    scores_TE: Tensor, top_k: int, group: MicroBatchGroup, is_token_T: Tensor | None = None
-) -> Tensor:
-    """Compute the (1 - K/E) quantile of each expert's scores: a share K/E of the micro-batch's tokens exceeds it.
-
-    Interpolates linearly between neighbouring scores. All-gathers the scores of the micro-batch.
-
-    Args:
-        scores_TE: of this rank's tokens.
-        top_k: K.
-        group: the ranks that share the micro-batch.
-        is_token_T: rows that are no padding, bool [T]; None: all.
-
-    Returns:
-        [E]; 0 if the micro-batch is padding alone.
-    """
-    if is_token_T is not None:
-        return _masked_quantiles(group.gather(_mask_padding(scores_TE, is_token_T, math.inf)), top_k)
-    sorted_TE = group.gather(scores_TE).sort(0).values
-    num_tokens, num_experts = sorted_TE.shape
-    position = (1 - top_k / num_experts) * (num_tokens - 1)
-    below = math.floor(position)
-    above = min(below + 1, num_tokens - 1)
-    return sorted_TE[below].lerp(sorted_TE[above], position - below)
-
-
-def _masked_quantiles(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Compute `quantile_thresholds` of scores that are infinite for padding; the host does not wait."""
-    sorted_TE = scores_TE.sort(0).values
-    num_experts = sorted_TE.shape[1]
-    last = sorted_TE[:, 0].isfinite().sum() - 1
-    position = (1 - top_k / num_experts) * last.clamp(min=0).double()
-    below = position.floor()
-    rows = torch.stack((below, torch.minimum(below + 1, last.double()))).clamp(min=0).long()
-    ends_2E = sorted_TE[rows]
-    thresholds_E = ends_2E[0].lerp(ends_2E[1], (position - below).to(sorted_TE.dtype))
-    return torch.where(last >= 0, thresholds_E, 0.0)
-
-
-def _mask_padding(values_TE: Tensor, is_token_T: Tensor, value: float) -> Tensor:
-    """Replace the values of padding."""
-    return values_TE.masked_fill(~is_token_T.unsqueeze(1), value)
-
-
-def assign_round_robin(index_T: Tensor, top_k: int, num_experts: int, *, first: int = 0) -> Tensor:
-    """Assign the experts from `first` on to the tokens in turn: perfectly even load. int64 [T, K]."""
-    counter_TK = index_T.unsqueeze(1) * top_k + torch.arange(top_k, device=index_T.device)
-    return first + counter_TK % (num_experts - first)
-
-
-def assign_skewed(index_T: Tensor, top_k: int, num_experts: int, skew: float) -> Tensor:
-    """Assign expert 0 to an evenly spread share `skew` of the tokens, and the other experts round-robin.
-
-    Returns:
-        int64 [T, K].
-    """
-    ids_TK = assign_round_robin(index_T, top_k, num_experts, first=1)
-    index_T = index_T.double()
-    ids_TK[:, 0].masked_fill_(((index_T + 1) * skew).floor() > (index_T * skew).floor(), 0)
-    return ids_TK
 
 
 class RouterOverride(Protocol):
@@ -219,10 +125,6 @@ class ReplayedRouting:
             ids_SBK = ids_TK.reshape(-1, len(sample_ids_B), ids_TK.shape[1])
             self.recorded_NSK[rows_B] = ids_SBK.transpose(0, 1).to(self.recorded_NSK.dtype)
         return ids_TK
-
-
-SCORE_SUM_EPS = 1e-20
-"""Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""
 
 
 @dataclass(frozen=True)
@@ -288,8 +190,10 @@ class Router(nn.Module):
         self._model = model
         self._moe = moe
         self._noise_seed = noise_seed
-        self._is_sparse_mixer = model.router_softmax == "sparsemixer"
-        self._samples = self._is_sparse_mixer and moe.sparsemixer_sampling
+        sections = RoutingSections(model, moe)
+        self._score = chosen(sections, RouterScorePart)
+        self._choice = chosen(sections, ChoicePart)
+        self._noise_width = self._score.noise_width(model.top_k, model.num_router_choices)
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
     @property
@@ -300,7 +204,7 @@ class Router(nn.Module):
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        if self._moe.input_jitter or self._samples:
+        if self._moe.input_jitter or self._noise_width:
             # In place: a CUDA graph reads it at this address.
             self._step_on_device.fill_(step)
 
@@ -333,25 +237,20 @@ class Router(nn.Module):
             override = None
         if self.kernels.router is not None and logits_TE.dtype == torch.float32 and override is None:
             return self._route_fused(self.kernels.router, logits_TE, has_padding=token_positions.weights_T is not None)
-        raw_TE = self._score(logits_TE)
+        scores_TE = self._score.scores(logits_TE, self._softmax)
         thresholds_E = None
-        if self._moe.choice == "quantile" and self.training:
-            thresholds_E = quantile_thresholds(
-                raw_TE.detach(), self._model.top_k, token_positions.group, token_positions.is_token()
-            )
-        mixer_noise_TN = self._mixer_noise(token_positions)
-        if self._is_sparse_mixer:
-            ids_TK = sample_experts(logits_TE, self.top_k, self._model.sparsemixer_jitter, mixer_noise_TN)
-        else:
-            ids_TK = self._select_experts(logits_TE.detach(), raw_TE.detach(), thresholds_E, token_positions)
+        if self.training:
+            thresholds_E = self._choice.thresholds(scores_TE.detach(), self.top_k, token_positions)
+        noise_TN = self._choice_noise(token_positions)
+        ids_TK = self._score.choose(logits_TE.detach(), self.top_k, noise_TN)
+        if ids_TK is None:
+            ids_TK = self._select_experts(logits_TE.detach(), scores_TE.detach(), thresholds_E, token_positions)
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
-        probs_TK = self._routing_probs(logits_TE, raw_TE, ids_TK, mixer_noise_TN).to(
-            torch.promote_types(dtype, torch.float32)
-        )
-        is_softmax = self._model.router_score == "softmax"
-        scores_TE = raw_TE if is_softmax else raw_TE / (raw_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
-        return RoutingDecision(ids_TK, probs_TK, scores_TE, logits_TE, thresholds_E)
+        probs_TK = self._score.weights(logits_TE, scores_TE, ids_TK, noise_TN, self._softmax)
+        factor = self._model.router_scaling_factor
+        probs_TK = (probs_TK if factor == 1 else probs_TK * factor).to(torch.promote_types(dtype, torch.float32))
+        return RoutingDecision(ids_TK, probs_TK, self._score.distribution(scores_TE), logits_TE, thresholds_E)
 
     def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor, *, has_padding: bool) -> RoutingDecision:
         output = kernel(logits_TE, self.expert_bias)
@@ -373,7 +272,7 @@ class Router(nn.Module):
         """
         if self.expert_bias is None:
             return
-        if self._moe.choice == "quantile":
+        if self._choice.sets_bias:
             self.expert_bias.copy_(-thresholds_E)
             return
         # E * count against the sum of counts: integers, so that an even load compares equal.
@@ -398,19 +297,18 @@ class Router(nn.Module):
             self._noise_seed, step, *keys, x_TH.shape[1], scale=2 * width, shift=1 - width, dtype=x_TH.dtype
         )
 
-    def _mixer_noise(self, token_positions: TokenPositions) -> Tensor | None:
-        """Return the uniform numbers in (0, 1) of a SparseMixer's choices, float64 [T, `noise_width`]; None: none."""
-        if not self._samples or not self.training:
+    def _choice_noise(self, token_positions: TokenPositions) -> Tensor | None:
+        """Return the uniform numbers in (0, 1) of choices that are sampled, float64 [T, `noise_width`]; None: none."""
+        if not self._noise_width or not self.training:
             return None
         sample_ids_B, positions_S = token_positions.keys()
-        width = noise_width(self.top_k, self._model.num_router_choices)
         # The shift keeps the logarithm of the smallest number finite; input jitter has another stream.
         return uniform_noise(
             self._noise_seed ^ SECOND_STREAM,
             self._step_tensor(sample_ids_B.device),
             sample_ids_B,
             positions_S,
-            width,
+            self._noise_width,
             scale=1 - 2.0**-52,
             shift=2.0**-53,
         )
@@ -427,62 +325,41 @@ class Router(nn.Module):
 
     def softmax_routing(self) -> SoftmaxRouting | None:
         """Return how this router chooses in evaluation, if that is by the largest logits and their softmax alone."""
-        model = self._model
-        is_softmax = model.router_score == "softmax" and not self._is_sparse_mixer and self._moe.choice == "topk"
-        if not is_softmax or self.expert_bias is not None or model.num_groups > 1:
+        is_post = self._score.decoding_is_post()
+        by_scores = self._choice.scores_decide and self.expert_bias is None and self._model.num_groups == 1
+        if is_post is None or not by_scores:
             return None
-        return SoftmaxRouting(is_post=model.router_softmax == "post", scale=model.router_scaling_factor)
-
-    def _score(self, logits_TE: Tensor) -> Tensor:
-        match self._model.router_score:
-            case "softmax":
-                return self._softmax(logits_TE)
-            case "sigmoid":
-                return sigmoid(logits_TE)
-            case "sqrtsoftplus":
-                # The root has no gradient at 0, to which softplus of a very negative logit underflows.
-                return softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+        return SoftmaxRouting(is_post=is_post, scale=self._model.router_scaling_factor)
 
     def _select_experts(
-        self, logits_TE: Tensor, raw_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
+        self, logits_TE: Tensor, scores_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
     ) -> Tensor:
-        model = self._model
-        moe = self._moe
-        if moe.choice == "round_robin":
-            return assign_round_robin(token_positions.global_index(), model.top_k, model.num_router_choices)
-        if moe.choice == "skewed":
-            return assign_skewed(token_positions.global_index(), model.top_k, model.num_router_choices, moe.skew)
-        if moe.choice == "sinkhorn":
-            if not self.training:
-                return topk_experts(logits_TE, model.top_k)
-            offsets_E = sinkhorn_offsets(
-                logits_TE, moe.sinkhorn_iterations, token_positions.group, token_positions.is_token()
+        bias_E = self.expert_bias
+        ranking_TE = self._score.ranking(logits_TE, scores_TE) if bias_E is None else scores_TE + bias_E
+        return self._choice.select(
+            ChoiceInputs(
+                top_k=self.top_k,
+                logits_TE=logits_TE,
+                scores_TE=scores_TE,
+                ranking_TE=ranking_TE,
+                thresholds_E=thresholds_E,
+                is_training=self.training,
+                tokens=token_positions,
+                best=self._best_experts,
+                largest=self._largest,
             )
-            return topk_experts(logits_TE + offsets_E, model.top_k)
-        # Softmax is monotonic, and the logits have the finer resolution.
-        values_TE = logits_TE if model.router_score == "softmax" else raw_TE
-        if thresholds_E is not None:
-            values_TE = raw_TE - thresholds_E
-        elif self.expert_bias is not None:
-            values_TE = raw_TE + self.expert_bias
+        )
+
+    def _largest(self, values_TE: Tensor) -> Tensor:
+        return topk_experts(values_TE, self.top_k)
+
+    def _best_experts(self, values_TE: Tensor) -> Tensor:
+        """Choose the experts with the largest values, within the best groups if the recipe has groups."""
+        model = self._model
         if model.num_groups > 1:
-            sums_top2 = model.router_score != "softmax"
+            sums_top2 = self._score.sums_top2
             values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_top2)
         return topk_experts(values_TE, model.top_k)
-
-    def _routing_probs(
-        self, logits_TE: Tensor, raw_TE: Tensor, ids_TK: Tensor, mixer_noise_TN: Tensor | None
-    ) -> Tensor:
-        model = self._model
-        if self._is_sparse_mixer:
-            probs_TK = mixer_weights(logits_TE, ids_TK, model.sparsemixer_jitter, mixer_noise_TN)
-        elif model.router_score == "softmax" and model.router_softmax == "post":
-            probs_TK = self._softmax(logits_TE.gather(1, ids_TK))
-        else:
-            probs_TK = raw_TE.gather(1, ids_TK)
-            if model.router_score != "softmax" and model.router_normalize:
-                probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS)
-        return probs_TK if model.router_scaling_factor == 1 else probs_TK * model.router_scaling_factor
 
 
 class FusedRouting:
@@ -496,12 +373,11 @@ class FusedRouting:
         # Lazy import, like those below: CPU-only installations have no Triton.
         from moefold.ops.triton.router import RouterOptions
 
-        is_softmax = model.router_score == "softmax"
+        score = chosen(RoutingSections(model, MoEConfig()), RouterScorePart).fused_options()
+        assert score is not None, "fused_router_unsupported_reason"
         self._options = RouterOptions(
             top_k=model.top_k,
-            is_softmax=is_softmax,
-            is_post_softmax=is_softmax and model.router_softmax == "post",
-            normalizes_probs=not is_softmax and model.router_normalize,
+            **score,
             scaling_factor=model.router_scaling_factor,
             num_groups=model.num_groups,
             top_groups=model.top_groups,
@@ -521,12 +397,14 @@ class FusedRouting:
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     """Return why the fused kernel does not support the router of a recipe; empty if it does."""
-    if moe.choice != "topk":
-        return f"moe.choice={moe.choice!r}"
-    if model.router_softmax == "sparsemixer":
-        return "model.router_softmax='sparsemixer'"
-    if model.router_score == "sqrtsoftplus":
-        return "model.router_score='sqrtsoftplus'"
+    sections = RoutingSections(model, moe)
+    choice = chosen(sections, ChoicePart)
+    score = chosen(sections, RouterScorePart)
+    if not choice.scores_decide:
+        return f"moe.choice={choice.kind!r}"
+    if score.fused_options() is None:
+        key = RouterSoftmaxPart.key if score.chooses else RouterScorePart.key
+        return f"{key}={read_key(sections, key)!r}"
     if moe.router_dtype != "float32":
         return f"moe.router_dtype={moe.router_dtype!r}"
     if moe.trace_every or moe.replay:

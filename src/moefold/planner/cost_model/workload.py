@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config, MoEConfig, TrainConfig
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
@@ -27,10 +28,6 @@ NATURAL_IMBALANCE = 1.26
 """Routed tokens of the busiest expert-parallel rank over the mean, under a router that was trained with a balancing
 loss.
 Fitted on Qwen3-235B with natural routing and forced balance (published/README.md, 16K to 128K tokens)."""
-
-FP8_DISPATCH_BYTES_PER_VALUE = {"fp8-blockwise": 1 + 4 / 128}
-"""Bytes of a dispatched value, by `moe.dispatch_precision`, where it is not of the compute type: 8 bits, and a float32
-scale for 128."""
 
 CudaGraphs = Literal["none", "partial", "full"]
 
@@ -68,8 +65,8 @@ class TrainingWorkload:
     imbalance: float = 1.0
     """Routed tokens of the busiest expert-parallel rank over the mean: 1 for forced balance, otherwise
     NATURAL_IMBALANCE."""
-    dispatch_precision: str = "dtype"
-    """`moe.dispatch_precision` of the dispatched tokens. Results and gradients are sent in the compute type."""
+    wire: WirePart = field(default_factory=lambda: chosen_in(MoEConfig(), WirePart))
+    """Number format of the dispatched tokens. Results and gradients are sent in the compute type."""
     cuda_graphs: CudaGraphs = "none"
     """Scope of the CUDA graphs, which cost no launches: nothing, all but the experts and their all-to-all, or the whole
     step."""
@@ -124,7 +121,7 @@ class TrainingWorkload:
     @property
     def dispatch_bytes(self) -> float:
         """Bytes of a dispatched value."""
-        return FP8_DISPATCH_BYTES_PER_VALUE.get(self.dispatch_precision, float(self.value_bytes))
+        return self.wire.value_bytes(self.value_bytes)
 
     @property
     def gemm_precision(self) -> str:
@@ -167,7 +164,7 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
         precision=precision,
         dtype=cfg.run.dtype,
         capacity_factor=cfg.moe.capacity_factor,
-        dispatch_precision=cfg.moe.dispatch_precision,
+        wire=chosen(cfg, WirePart),
         optimizer=optimizer,
         **software,
     )

@@ -14,11 +14,6 @@ MIDPOINT_WEIGHT = 1 / 3
 """Factor of the reduced weights."""
 
 
-def noise_width(top_k: int, num_experts: int) -> int:
-    """Return the uniform numbers that the choices of a token need: one of each expert and one more, for each choice."""
-    return top_k * (num_experts + 1)
-
-
 def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tensor | None) -> Tensor:
     """Choose the experts of each token, int64 [T, K]; without a gradient.
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SAMPLING_STREAM = 0xBF58476D1CE4E5B9
-"""XOR of the seed of the input jitter with it is the seed of the samples."""
+
+def noise_width(top_k: int, num_experts: int) -> int:
+    """Return the uniform numbers of a token: for each choice one of each expert, and one for its weight."""
+    return sum(num_experts + 1 for _ in range(top_k))
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,14 @@ class MixedChoices:
     weights: Tensor
 
 
-def sparse_mixer(logits: Tensor, top_k: int, jitter: float, noise: Tensor | None) -> MixedChoices:
+def sparse_mixer(logits: Tensor, top_k: int, noise: Tensor | None, jitter: float) -> MixedChoices:
     """Choose the experts of logits [B, S, E].
 
     Args:
         logits: float64.
         top_k: K.
-        jitter: half the relative distance to the best logit up to which an expert takes part.
         noise: uniform numbers [B, S, K * (E + 1)] in [0, 1); None outside training.
+        jitter: half the relative distance to the best logit up to which an expert takes part.
     """
     batch, length, _ = logits.shape
     experts = torch.zeros(batch, length, top_k, dtype=torch.int64)

@@ -1,0 +1,52 @@
+"""Meanings of several settings of routing together, and code that several choices of experts share. Torch-free."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.balance_scope import BalanceScopePart
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.problem import Problem
+from moefold.config.schema import Config, MoEConfig, has_moe_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def aux_coefficient(moe: MoEConfig) -> float:
+    """Return the coefficient of the load-balancing loss: `aux_loss` where the scores decide, else 0."""
+    return moe.aux_loss if chosen_in(moe, ChoicePart).scores_decide else 0.0
+
+
+def depends_on_data_parallel_size(recipe: Config) -> bool:
+    """Return whether the load-balancing loss depends on dp."""
+    accumulates = chosen_in(recipe.moe, BalanceScopePart).accumulates
+    return accumulates and aux_coefficient(recipe.moe) > 0 and has_moe_layers(recipe.model)
+
+
+def no_bias_problems(recipe: Config, choice: str, reason: str) -> Iterator[Problem]:
+    """Yield the settings of scores that contradict a choice.
+
+    Args:
+        recipe: the recipe.
+        choice: its `moe.choice`.
+        reason: what the choice does instead, such as "reads no score".
+    """
+    model = recipe.model
+    if not has_moe_layers(model):
+        return
+    if model.expert_bias:
+        rule = f"contradicts moe.choice={choice!r}, which {reason}"
+        yield Problem("model.expert_bias", True, rule, "choose expert_bias=false, or choice='topk'")
+    if model.num_groups > 1:
+        rule = f"contradicts moe.choice={choice!r}, which {reason}"
+        way_out = "leave num_groups and top_groups out, or choose choice='topk'"
+        yield Problem("model.num_groups", model.num_groups, rule, way_out)
+
+
+def assign_in_turn(index_T: "Tensor", top_k: int, num_experts: int, *, first: int = 0) -> "Tensor":
+    """Assign the experts from `first` on to the tokens in turn: perfectly even load. int64 [T, K]."""
+    import torch
+
+    counter_TK = index_T.unsqueeze(1) * top_k + torch.arange(top_k, device=index_T.device)
+    return first + counter_TK % (num_experts - first)

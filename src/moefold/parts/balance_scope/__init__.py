@@ -1,0 +1,1 @@
+"""Tokens over which the load-balancing loss counts."""

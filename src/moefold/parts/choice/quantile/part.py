@@ -1,0 +1,59 @@
+"""Choice balanced by quantiles of the scores of a micro-batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart, Tokens
+from moefold.config.problem import Problem
+from moefold.config.schema import has_moe_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantile(ChoicePart):
+    """The best scores after subtracting from each expert the quantile that gives it its share of the tokens."""
+
+    reads_micro_batch: ClassVar[bool] = True
+    sets_bias: ClassVar[bool] = True
+
+    def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor":
+        """Return the (1 - K/E) quantile of each expert's scores; all-gathers the scores of the micro-batch."""
+        from moefold.parts.choice.quantile.module import quantile_thresholds
+
+        return quantile_thresholds(scores_TE, top_k, tokens.group, tokens.is_token())
+
+    def select(self, inputs: ChoiceInputs) -> "Tensor":
+        """Return the best experts above the thresholds in training, by the biased scores in evaluation."""
+        if inputs.thresholds_E is None:
+            return inputs.best(inputs.ranking_TE)
+        return inputs.best(inputs.scores_TE - inputs.thresholds_E)
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield that there is no bias for the thresholds, or nothing to balance."""
+        model = recipe.model
+        if not has_moe_layers(model):
+            return
+        if not model.expert_bias:
+            yield Problem(
+                self.key,
+                self.kind,
+                "stores its thresholds in the expert bias, with which evaluation and generation route, and "
+                "model.expert_bias=false",
+                "set model.expert_bias=true",
+            )
+        if model.top_k == model.num_router_choices:
+            yield Problem(
+                self.key,
+                self.kind,
+                f"has nothing to balance: model.top_k={model.top_k} is every expert",
+                f"choose top_k of at most {model.num_experts - 1}, or choice='topk'",
+            )
+
+    def formula(self) -> ChoiceFormula:
+        """Return the choice by the scores less the thresholds, which the oracle computes."""
+        return ChoiceFormula(False, True, lambda logits, scores, biased, is_token: scores)

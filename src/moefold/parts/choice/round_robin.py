@@ -1,0 +1,37 @@
+"""Forced choice: every expert gets the same number of tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.problem import Problem
+from moefold.config.routing import assign_in_turn, no_bias_problems
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRobin(ChoicePart):
+    """The experts in turn: a perfectly even load, for benchmarks."""
+
+    is_forced: ClassVar[bool] = True
+
+    def select(self, inputs: ChoiceInputs) -> "Tensor":
+        """Return the next experts of each token."""
+        return assign_in_turn(inputs.tokens.global_index(), inputs.top_k, inputs.logits_TE.shape[1])
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield settings of scores, which it does not read."""
+        return no_bias_problems(recipe, self.kind, "reads no score")
+
+    def formula(self) -> ChoiceFormula:
+        """Return the experts of a token by counting."""
+
+        def forced(token: int, top_k: int, num_experts: int) -> list[int]:
+            return [(token * top_k + k) % num_experts for k in range(top_k)]
+
+        return ChoiceFormula(False, False, lambda logits, scores, biased, is_token: biased, forced)

@@ -1,0 +1,1 @@
+"""Choice balanced by Sinkhorn iterations."""

@@ -1,0 +1,21 @@
+"""Sinkhorn iterations of the oracle, in float64; no code is shared with the trainer."""
+
+import torch
+from torch import Tensor
+
+
+def ranking(iterations: int, logits: Tensor, scores: Tensor, biased: Tensor, is_token: Tensor) -> Tensor:
+    """Return the scaled matrix of a micro-batch, [B, S, E], 0 for padding."""
+    values = torch.zeros_like(logits)
+    values[is_token] = _sinkhorn(logits[is_token], iterations)
+    return values
+
+
+def _sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """Return exp(logits) with its columns scaled by Sinkhorn iterations over rows and columns."""
+    matrix = torch.exp(logits)
+    columns = torch.ones(logits.shape[1], dtype=torch.float64)
+    for _ in range(iterations):
+        rows = 1 / (matrix @ columns)
+        columns = 1 / (matrix.T @ rows)
+    return matrix * columns

@@ -1,0 +1,44 @@
+"""Choice balanced by Sinkhorn iterations over a micro-batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+from moefold.config.routing import no_bias_problems
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinkhorn(ChoicePart):
+    """The best logits after offsets that balance the experts, in training; the best logits in evaluation."""
+
+    reads_micro_batch: ClassVar[bool] = True
+    iterations: Annotated[int, FlatKey("moe.sinkhorn_iterations")]
+
+    def select(self, inputs: ChoiceInputs) -> "Tensor":
+        """Return the best experts by logits and offsets; all-gathers the logits of the micro-batch in training."""
+        from moefold.parts.choice.sinkhorn.module import sinkhorn_offsets
+
+        if not inputs.is_training:
+            return inputs.largest(inputs.logits_TE)
+        tokens = inputs.tokens
+        offsets_E = sinkhorn_offsets(inputs.logits_TE, self.iterations, tokens.group, tokens.is_token())
+        return inputs.largest(inputs.logits_TE + offsets_E)
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield what would balance the experts too."""
+        return no_bias_problems(recipe, self.kind, "balances the experts by itself")
+
+    def formula(self) -> ChoiceFormula:
+        """Return the choice by a matrix whose rows and columns are scaled."""
+        from moefold.parts.choice.sinkhorn.oracle import ranking
+
+        return ChoiceFormula(False, False, partial(ranking, self.iterations))

@@ -1,0 +1,64 @@
+"""Forced choice: a share of the tokens goes to expert 0."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+from moefold.config.routing import assign_in_turn, no_bias_problems
+from moefold.config.schema import has_moe_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skewed(ChoicePart):
+    """Expert 0 for an evenly spread share of the tokens, and the other experts in turn, for benchmarks."""
+
+    is_forced: ClassVar[bool] = True
+    share: Annotated[float, FlatKey("moe.skew")]
+
+    def select(self, inputs: ChoiceInputs) -> "Tensor":
+        """Return expert 0 or the next one first, and then the next ones."""
+        return self.assign(inputs.tokens.global_index(), inputs.top_k, inputs.logits_TE.shape[1])
+
+    def assign(self, index_T: "Tensor", top_k: int, num_experts: int) -> "Tensor":
+        """Assign experts to the tokens of a micro-batch by their indices, int64 [T, K]."""
+        ids_TK = assign_in_turn(index_T, top_k, num_experts, first=1)
+        index_T = index_T.double()
+        ids_TK[:, 0].masked_fill_(((index_T + 1) * self.share).floor() > (index_T * self.share).floor(), 0)
+        return ids_TK
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield settings of scores, which it does not read, and too few experts."""
+        yield from no_bias_problems(recipe, self.kind, "reads no score")
+        model = recipe.model
+        if not has_moe_layers(model) or model.top_k < model.num_experts:
+            return
+        if model.num_experts == 1:
+            rule = "needs more experts than expert 0, and model.num_experts=1"
+            yield Problem(self.key, self.kind, rule, "choose 2 or more")
+            return
+        yield Problem(
+            self.key,
+            self.kind,
+            f"assigns all other experts to the remaining tokens, so model.top_k={model.top_k} must be below "
+            f"model.num_experts={model.num_experts}",
+            f"choose top_k of at most {model.num_experts - 1}",
+        )
+
+    def formula(self) -> ChoiceFormula:
+        """Return the experts of a token by counting."""
+
+        def forced(token: int, top_k: int, num_experts: int) -> list[int]:
+            others = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
+            is_skewed = math.floor((token + 1) * self.share) > math.floor(token * self.share)
+            return [0, *others[1:]] if is_skewed else others
+
+        return ChoiceFormula(False, False, lambda logits, scores, biased, is_token: biased, forced)

@@ -1,0 +1,1 @@
+"""Score functions of the router."""

@@ -1,0 +1,52 @@
+"""Sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437 sec. 2.1.2)."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from moefold.config.groups.router_score import SCORE_SUM_EPS, RouterScorePart, ScoreFormula, Softmax
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidScore(RouterScorePart):
+    """Sigmoid of each logit by itself."""
+
+    normalize: Annotated[bool, FlatKey("model.router_normalize")]
+
+    def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
+        """Return the sigmoids."""
+        from moefold.ops.elementwise import sigmoid
+
+        return sigmoid(logits_TE)
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the scores of the chosen experts, divided by their sum if `normalize`."""
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return weights_TK / (weights_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS) if self.normalize else weights_TK
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Return whether the weights are divided by their sum."""
+        return self.normalize
+
+    def uniform_weight(self, num_experts: int) -> float:
+        """Return the sigmoid of 0."""
+        return 0.5
+
+    def fused_options(self) -> dict[str, bool]:
+        """Return the options of the kernel."""
+        return {"is_softmax": False, "is_post_softmax": False, "normalizes_probs": self.normalize}
+
+    def formula(self) -> ScoreFormula:
+        """Return 1 / (1 + exp(-x))."""
+
+        def weights(chosen: "Tensor") -> "Tensor":
+            return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen
+
+        return ScoreFormula(lambda logits: 1 / (1 + math.e**-logits), weights, num_summed=2)

@@ -1,0 +1,83 @@
+"""Softmax over the experts; `model.router_softmax` says how the chosen ones are weighted."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
+from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.part import KindOf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxScore(RouterScorePart):
+    """Softmax of the logits over all experts."""
+
+    weighting: Annotated[RouterSoftmaxPart, KindOf("router_softmax")]
+    sums_top2: ClassVar[bool] = False
+
+    def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
+        """Return the softmax."""
+        return softmax(logits_TE)
+
+    def ranking(self, logits_TE: "Tensor", scores_TE: "Tensor") -> "Tensor":
+        """Return the logits: softmax is monotonic, and the logits have the finer resolution."""
+        return logits_TE
+
+    def distribution(self, scores_TE: "Tensor") -> "Tensor":
+        """Return the scores, which sum to 1."""
+        return scores_TE
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the weights by `weighting`."""
+        return self.weighting.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
+
+    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
+        """Return the choices by `weighting`, if it chooses."""
+        return self.weighting.choose(logits_TE, top_k, noise_TN)
+
+    def noise_width(self, top_k: int, num_choices: int) -> int:
+        """Return the uniform numbers by `weighting`."""
+        return self.weighting.noise_width(top_k, num_choices)
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether `weighting` chooses."""
+        return self.weighting.chooses
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Return whether the weights of `weighting` do."""
+        return self.weighting.sum_to_one
+
+    @property
+    def sums_to_one_by(self) -> tuple[str, str]:
+        """Return the kinds of `model.router_softmax`."""
+        return 'model.router_softmax="post"', 'model.router_softmax="pre"'
+
+    def uniform_weight(self, num_experts: int) -> float | None:
+        """Return an equal share of 1, if the weights are scores."""
+        return self.weighting.uniform_weight(num_experts)
+
+    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
+        """Return the bytes of `weighting`."""
+        return self.weighting.saved_bytes(top_k, num_choices, value_bytes)
+
+    def decoding_is_post(self) -> bool | None:
+        """Return whether `weighting` takes the softmax of the chosen logits."""
+        return self.weighting.is_post
+
+    def fused_options(self) -> dict[str, bool] | None:
+        """Return the options of both softmaxes."""
+        if self.weighting.is_post is None:
+            return None
+        return {"is_softmax": True, "is_post_softmax": self.weighting.is_post, "normalizes_probs": False}
+
+    def formula(self) -> ScoreFormula | None:
+        """Return the softmax with the formula of `weighting`."""
+        weighted = self.weighting.formula()
+        return None if weighted is None else weighted(lambda logits: logits.softmax(-1))

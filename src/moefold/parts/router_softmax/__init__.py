@@ -1,0 +1,1 @@
+"""Routing weights of a router with softmax scores."""

@@ -1,0 +1,28 @@
+"""Softmax before the choice: the weights are the scores."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moefold.config.groups.router_score import ScoreFormula, Softmax
+from moefold.config.groups.router_softmax import RouterSoftmaxPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxBeforeChoice(RouterSoftmaxPart):
+    """The softmax over all experts, at the chosen ones."""
+
+    is_post: ClassVar[bool | None] = False
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the scores of the chosen experts."""
+        return scores_TE.gather(1, ids_TK)
+
+    def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
+        """Return the chosen scores as they are."""
+        return lambda softmax: ScoreFormula(softmax, lambda chosen: chosen, num_summed=1)

@@ -1,0 +1,1 @@
+"""SparseMixer-v2 (arXiv:2409.12136)."""

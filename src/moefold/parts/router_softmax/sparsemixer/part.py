@@ -1,0 +1,91 @@
+"""SparseMixer-v2 (arXiv:2409.12136; Phi-3.5-MoE): choices one after another, sampled in training."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from moefold.config.chosen import chosen
+from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
+from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+from moefold.config.schema import has_moe_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseMixer(RouterSoftmaxPart):
+    """Each choice has a softmax of its own, over the experts that are not chosen yet and close to the best one."""
+
+    jitter: Annotated[float, FlatKey("model.sparsemixer_jitter")]
+    samples: Annotated[bool, FlatKey("moe.sparsemixer_sampling")]
+
+    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor":
+        """Return the choices: sampled where there is noise, else the best ones."""
+        from moefold.parts.router_softmax.sparsemixer.module import sample_experts
+
+        return sample_experts(logits_TE, top_k, self.jitter, noise_TN)
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the probability of each choice in its own softmax."""
+        from moefold.parts.router_softmax.sparsemixer.module import mixer_weights
+
+        return mixer_weights(logits_TE, ids_TK, self.jitter, noise_TN)
+
+    def noise_width(self, top_k: int, num_choices: int) -> int:
+        """Return the uniform numbers of a token: one of each expert and one more, for each choice."""
+        return top_k * (num_choices + 1) if self.samples else 0
+
+    @property
+    def chooses(self) -> bool:
+        """Return True."""
+        return True
+
+    def uniform_weight(self, num_experts: int) -> None:
+        """Return None: each choice is among fewer experts than the one before."""
+
+    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
+        """Return the bytes of a softmax and two masks for each choice."""
+        return top_k * num_choices * (value_bytes + 2)
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield what else would decide over the choices than the logits."""
+        model = recipe.model
+        if not has_moe_layers(model) or not chosen(recipe, RouterScorePart).chooses:
+            return
+        others = {
+            f"moe.choice={recipe.moe.choice!r}": (not chosen(recipe, ChoicePart).scores_decide, "choice='topk'"),
+            "model.expert_bias=true": (model.expert_bias, "expert_bias=false"),
+            f"model.num_groups={model.num_groups}": (model.num_groups > 1, "num_groups=1"),
+            f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
+        }
+        for name, (is_set, way_out) in others.items():
+            if is_set:
+                yield Problem(
+                    self.key,
+                    self.kind,
+                    f"does not go with {name}: it chooses by the logits alone, and the weights of a token have no "
+                    "fixed sum",
+                    f"choose {way_out}, or router_softmax='pre'",
+                )
+
+    def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
+        """Return the choices token by token."""
+        from moefold.parts.router_softmax.sparsemixer.oracle import noise_width, sparse_mixer
+
+        def weights(chosen: "Tensor") -> "Tensor":
+            raise AssertionError("its weights are no scores")
+
+        def formula(softmax: Callable[["Tensor"], "Tensor"]) -> ScoreFormula:
+            choose: Callable[..., Any] = partial(sparse_mixer, jitter=self.jitter)
+            return ScoreFormula(softmax, weights, 1, choose, noise_width if self.samples else None)
+
+        return formula

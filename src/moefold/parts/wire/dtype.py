@@ -1,0 +1,19 @@
+"""Tokens are sent in the type in which the model computes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moefold.config.groups.wire import WirePart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeDtype(WirePart):
+    """The type in which the model computes."""
+
+    def formula(self) -> Callable[["Tensor"], "Tensor"]:
+        """Return the identity."""
+        return lambda rows: rows

@@ -1,0 +1,1 @@
+"""FP8 in blocks of 128 values."""
