@@ -95,7 +95,7 @@ def test_without_a_formula_it_is_refused_by_name(pool: WorkerPool, package: str)
 
 
 def _first_step(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights after a step, and those of torch.optim.SGD."""
+    """Return the weights after a step, and the weights after a step of torch.optim.SGD."""
     record = run_distributed(cfg, 1)
     weights = {name: torch.nn.Parameter(record.initial[name].clone()) for name in record.gradients}
     for name, weight in weights.items():
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, package:
 
 
 def _bytes_of_states(cfg: Config) -> tuple[int, int, int]:
-    """Return the bytes of the states by the formula, those that this rank has allocated, and those of moments."""
+    """Return the bytes of the states by the formula, of the allocated states, and of moments that are offloaded."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     states = TrainingStep(parallelize(cfg, groups), cfg).optimizer.state.values()
     built = sum(local_tensor(x).numel() * x.element_size() for state in states for x in state.values())

@@ -31,7 +31,7 @@ class ForwardOnlyOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def perturb(self, step_number: int, number: int) -> None:
-        """Set the weights to those of a pass.
+        """Set the weights of a pass.
 
         Args:
             step_number: number of the step.

@@ -27,7 +27,7 @@ class ForwardPasses:
             layer.counts_without_gradients = True
 
     def run(self, batch: Batch, step: int, begin_step: Callable[[int, Batch], None]) -> Tensor:
-        """Run a batch with the weights of each pass; the weights stay those of the last one.
+        """Run a batch with the weights of each pass; the weights stay as the last one has them.
 
         Collective. Routers and losses are the same as in training: statistics of routing come from the last pass.
 

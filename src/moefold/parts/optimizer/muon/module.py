@@ -14,8 +14,7 @@ from moefold.config.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.parts.optimizer.adamw.module import build_adamw
-from moefold.parts.optimizer.muon.part import MOMENTUM
-from moefold.parts.optimizer.muon.part import Muon as MuonPart
+from moefold.parts.optimizer.muon.part import MOMENTUM, Muon
 from moefold.parts.optimizer.muon.redistribute import MatrixKey, MatrixRedistributor
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -54,7 +53,7 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     return x.t() if is_tall else x
 
 
-class Muon(torch.optim.Optimizer):
+class MuonOptimizer(torch.optim.Optimizer):
     """Muon for some matrices and a fallback optimizer for all other parameters, under one learning rate.
 
     Every rank of the stage has its shard of the momentum, sharded like the parameter. Each full matrix is gathered on
@@ -72,7 +71,7 @@ class Muon(torch.optim.Optimizer):
         self,
         matrices: Mapping[str, nn.Parameter],
         fallback: torch.optim.Optimizer,
-        part: MuonPart,
+        part: Muon,
         split: SplitMatrices,
         run: OptimizerRun,
     ) -> None:
@@ -126,7 +125,7 @@ class Muon(torch.optim.Optimizer):
         return full_matrix
 
 
-def build_muon(part: MuonPart, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> Muon:
+def build_muon(part: Muon, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> MuonOptimizer:
     """Build Muon with AdamW for the parameters that it leaves; collective over the stage.
 
     Args:
@@ -140,7 +139,7 @@ def build_muon(part: MuonPart, parameters: Mapping[str, nn.Parameter], run: Opti
     def split(name: str, matrix: Tensor) -> Sequence[Tensor]:
         return logical_matrices(run.weights[name], matrix)
 
-    return Muon(matrices, fallback, part, split, run)
+    return MuonOptimizer(matrices, fallback, part, split, run)
 
 
 def _select_matrix(tensor: Tensor, index: int) -> Tensor:
