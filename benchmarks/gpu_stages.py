@@ -133,7 +133,7 @@ class ComparingAutotuner(Autotuner):
         self._title = title
         self._seen: set[object] = set()
 
-    def choose(self, key: TuningKey, candidates: Candidates, device: torch.device) -> str:
+    def choose(self, key: TuningKey, candidates: Candidates) -> str:
         """Record the candidates of a new key; return the first."""
         first = next(iter(candidates))
         if key in self._seen:

@@ -202,9 +202,16 @@ def test_a_model_equals_the_model_of_a_run():
         (lambda f: moefold.train_model(moefold.load_config(None, ["parallel.mapping=auto"])), "result of load_recipe"),
         (
             lambda f: moefold.train_model(
+                moefold.load_recipe(None, ["data.kind=task", "rl.group_size=4", "rl.objective=clip"]),
+                loss=lambda *_: None,
+            ),
+            "^loss= replaces the loss of the recipe, which sets rl.objective",
+        ),
+        (
+            lambda f: moefold.train_model(
                 moefold.load_config(None, ["data.kind=task", "rl.group_size=4"]), loss=lambda *_: None
             ),
-            "^rl.group_size=4 has the loss that rl.objective names",
+            "^loss=function has no attribute `columns`",
         ),
     ],
 )

@@ -170,7 +170,8 @@ def train_model(
     Args:
         recipe: a TOML file, or what `load_recipe` or `load_config` returned.
         overrides: words of the form `section.key=value`, for a file.
-        loss: the loss to minimise; None: next-token prediction.
+        loss: the loss to minimise; None: what the recipe asks for. With reinforcement learning it has an attribute
+            `columns`, the columns of a batch that it reads.
         data: the samples of a recipe with `data.kind="program"`.
         callbacks: hooks of the training loop. Ranks that are started work on copies of all three, which must be
             picklable for GPU ranks; `if __name__ == "__main__"` must then guard the call.
@@ -184,7 +185,7 @@ def train_model(
         RunError: the run failed, or a rank that was started did; the rank's message is on stderr.
     """
     loaded = _loaded(recipe, overrides)
-    _check_loss(loaded.cfg, loss)
+    _check_loss(loaded, loss)
     rank_env = read_rank_env()
     setup = set_up_run(loaded, rank_env, data)
     if setup.is_finished:
@@ -239,7 +240,7 @@ def train_in_process(
             or, if a rank hangs for `faults.timeout_s` or its process is gone, print the diagnosis and end.
     """
     loaded = _loaded(recipe, overrides)
-    _check_loss(loaded.cfg, loss)
+    _check_loss(loaded, loss)
 
     from moefold.train.in_process import train_in_program
     from moefold.train.worker import ProgramParts
@@ -342,12 +343,20 @@ def generate(
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
-def _check_loss(cfg: Config, loss: "LossFunction | None") -> None:
-    if loss is not None and cfg.is_rl:
-        raise ConfigError(
-            f"rl.group_size={cfg.rl.group_size} has the loss that rl.objective names, and loss= would replace it; "
-            "leave one of them out"
-        )
+def _check_loss(loaded: LoadedRecipe, loss: "LossFunction | None") -> None:
+    """Check that a loss of the program can train on the rollouts of the recipe, and that nothing else names a loss.
+
+    Raises:
+        ConfigError: it cannot, or the recipe sets a key of the loss that it replaces.
+    """
+    if loss is None or not loaded.cfg.is_rl:
+        return
+    from moefold.objectives.recipe_loss import policy_loss_keys, rollout_loss_problem
+
+    if replaced := sorted(loaded.explicit_keys & policy_loss_keys()):
+        raise ConfigError(f"loss= replaces the loss of the recipe, which sets {', '.join(replaced)}; leave one out")
+    if problem := rollout_loss_problem(loss, loaded.cfg.rl):
+        raise ConfigError(f"loss={type(loss).__name__} {problem}")
 
 
 def _loaded(recipe: str | Path | LoadedRecipe | Config, overrides: Sequence[str]) -> LoadedRecipe:

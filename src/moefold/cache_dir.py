@@ -1,9 +1,16 @@
-"""Cache folders: the named or default one, and a temporary fallback."""
+"""Cache folders: the named or default one, and a temporary fallback; entries of JSON."""
 
+import hashlib
+import json
+import logging
 import os
 import stat
 import tempfile
+import uuid
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
@@ -23,6 +30,26 @@ def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
     temporary = _temporary_cache_dir()
     is_untrusted = os.path.lexists(temporary) and _is_untrusted_dir(temporary)
     return (named,) if is_untrusted else (named, temporary)
+
+
+def entry_key(identity: Any) -> str:
+    """Return the name of an entry: 32 hexadecimal digits that change with its identity, a JSON value."""
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def write_json_entry(folders: tuple[Path, ...], name: str, value: Any) -> Path | None:
+    """Write an entry to the first folder that can be written; return its path, or None after warnings."""
+    for folder in folders:
+        draft = folder / f"{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            draft.write_text(json.dumps(value), encoding="utf-8")
+            os.replace(draft, folder / name)
+        except OSError as error:
+            logger.warning("The cache cannot be written in %s (%s)", folder, error.strerror or error)
+        else:
+            return folder / name
+    return None
 
 
 def _temporary_cache_dir() -> Path:

@@ -18,7 +18,7 @@ from benchmarks.gpu_roofline import (
     part_of,
 )
 from moefold.ops.autotune import Autotuner, TuningKey
-from moefold.testing.cuda_trace import CUDA, Event, Trace, trace_cuda
+from moefold.testing.cuda_trace import Event, Trace, trace_cuda
 from tests.gpu_static.uninterpreted import run_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
@@ -103,7 +103,7 @@ def test_a_trace_takes_the_candidate_with_the_smallest_estimate_and_records_it_a
 
     with trace_cuda(trace):
         chosen = Autotuner(is_enabled=False).choose(
-            TuningKey("sin", 1000, ()), {name: partial(run, name) for name in ("three", "one")}, CUDA
+            TuningKey("sin", 1000, ()), {name: partial(run, name) for name in ("three", "one")}
         )
         assert chosen == "one"
         assert trace.events == []

@@ -15,11 +15,10 @@ from moefold.metrics.progress import StepLine
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
 from moefold.metrics.tracker import _LAYER_SCALARS, _SCALARS
-from moefold.objectives.policy import POLICY_METRICS
-from moefold.objectives.preference import KTO_METRICS, PAIR_METRICS
 from moefold.rl.rollout import Group, Rollout
 from moefold.rl.statistics import RoundStatistics
 from tests.metrics.example import LAYER, MEMORY, STEP
+from tests.objectives.losses import policy, preference
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NAMES = {group.prefix: [one.name for one in group.definitions] for group in GROUPS}
@@ -56,8 +55,9 @@ def test_metrics_of_losses_and_rollouts_are_those_that_are_computed():
     group = Group(Prompt("p", "p", (1, 2)), (rollout,), np.ones(1), np.ones(1))
     computed = set(RoundStatistics().add([group], 1.0, 1.0).metrics([group]))
     by_loader = {"staleness", "rollout_wait_s", "eval_reward"}
-    assert set(NAMES["rl."]) == computed | by_loader | {metric.name for metric in POLICY_METRICS}
-    assert set(NAMES["loss_metrics."]) == {metric.name for metric in (*PAIR_METRICS, *KTO_METRICS)} | {"*"}
+    assert set(NAMES["rl."]) == computed | by_loader | {metric.name for metric in policy().metrics}
+    methods = [preference(method=method).method for method in ("dpo", "kto")]
+    assert set(NAMES["loss_metrics."]) == {name for method in methods for name in method.mean_metrics} | {"*"}
 
 
 def test_what_trackers_and_inspect_show_is_of_the_record():

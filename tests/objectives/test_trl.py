@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.objectives.policy import PolicyGradientLoss
-from moefold.objectives.preference import PreferenceLoss
 from tests.objectives.example import IDS, PAIR_IDS, Example, example, pair_example
+from tests.objectives.losses import policy, preference
 
 pytest.importorskip("trl", reason="pip install -e '.[align-check]' installs TRL")
 
@@ -155,30 +154,30 @@ def _rollouts(mean: str) -> Example:
 @pytest.mark.parametrize(
     ("mean", "settings", "loss"),
     [
-        ("rollout", {}, PolicyGradientLoss(objective="clip")),
-        ("rollout", {"beta": 0.3}, PolicyGradientLoss(objective="clip", kl=0.3)),
-        ("token", {"loss_type": "dapo"}, PolicyGradientLoss(objective="clip")),
-        ("constant", {"loss_type": "dr_grpo"}, PolicyGradientLoss(objective="clip")),
+        ("rollout", {}, policy(objective="clip")),
+        ("rollout", {"beta": 0.3}, policy(objective="clip", kl=0.3)),
+        ("token", {"loss_type": "dapo"}, policy(objective="clip")),
+        ("constant", {"loss_type": "dr_grpo"}, policy(objective="clip")),
         (
             "token",
             {"loss_type": "cispo", "epsilon_high": 2.0, "beta": 0.1},
-            PolicyGradientLoss(objective="cispo", clip_low=1.0, clip_high=1.0, kl=0.1),
+            policy(objective="cispo", clip_low=1.0, clip_high=1.0, kl=0.1),
         ),
-        ("rollout", {"importance_sampling_level": "sequence"}, PolicyGradientLoss(objective="sequence")),
+        ("rollout", {"importance_sampling_level": "sequence"}, policy(objective="sequence")),
         (
             "token",
             {"loss_type": "dapo", "importance_sampling_level": "sequence", "beta": 0.3},
-            PolicyGradientLoss(objective="sequence", kl=0.3),
+            policy(objective="sequence", kl=0.3),
         ),
         (
             "token",
             {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_truncate"},
-            PolicyGradientLoss(objective="clip", correction="clamp", correction_low=0.7, correction_high=1.5),
+            policy(objective="clip", correction="clamp", correction_low=0.7, correction_high=1.5),
         ),
         (
             "rollout",
             {"beta": 0.3, "vllm_importance_sampling_mode": "token_mask"},
-            PolicyGradientLoss(objective="clip", kl=0.3, correction="mask", correction_low=0.7, correction_high=1.5),
+            policy(objective="clip", kl=0.3, correction="mask", correction_low=0.7, correction_high=1.5),
         ),
     ],
     ids=["grpo", "grpo-kl", "dapo", "dr_grpo", "cispo-kl", "gspo", "gspo-token-mean-kl", "tis", "icepop-kl"],
@@ -243,7 +242,7 @@ def test_dpo_and_ipo(method):
         use_weighting=False,
     )
     theirs = DPOTrainer._compute_loss(stub, _model(log_probs), inputs, False)
-    _assert_equal(case, PreferenceLoss(method=method, beta=0.4), theirs)
+    _assert_equal(case, preference(method=method, beta=0.4), theirs)
 
 
 def test_simpo():
@@ -254,7 +253,7 @@ def test_simpo():
     mean = log_probs.sum(1) / mask.sum(1)
     stub = _stub(alpha=0.0, loss_type="simpo", simpo_gamma=0.7, beta=2.5, label_smoothing=0.0)
     losses, _, _ = CPOTrainer.cpo_loss(stub, mean[:3], mean[3:])
-    _assert_equal(case, PreferenceLoss(method="simpo", beta=2.5, gamma=0.7), losses.mean())
+    _assert_equal(case, preference(method="simpo", beta=2.5, gamma=0.7), losses.mean())
 
 
 def test_kto():
@@ -283,4 +282,4 @@ def test_kto():
         )
         # The divergence is estimated over the completions of a row, as TRL estimates it over a batch.
         total = total + KTOTrainer._compute_loss(stub, _model(log_probs), batch, False) * len(pairs) / 3
-    _assert_equal(case, PreferenceLoss(method="kto", beta=0.4, undesirable_weight=1.3), total)
+    _assert_equal(case, preference(method="kto", beta=0.4, undesirable_weight=1.3), total)

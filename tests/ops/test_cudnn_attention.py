@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.model.attention import CausalAttention
 from moefold.model.transformer import build_model
+from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.parallel import select_ops
@@ -99,7 +100,7 @@ def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = replace(cfg, run=replace(cfg.run, deterministic=is_deterministic))
     for reason in ("", "it differs"):
         monkeypatch.setattr(select_ops, "probe_cudnn_attention", lambda device, reason=reason: reason)
-        kernel, message = select_ops._block_attention(cfg, torch.device(device))
+        kernel, message = select_ops._block_attention(cfg, torch.device(device), Autotuner(is_enabled=True))
         assert (kernel is not None) == (is_used and not reason)
         assert ("as it differs" in message) == (is_used and bool(reason))
 

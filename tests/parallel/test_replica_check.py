@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from moefold.comm.groups import Group
 from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.states import named_moments
+from moefold.parallel import shared_gather
 from moefold.parallel.fsdp import install_comm_hooks
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
@@ -195,13 +198,36 @@ def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_weights_that_were_gathered_wrong_are_named(pool, zero):
-    cfg = tiny(train={"global_batch_size": 3}, world_size=3, zero=zero, faults={"replica_check_every": 1})
+def test_weights_that_were_gathered_wrong_are_named(pool):
+    cfg = tiny(train={"global_batch_size": 3}, world_size=3, zero=3, faults={"replica_check_every": 1})
     found = _only(pool.run(3, _found_with_an_erring_gather, cfg))
     assert {(one.axis, one.ranks) for one in found} == {("edp", (1,))}
     assert {one.what.rpartition(".")[0] for one in found} == {"the gathered layers.1.ffn.experts"}
     assert "on rank 1 differs from the 2 other ranks that hold it (edp)" in found[0].describe()
+
+
+def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
+    """Train a step where rank 1 maps other memory than the ranks with which it shares the gathered weights."""
+    groups = create_groups(cfg)
+    model = parallelize(cfg, groups)
+    real = shared_gather.open_shared_memory
+
+    def open_other(num_bytes: int, group: Group, purpose: str) -> Tensor:
+        memory = real(num_bytes, group, purpose)
+        return memory.clone() if group.rank == 1 else memory
+
+    with patch.object(shared_gather, "open_shared_memory", open_other):
+        training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    return training.run(BatchSharder(data.train, cfg, groups, model.positions).batch(0), 1).divergences
+
+
+@pytest.mark.parity
+def test_a_rank_that_does_not_read_the_shared_weights_is_named(pool):
+    cfg = tiny(train={"global_batch_size": 3}, world_size=3, zero=1, faults={"replica_check_every": 1})
+    found = _only(pool.run(3, _found_with_memory_of_its_own, cfg))
+    gathered = [one for one in found if one.what.startswith("the gathered ")]
+    assert {(one.axis, one.ranks) for one in gathered} == {("dp_cp", (1,)), ("edp", (1,))}
 
 
 HEALTHY = [

@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from moefold.rl.advantage import ADVANTAGES, EPS, is_mixed, length_penalty
+from moefold.config.chosen import chosen_in
+from moefold.config.find import built_in_kinds
+from moefold.config.groups.advantage import EPS, AdvantagePart
+from moefold.config.rl import RLConfig
+from moefold.rl.advantage import is_mixed, length_penalty
+
+ADVANTAGES = {
+    kind: chosen_in(RLConfig(advantage=kind), AdvantagePart).advantages for kind in built_in_kinds("advantage")
+}
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [2.0, 0.0, 1.0, 5.0]])
 

@@ -283,7 +283,7 @@ ALIGNMENT = {
     ),
     f"align.method=dpo {_SCORED}": "align.method='dpo' needs data.kind=\"preference\", and it is 'sft'; set it",
     _PREFERENCE: (
-        "data.kind=\"preference\" needs a loss for pairs, and align.method='none' is none; choose dpo, ipo, simpo, kto"
+        "data.kind=\"preference\" needs a loss for pairs, and align.method='none' is none; choose dpo, ipo, kto, simpo"
     ),
     f"{_PREFERENCE} align.method=dpo data.weights=[1]": (
         "align.method='dpo' reads its rows as one data set; leave data.weights out, and name the files in data.path"

@@ -8,8 +8,15 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import kv_cache_bytes, min_rollout_cache_bytes, num_state_slots, recurrent_state_bytes
+from moefold.cost.kv_cache import (
+    kv_cache_bytes,
+    min_rollout_cache_bytes,
+    num_state_slots,
+    recurrent_state_bytes,
+    rollouts_at_once,
+)
 from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.rollout_memory import drawn_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
@@ -24,6 +31,7 @@ from moefold.validate.memory_need import (
     MemoryShortage,
     check_training_fits,
     find_shortage,
+    min_sampling_memory,
     min_training_memory,
     sampling_rank_memory,
 )
@@ -150,6 +158,7 @@ def test_what_would_fit_is_tried_before_it_is_named():
     assert "lower train.micro_batch_size (now 1) or train.seq_len (now 4096)" in text
 
 
+DEVICES = ("cpu", "cuda")
 RL = ("data.kind=task", "rl.group_size=4", "train.global_batch_size=16", "train.eval_every=0", "rollout.slots=16")
 
 
@@ -171,6 +180,19 @@ def test_pages_and_states_of_rollouts_share_the_limit_of_the_cache():
     limit = num_state_slots(16) * recurrent_state_bytes(cfg) + full // 2
     half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=limit / GIB))
     assert min_rollout_cache_bytes(half) == full // 2 + states
+
+
+def test_draws_of_large_vocabularies_are_counted_where_tokens_are_drawn():
+    """256 rows of 151,936 tokens are drawn in parts of 110: 0.4 GB, as they would be with more rows."""
+    words = (*RL, "rollout.slots=256", "train.global_batch_size=1024", "model.vocab_size=151936")
+    cfg = recipe(*words)
+    drawn = 110 * 151936 * 24
+    assert [min_sampling_memory(cfg, device)[0]["draws of tokens"] for device in ("cpu", "cuda")] == [drawn] * 2
+    mapped = recipe(*words, "parallel.world_size=4", "parallel.pp=2", "parallel.tp=2", "parallel.schedule=gpipe")
+    found = {device: [part["draws of tokens"] for part in min_sampling_memory(mapped, device)] for device in DEVICES}
+    assert found == {"cpu": [0, drawn // 2], "cuda": [0, drawn]}
+    other = recipe(*words, "parallel.world_size=2", "rollout.tp=2")
+    assert [part["draws of tokens"] for part in min_sampling_memory(other, "cuda")] == [drawn // 2]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -245,8 +267,10 @@ def test_a_machine_checks_its_ranks_that_only_sample(monkeypatch):
     words += ["parallel.world_size=4", "rollout.ranks=4", "rollout.pp=2", "train.seq_len=128", "model.preset=tiny"]
     cfg = load_config(None, words)
     check_config(cfg)
-    parts = sampling_rank_memory(cfg)
-    assert [set(part) for part in parts] == [{"rollout weights", "rollout cache"}] * 2
+    parts = sampling_rank_memory(cfg, "cpu")
+    assert [set(part) for part in parts] == [{"rollout weights", "rollout cache", "draws of tokens"}] * 2
+    # The last stage draws.
+    assert [part["draws of tokens"] for part in parts] == [0, drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)]
     sampling, training = RankEnv(4, 0, 8, "", 1, local_world_size=4), RankEnv(0, 0, 8, "", 1, local_world_size=4)
     need = 2 * sum(part.total() for part in parts) + 4 * MIN_PROCESS_BYTES
     monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(need, "free"))

@@ -14,6 +14,7 @@ from moefold.objectives.preference import PreferenceLoss
 from moefold.verify.compare import NamedError, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.oracle_objectives import policy_objective, preference_objective
+from tests.objectives.losses import policy, preference
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
@@ -96,19 +97,19 @@ MAPPINGS = {
     "cp2-ulysses": {"world_size": 2, "cp": 2, "context": "ulysses"},
 }
 OBJECTIVES = {
-    "policy": PolicyGradientLoss(temperature=1.3),
-    "clip": PolicyGradientLoss(objective="clip", kl=0.2, temperature=0.8),
-    "cispo": PolicyGradientLoss(objective="cispo", clip_low=1.0, clip_high=2.0, kl=0.1, kl_kind="k2"),
-    "sequence": PolicyGradientLoss(objective="sequence", kl=0.2, temperature=0.8),
-    "clip-mask": PolicyGradientLoss(objective="clip", correction="mask", correction_low=0.5),
-    "policy-sequence-mask": PolicyGradientLoss(correction="sequence_mask", correction_low=0.8, correction_high=1.6),
-    "sequence-clamp": PolicyGradientLoss(objective="sequence", correction="clamp"),
+    "policy": policy(temperature=1.3),
+    "clip": policy(objective="clip", kl=0.2, temperature=0.8),
+    "cispo": policy(objective="cispo", clip_low=1.0, clip_high=2.0, kl=0.1, kl_kind="k2"),
+    "sequence": policy(objective="sequence", kl=0.2, temperature=0.8),
+    "clip-mask": policy(objective="clip", correction="mask", correction_low=0.5),
+    "policy-sequence-mask": policy(correction="sequence_mask", correction_low=0.8, correction_high=1.6),
+    "sequence-clamp": policy(objective="sequence", correction="clamp"),
 }
 PREFERENCES = {
-    "dpo": PreferenceLoss(method="dpo", beta=0.5),
-    "ipo": PreferenceLoss(method="ipo", beta=0.3),
-    "simpo": PreferenceLoss(method="simpo", beta=2.0),
-    "kto": PreferenceLoss(method="kto", beta=0.5, desirable_weight=1.3),
+    "dpo": preference(method="dpo", beta=0.5),
+    "ipo": preference(method="ipo", beta=0.3),
+    "simpo": preference(method="simpo", beta=2.0),
+    "kto": preference(method="kto", beta=0.5, desirable_weight=1.3),
 }
 FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "zero3", "interleaved")]
 FAST += [("zero3", "clip"), ("cp2-ulysses", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]

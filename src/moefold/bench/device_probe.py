@@ -24,6 +24,7 @@ from moefold.model.attention import CausalAttention
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.transformer import TORCH_DTYPES
+from moefold.parallel.kernel_choices import settle_choices
 from moefold.parallel.select_ops import SelectedKernels, select_kernels
 from moefold.planner.device_fit import AttentionTime, CollectiveTime, DeviceMeasurements, ExpertsTime, GemmTime
 from moefold.progress import ProgressCallback, ignore_progress
@@ -120,6 +121,8 @@ class DeviceProbe:
         settings: dict[str, Any] = {"device": device.type, "dtype": dtype}
         run = replace(cfg.run, **settings)
         self._kernels: SelectedKernels = select_kernels(replace(cfg, run=run), device)
+        self.kernel_message = ""
+        """The kernels that were chosen by time, and the file that records them; of rank 0."""
 
     @torch.no_grad()
     def measure(self) -> DeviceMeasurements:
@@ -135,6 +138,7 @@ class DeviceProbe:
         attention = tuple(self._attention_times())
         self._on_progress("experts")
         experts = self._experts_time()
+        self.kernel_message = settle_choices(self._kernels.autotuner, self._device, self._world)
         self._on_progress("collectives")
         return DeviceMeasurements(
             dtype=self._dtype,
@@ -213,6 +217,7 @@ class DeviceProbe:
     def _attention_times(self) -> Iterator[AttentionTime]:
         attention = CausalAttention()
         attention.kernel = self._kernels.attention
+        attention.tuner = self._kernels.autotuner
         heads = self._sizes.heads
         for seq_len in self._sizes.seq_lens:
             samples = max(1, self._sizes.attention_tokens // seq_len)

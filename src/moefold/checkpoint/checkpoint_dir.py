@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
-from moefold.config.align import REWARD_METHODS, AlignConfig
+from moefold.config.align import AlignConfig
 from moefold.config.bounds import keys_with
+from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import (
     INDEX_KINDS,
     ModelConfig,
@@ -167,11 +169,12 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **asdict(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
-    align = cfg.align if cfg.align.method in REWARD_METHODS else AlignConfig(method=cfg.align.method)
+    method = chosen_in(cfg.align, AlignmentPart)
+    align = cfg.align if method.reads_rewards else AlignConfig(method=cfg.align.method)
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
     order |= {f"align.{key}": value for key, value in asdict(align).items()}
-    if cfg.align.method != "condition":
+    if not method.conditions:
         del order[WANT_KEY]
     # The list of dropped files is compared instead.
     del order["corrupt"]

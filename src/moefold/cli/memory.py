@@ -123,7 +123,7 @@ def _report_formulas(
     ]
     further = further_weights(cfg) if cfg.is_rl else tuple(BytesByPart() for _ in formulas)
     sampling: tuple[BytesByPart, ...] = ()
-    sampling_ranks = sampling_rank_memory(cfg) if cfg.is_rl else ()
+    sampling_ranks = sampling_rank_memory(cfg, device_type) if cfg.is_rl else ()
     if cfg.is_rl and not sampling_ranks:
         sampling = tuple(
             own + models for own, models in zip(min_sampling_memory(cfg, device_type), further, strict=True)

@@ -26,7 +26,8 @@ KEPT_KEYS = "sync_s, tiles, quantize_passes and precisions below 16 bits"
 EPILOG = """The ranks measure what the planner prices: copies, GEMMs of several depths, attention at several lengths,
 grouped experts, kernel launches, and all-gather and all-to-all by size of group and message, with the kernels and the
 threads of a training run and all ranks busy at the same time. Start it with torchrun or srun to measure the network
-between machines. Numbers that are not measured are kept from the base device; the file names them.
+between machines. Numbers that are not measured are kept from the base device; the file names them. On a GPU, kernels
+that are chosen by time are chosen for the probe's shapes, and recorded for runs of this device.
 
 examples:
   moefold probe this-machine.toml --ranks 8
@@ -93,9 +94,12 @@ def _measure(args: argparse.Namespace, base: str, rank_env: RankEnv, device_type
             progress.report,
         )
         measured = probe.measure()
+        kernel_message = probe.kernel_message
         machine = describe_device(device)
     if rank_env.rank == 0:
         _write(args, load_device(base), machine, rank_env, measured)
+        if kernel_message:
+            print_escaped(kernel_message, flush=True)
     return 0
 
 

@@ -173,13 +173,14 @@ class ParallelGroups:
         Collectives of two threads must not share a group, as their order would differ between ranks.
         """
         ranks = self.world.ranks
-        handle = dist.new_group(list(ranks), backend="gloo", timeout=_timeout(self.recorder.hang_timeout_s))
+        handle = dist.new_group(list(ranks), backend="gloo", timeout=collective_timeout(self.recorder.hang_timeout_s))
         # Its own recorder, as the order of the two threads' collectives differs between ranks.
         recorder = FlightRecorder()
         return Group(ranks, self.rank, handle, recorder, recorder.add_group("background thread", ranks))
 
 
-def _timeout(hang_timeout_s: float) -> timedelta:
+def collective_timeout(hang_timeout_s: float) -> timedelta:
+    """Return the time limit of a collective: none to speak of where the watchdog names the ranks that are late."""
     return WATCHED_TIMEOUT if hang_timeout_s else default_pg_timeout
 
 
@@ -188,7 +189,7 @@ def _process_group(communicator: Communicator, hang_timeout_s: float) -> dist.Pr
     if len(ranks) == dist.get_world_size() and communicator.purpose == "model":
         handle = dist.group.WORLD
     else:
-        timeout = _timeout(hang_timeout_s)
+        timeout = collective_timeout(hang_timeout_s)
         is_nccl = "nccl" in dist.get_backend_config()
         options = nccl_options(timeout, is_high_priority=communicator.purpose == "experts") if is_nccl else None
         # Only the members synchronise: other ranks need not create groups that they are not in.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
 from moefold.comm.groups import Group
+from moefold.comm.pipe_barrier import PipeBarrier, open_pipe_barrier
 from moefold.comm.shared_memory import open_shared_memory
 from moefold.errors import RunError
 
@@ -25,12 +26,14 @@ class SharedExchange:
 
     Args:
         memory: shared memory, uint8 [2 * group.size * PIECE_BYTES].
+        barrier: of the members.
         group: the members.
     """
 
-    def __init__(self, memory: Tensor, group: Group) -> None:
+    def __init__(self, memory: Tensor, barrier: PipeBarrier, group: Group) -> None:
+        self.barrier = barrier
         self._halves = memory.view(2, group.size, PIECE_BYTES)
-        self._group = group
+        self.group = group
         self._turn = 0
 
     @property
@@ -40,25 +43,25 @@ class SharedExchange:
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Return whether a process group, of any communicator, has the members of this exchange."""
-        return tuple(dist.get_process_group_ranks(group)) == self._group.ranks
+        return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""
-        parts = gathered_parts(out, x, self._group.size, self._group.rank)
+        parts = gathered_parts(out, x, self.group.size, self.group.rank)
         width = PIECE_BYTES // out.element_size()
         for pieces in zip(*(part.split(width) for part in parts), strict=True):
             slots = self._next_half(out.dtype)
             count = pieces[0].numel()
-            slots[self._group.rank, :count].copy_(pieces[self._group.rank])
-            dist.barrier(self._group.handle)
+            slots[self.group.rank, :count].copy_(pieces[self.group.rank])
+            self.barrier.wait()
             for member, piece in enumerate(pieces):
-                if member != self._group.rank:
+                if member != self.group.rank:
                     piece.copy_(slots[member, :count])
 
     def sum_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """Sum tensors over the members, in their order; `out` gets this rank's part along dim 0."""
-        size = self._group.size
-        rank = self._group.rank
+        size = self.group.size
+        rank = self.group.rank
         parts = x.view(-1).chunk(size)
         width = PIECE_BYTES // x.element_size() // (size - 1)
         of_parts = zip(*(part.split(width) for part in parts), strict=True)
@@ -68,7 +71,7 @@ class SharedExchange:
             count = total.numel()
             for slot, piece in zip(slots[rank], (*pieces[:rank], *pieces[rank + 1 :]), strict=True):
                 slot[:count].copy_(piece)
-            dist.barrier(self._group.handle)
+            self.barrier.wait()
             received = [slots[member, rank - (rank > member), :count] for member in range(size) if member != rank]
             terms = [*received[:rank], pieces[rank], *received[rank:]]
             sum_in_order(terms, total)
@@ -85,7 +88,8 @@ def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange |
         return None
     try:
         memory = open_shared_memory(2 * group.size * PIECE_BYTES, group, "the exchange of shards")
+        barrier = open_pipe_barrier(group)
     except RunError:
         # On all members: they are on several machines, or in containers that do not see each other.
         return None
-    return SharedExchange(memory, group)
+    return SharedExchange(memory, barrier, group)

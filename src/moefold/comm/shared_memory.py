@@ -18,15 +18,37 @@ from moefold.errors import RunError
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """A memory segment of a process, as the other processes of its machine find it."""
+class SharedFile:
+    """An open file without a name, memory or a pipe, as the other processes of its machine find it."""
 
     boot_id: str
     """Of the machine."""
     pid: int
     descriptor: int
     identity: tuple[int, int]
-    """Device and inode of the segment, which tell it from the segment of a process with the same number elsewhere."""
+    """Device and inode of the file, which tell it from the file of a process with the same number elsewhere."""
+
+
+def share_file(descriptor: int) -> SharedFile:
+    """Describe an open file of this process to the other processes of the machine."""
+    status = os.fstat(descriptor)
+    return SharedFile(_boot_id(), os.getpid(), descriptor, (status.st_dev, status.st_ino))
+
+
+def open_shared_file(file: SharedFile, flags: int) -> int:
+    """Open a file that another process of this machine holds open; return the descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or belongs to another machine or container.
+    """
+    if file.boot_id != _boot_id():
+        raise OSError("it is on another machine")
+    opened = os.open(f"/proc/{file.pid}/fd/{file.descriptor}", flags)
+    status = os.fstat(opened)
+    if (status.st_dev, status.st_ino) != file.identity:
+        os.close(opened)
+        raise OSError("it is in another container")
+    return opened
 
 
 def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
@@ -48,14 +70,15 @@ def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
         RunError: on all members, a member cannot map the memory.
     """
     descriptor: int | None = None
-    segment: _Segment | None = None
+    segment: SharedFile | None = None
     reason = ""
     if group.rank == 0:
         try:
-            descriptor, segment = _create(num_bytes)
+            descriptor = _create(num_bytes)
+            segment = share_file(descriptor)
         except OSError as error:
             reason = f"{num_bytes} bytes cannot be allocated ({error.strerror or error})"
-    created: _Segment | None = all_gather_objects(segment, group)[0]
+    created: SharedFile | None = all_gather_objects(segment, group)[0]
     memory: Tensor | None = None
     if created is not None:
         try:
@@ -73,7 +96,7 @@ def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
     return memory
 
 
-def _create(num_bytes: int) -> tuple[int, _Segment]:
+def _create(num_bytes: int) -> int:
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has memfd_create")
     descriptor = os.memfd_create("moefold-shared")
@@ -82,25 +105,19 @@ def _create(num_bytes: int) -> tuple[int, _Segment]:
     except OSError:
         os.close(descriptor)
         raise
-    status = os.fstat(descriptor)
-    return descriptor, _Segment(_boot_id(), os.getpid(), descriptor, (status.st_dev, status.st_ino))
+    return descriptor
 
 
-def _map(segment: _Segment, num_bytes: int, descriptor: int | None) -> Tensor:
+def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
     """Map a segment.
 
     Args:
-        segment: the segment.
+        file: the segment.
         num_bytes: its size.
         descriptor: of the segment in this process; None: another process has created it.
     """
-    if segment.boot_id != _boot_id():
-        raise OSError("it is on another machine")
-    opened = os.open(f"/proc/{segment.pid}/fd/{segment.descriptor}", os.O_RDWR) if descriptor is None else descriptor
+    opened = open_shared_file(file, os.O_RDWR) if descriptor is None else descriptor
     try:
-        status = os.fstat(opened)
-        if (status.st_dev, status.st_ino) != segment.identity:
-            raise OSError("it is in another container")
         pages = mmap.mmap(opened, num_bytes)
     finally:
         if opened != descriptor:

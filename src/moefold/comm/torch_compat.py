@@ -60,6 +60,33 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def shard_in_graph(tensor: DTensor) -> Tensor:
+    """Return the local shard of a DTensor as a node of the autograd graph, like `DTensor.to_local`."""
+    shard: Tensor = _LocalShard.apply(tensor)
+    return shard
+
+
+class _LocalShard(torch.autograd.Function):
+    """`DTensor.to_local` without a copy and checks of the placements: 0.2 ms less for each use of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = tensor._spec
+        shard = tensor._local_tensor
+        ctx.stride = shard.stride()
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None
+        if grad.stride() == ctx.stride:
+            return DTensor(grad, ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        spec = ctx.spec
+        return DTensor.from_local(grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+
+
 def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
     """Return the mesh axes that shard a DTensor with the dims that they shard, in the order of the cuts.
 
@@ -375,7 +402,7 @@ def run_fsdp_post_backward(module: nn.Module) -> None:
     _fsdp_state(module)._root_post_backward_final_callback()
 
 
-def fsdp_param_group(module: nn.Module) -> Any:
+def fsdp_param_group(module: nn.Module | FSDPModule) -> Any:
     """Return the parameter group of an FSDP module; None for other modules and those without parameters."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
@@ -385,6 +412,38 @@ def fsdp_param_groups(root: nn.Module | FSDPModule) -> Iterator[Any]:
     for state in _fsdp_state(root)._state_ctx.all_states:
         if state._fsdp_param_group is not None:
             yield state._fsdp_param_group
+
+
+def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[[], None]) -> None:
+    """Let a parameter group gather its parameters by a function, into tensors that are never freed.
+
+    Args:
+        group: a parameter group that has not been gathered yet.
+        outputs: memory of each parameter, flat, padded, in the compute type.
+        gather: fills `outputs`.
+    """
+    for param, output in zip(group.fsdp_params, outputs, strict=True):
+        assert not param.all_gather_outputs
+        param.all_gather_outputs = [output]
+        param.free_unsharded_param = lambda: None
+
+    def unshard(async_op: bool = False) -> None:
+        if group.is_unsharded:
+            return
+        assert group.is_sharded
+        gather()
+        for param in group.fsdp_params:
+            param.init_unsharded_param()
+        group._to_unsharded()
+
+    # `wait_for_unshard` finds that nothing is in flight.
+    group.unshard = unshard
+
+
+def fsdp_shard(param: Any) -> Tensor:
+    """Return the padded shard of a member of a parameter group, flat."""
+    shard: Tensor = param._sharded_param_data
+    return shard
 
 
 def fsdp_group_size(group: Any) -> int:

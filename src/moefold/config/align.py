@@ -2,23 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from moefold.config.field import POSITIVE, Bound, at_least
-
-REWARD_METHODS = ("filter", "weight", "condition")
-"""Methods for conversations with a reward each."""
-PREFERENCE_METHODS = ("dpo", "ipo", "simpo", "kto")
-"""Methods for preference data."""
-REFERENCE_METHODS = ("dpo", "ipo", "kto")
-"""Methods that compare with the initial weights."""
+from moefold.config.part import KindOf, Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignConfig:
     """Offline alignment with rewards or preferences ([alignment.md](alignment.md))."""
 
-    method: Literal["none", "filter", "weight", "condition", "dpo", "ipo", "simpo", "kto"] = "none"
+    method: Annotated[str | Part, KindOf("alignment")] = "none"
     """none: no alignment. With data.kind "sft" and a reward in each row: filter trains on the rows with high rewards,
     weight scales each row's loss by exp(reward / beta), condition writes the reward into the prompt (arXiv:2308.12050).
     With data.kind "preference": dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), simpo (arXiv:2405.14734), kto

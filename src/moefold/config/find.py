@@ -64,9 +64,15 @@ def find_part(group: str, kind: str) -> Any:
     return _entry_points(group)[kind].load()
 
 
+def class_of(group: str, value: Any) -> Any:
+    """Return the class of the part that a key chooses, by its value: a kind, or a part."""
+    return find_part(group, value) if isinstance(value, str) else type(value)
+
+
 def kind_of(part: type[Any]) -> str:
-    """Return the kind of the class of a part."""
-    return next(kind for kind in kinds(part.group) if _is_in(part.group, kind, part))
+    """Return the kind of the class of a part; MODULE:CLASS of one that a program made."""
+    own = f"{part.__module__}:{part.__qualname__}"
+    return next((kind for kind in kinds(part.group) if _is_in(part.group, kind, part)), own)
 
 
 def _is_in(group: str, kind: str, part: Any) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from moefold.config.align import PREFERENCE_METHODS
-from moefold.config.find import built_in_kinds, find_part, kinds
+from moefold.config.find import built_in_kinds, class_of, find_part, kinds
+from moefold.config.groups.alignment import PreferencePart
 from moefold.config.schema import Config
 
 LR_KEY = "train.lr"
@@ -61,7 +61,8 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
         return own
     if settings["rl.group_size"]:
         return REINFORCEMENT
-    if settings["data.kind"] == "preference" or settings["align.method"] in PREFERENCE_METHODS:
+    has_pairs = issubclass(class_of("alignment", settings["align.method"]), PreferencePart)
+    if settings["data.kind"] == "preference" or has_pairs:
         return PREFERENCES
     return FINE_TUNING if settings["data.kind"] == "sft" else PRETRAINING
 

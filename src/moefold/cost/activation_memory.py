@@ -126,9 +126,7 @@ class ActivationMemory(BlockSizes):
         return self.cfg.model.mtp_layers
 
     def embedding(self) -> BytesByPart:
-        """Return the bytes that the embedding saves."""
-        if self.cfg.trains_indexers_only:
-            return BytesByPart()
+        """Return the bytes that the embedding saves: its output, which the graph holds as the input of the layers."""
         return BytesByPart(embedding=self.hidden_bytes)
 
     @property
@@ -146,10 +144,11 @@ class ActivationMemory(BlockSizes):
     def transient_loss(self) -> int:
         """Bytes that the loss has in memory in addition to those it saves: logits, and the sum of a gradient.
 
-        Once all is summed, the gradient in the compute type takes the place of the logits.
+        Once all is summed, the gradient in the compute type takes the place of the logits. In the warm-up of indexers
+        it has no graph and saves nothing, so what it would save is temporary.
         """
         if self.cfg.trains_indexers_only:
-            return 0
+            return self._saved_by_head().total()
         gradient = self.head_gradient_sum * self.item_bytes // self.high_precision_bytes
         return self.head_gradient_sum + max(self.transient_logits, gradient)
 
@@ -240,7 +239,11 @@ class ActivationMemory(BlockSizes):
         return self.kernels.tiled_loss and not self._delays_wgrad
 
     def head(self) -> BytesByPart:
-        """Return the bytes that the last norm and the output head save; a chunked loss saves no logits.
+        """Return the bytes that the last norm and the output head save: nothing in the warm-up of indexers."""
+        return BytesByPart() if self.cfg.trains_indexers_only else self._saved_by_head()
+
+    def _saved_by_head(self) -> BytesByPart:
+        """Return the bytes that the last norm and the output head save with a graph; a chunked loss saves no logits.
 
         The loss saves the local row of each label and the log-sum-exp; all logits as the GEMM returns them, or by tiles
         as exponentials in high precision.
@@ -264,7 +267,7 @@ class ActivationMemory(BlockSizes):
         """Return the bytes of an MTP layer: three norms, the input projection, the layer, and another output head."""
         if self.cfg.trains_indexers_only:
             # Nothing of the head stays while the layer runs.
-            excess = max(0, self.transient[self.mtp_kind].total() - self.head().total())
+            excess = max(0, self.transient[self.mtp_kind].total() - self.transient_loss)
             running = BytesByPart({"core attention": excess, "residual stream": 2 * self.hidden_bytes})
             return self.layer_saved(self.mtp_kind) + running
         saved = self.layer_saved(self.mtp_kind) + self.head()

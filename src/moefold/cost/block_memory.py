@@ -285,6 +285,8 @@ def saved_in_warmup(sizes: BlockSizes, *, has_indexer: bool) -> BytesByPart:
     """
     model = sizes.cfg.model
     saved = index_bytes(sizes)
+    # The loss keeps the gradients of the gathered keys, and nothing of this rank's own.
+    saved["attention"] -= sizes.tokens * model.index_head_dim * sizes.item_bytes
     num_own = sizes.cfg.train.seq_len // (sizes.cfg.parallel.cp * sizes.cfg.parallel.tp)
     num_blocks = -(-num_own // _warmup_block_rows(sizes))
     saved["attention"] += (num_blocks - 1) * sizes.cfg.parallel.cp * sizes.gathered_bytes(model.index_head_dim)

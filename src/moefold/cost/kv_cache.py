@@ -64,6 +64,15 @@ def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind =
     return kv_cache_bytes(cfg, num_pages * PAGE_POSITIONS, 1, kind) + states
 
 
+def rollouts_at_once(cfg: Config) -> int:
+    """Return the largest number of rollouts that a rank decodes in one pass; 0 where a server samples."""
+    if cfg.rollout.engine == "vllm":
+        return 0
+    p = (rollout_config(cfg) if has_rollout_mapping(cfg) else cfg).parallel
+    num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
+    return min(num_rollouts, cfg.rollout.slots)
+
+
 def min_rollout_cache_bytes(cfg: Config) -> int:
     """Return the minimum bytes of the cache while the rollouts of a round are sampled, mean over ranks.
 
@@ -73,12 +82,9 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     Args:
         cfg: a recipe of reinforcement learning that `check_config` passed.
     """
-    if cfg.rollout.engine == "vllm":
-        return 0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
     p = sampling.parallel
-    num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
-    num_slots = min(num_rollouts, cfg.rollout.slots)
+    num_slots = rollouts_at_once(cfg)
     num_tokens = num_slots * cfg.rollout.max_tokens
     state_bytes = recurrent_state_bytes(sampling)
     states = num_slots * state_bytes

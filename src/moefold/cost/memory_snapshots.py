@@ -62,6 +62,8 @@ class StepSchedule:
     overlap: bool = False
     counts_messages: bool = True
     """Whether the messages between stages are counted."""
+    saves_outputs: bool = True
+    """Whether each layer saves its output, the next one's input; in the warm-up of indexers none does."""
 
     @property
     def shortest_equivalent(self) -> "StepSchedule":
@@ -365,10 +367,14 @@ class _RankWalker:
         return row
 
     def _in_flight(self, chunk: ModelChunk) -> Counts:
-        """Return the counts of a chunk between its passes: its output is the next stage's, unless the head needs it."""
+        """Return the counts of a chunk between its passes.
+
+        Its input stays, and its output is the next stage's, unless the head needs it. Where layers save their outputs,
+        that is one hidden state less.
+        """
         row = self._saved(chunk)
         is_empty = not (chunk.has_embedding or chunk.kinds)
-        if not chunk.has_loss and not is_empty:
+        if self.schedule_spec.saves_outputs and not chunk.has_loss and not is_empty:
             row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] -= 1
         return row
 

@@ -117,7 +117,14 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     """Return the snapshots of each pipeline rank, which are the same whatever is recomputed."""
     p = cfg.parallel
     chunks, stages_by_rank = recipe_stages(cfg)
-    whole = StepSchedule(p.schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, p.overlap_experts)
+    whole = StepSchedule(
+        p.schedule,
+        p.pp,
+        p.virtual_stages,
+        cfg.num_micro_batches,
+        p.overlap_experts,
+        saves_outputs=not cfg.trains_indexers_only,
+    )
     shortest = whole.shortest_equivalent
     rows = (
         runtime_slots(cfg)

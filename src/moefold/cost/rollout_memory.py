@@ -1,4 +1,4 @@
-"""Memory of the weights of further models in reinforcement learning: of the reference, and of sampling. Torch-free."""
+"""Memory of reinforcement learning besides the step: weights of further models, and draws of tokens. Torch-free."""
 
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
@@ -6,6 +6,22 @@ from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
 from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
+
+MAX_WEIGHTS = 1 << 24
+"""Weights of tokens that are computed at a time to draw from them; one row may have more."""
+BYTES_OF_A_WEIGHT = 24
+"""Bytes that a draw has in memory for each weight: scaled logits, powers and integers of 8 bytes. Top-k and top-p,
+which rollouts of training do not use, take up to 41."""
+
+
+def drawn_bytes(num_rows: int, vocab_size: int) -> int:
+    """Return the bytes of the draws of a pass on a rank that draws: the first over tp, of the last pipeline stage.
+
+    Args:
+        num_rows: rollouts of the pass.
+        vocab_size: size of the vocabulary.
+    """
+    return min(num_rows, max(1, MAX_WEIGHTS // vocab_size)) * vocab_size * BYTES_OF_A_WEIGHT
 
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:

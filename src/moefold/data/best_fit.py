@@ -5,8 +5,6 @@ the stream are packed by best fit decreasing; what is left of a sample is paddin
 in the cache, and memory-mapped: sample n is the same on every rank, and the position of a run is a number of samples.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.cache_dir import entry_key
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.sample import Sample
 from moefold.data.sampler import LocatedStream, TokenStream
@@ -212,7 +211,7 @@ def open_best_fit(
     files = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(sources, stats, strict=True)]
     window = [WINDOW_TOKENS, WINDOW_SAMPLES, WINDOW_DOCUMENTS]
     identity = ["best fit", FORMAT_VERSION, files, len(stream), *boundaries.identity, seq_len, *window]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    key = entry_key(identity)
 
     def write(file: BinaryIO) -> None:
         _write_packing(file, len(stream), boundaries, seq_len)

@@ -6,8 +6,6 @@ fsync: a killed writer leaves a temporary file that is never read and that a lat
 """
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import struct
@@ -20,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.cache_dir import _is_untrusted_dir, cache_folders
+from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
 from moefold.data.text_source import TextSource
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
@@ -90,7 +88,7 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
 def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
     """Return the name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
     identity = [FORMAT_VERSION, corpus.kind, corpus.identity, tokenizer.identity, tokenizer.separator_id]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    return entry_key(identity)
 
 
 def is_complete(path: Path) -> bool:

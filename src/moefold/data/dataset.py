@@ -3,12 +3,15 @@
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.align import REWARD_METHODS, AlignConfig
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.schema import DataConfig
 from moefold.data.best_fit import (
     BestFitSamples,
@@ -320,9 +323,10 @@ class _DatasetBuilder:
         assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)
         is_preference = self.data.kind == "preference"
         reader = preference_reader(self.align) if is_preference else None
-        if self.align.method == "condition":
+        method = chosen_in(self.align, AlignmentPart)
+        if method.conditions:
             reader = conditioned_reader(self.align)
-        elif self.align.method in REWARD_METHODS and self.data.skip_bad_rows:
+        elif method.reads_rewards and self.data.skip_bad_rows:
             reader = rewarded_reader(self.align)
         conversations = open_conversations(
             self.data,
@@ -357,10 +361,11 @@ class _DatasetBuilder:
 
     def _reward_selection(self, tokenizer: OffsetTokenizer) -> Callable[[NDArray[np.int64]], ScaledMembers] | None:
         """Return what filters or weights conversations by their rewards, if the recipe does."""
-        if self.align.method not in ("filter", "weight"):
+        method = chosen_in(self.align, AlignmentPart)
+        if not method.selects:
             return None
         rewards = open_rewards(self.data, self.align, tokenizer, self._skipped, cache_dir=self.cache_dir)
-        return rewards.filter if self.align.method == "filter" else rewards.weight
+        return partial(method.select, rewards)
 
 
 def check_no_data_path(data: DataConfig) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.align import REFERENCE_METHODS, AlignConfig
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.schema import DataConfig
 from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
@@ -41,9 +43,15 @@ def preference_reader(align: AlignConfig) -> ConversationReader:
     For kto, conversation 2k is a completion and 2k + 1 the completion of the next row with another prompt, after the
     prompt of the former; the label bit of 2k says that the completion is desirable.
     """
-    if align.method == "kto":
+    if _is_labelled(align):
         return ConversationReader(("preference", "kto"), _read_labelled, _read_labelled_alone)
     return ConversationReader(("preference", "pairs"), _read_pairs)
+
+
+def _is_labelled(align: AlignConfig) -> bool:
+    """Return whether rows are completions with a label, not pairs."""
+    method = chosen_in(align, AlignmentPart)
+    return isinstance(method, PreferencePart) and method.labelled
 
 
 class ReferenceLogProbs:
@@ -138,10 +146,10 @@ class PackedPairs:
             start += length
         slots = self._max_pairs - len(packed)
         sample_columns: dict[str, NDArray[Any]] = {"pair_ids": np.pad(packed, (0, slots), constant_values=-1)}
-        if self._align.method == "kto":
+        if _is_labelled(self._align):
             labels = [self._conversations.has_label(2 * int(pair)) for pair in packed]
             sample_columns["is_desirable"] = np.array(labels + [False] * slots)
-        if self._align.method in REFERENCE_METHODS:
+        if chosen_in(self._align, AlignmentPart).has_reference:
             sample_columns["reference_log_probs"] = np.pad(self.reference.values[packed].ravel(), (0, 2 * slots))
         return Sample(
             tokens,
@@ -184,8 +192,8 @@ def pack_pairs(
     is_long = lengths.sum(1) > seq_len + 1
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
-        # For kto a row may be two pairs.
-        where = f"pair {number} of data.path" if align.method == "kto" else conversation_location(data, number)
+        # With labels a row may be two pairs.
+        where = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
         raise ConfigError(
             f"{where}: the pair has {int(lengths[number].sum())} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "

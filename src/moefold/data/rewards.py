@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.cache_dir import entry_key
 from moefold.config.align import AlignConfig
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_ids, npy_header
@@ -142,7 +143,7 @@ def open_rewards(
         job = Tokenization(tokenizer, template, RowReport(template.location, skips=True))
         records = usable_records(files, rewarded_reader(align), job)
         identity += [TOKENS_VERSION, tokenizer.identity, template.identity]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    key = entry_key(identity)
 
     def write(file: BinaryIO) -> None:
         rows = [_reward_row(record, align.reward) for record in records]

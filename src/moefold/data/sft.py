@@ -5,8 +5,6 @@ a conversation and its label. Packing depends on the sequence length; every proc
 lengths.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.cache_dir import entry_key
 from moefold.config.schema import DataConfig
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
@@ -239,7 +238,7 @@ def open_conversations(
     reader = reader or ConversationReader(("sft",), read_conversations)
     skips = ["skip_bad_rows"] if data.skip_bad_rows else []
     identity = [*reader.identity, FORMAT_VERSION, sizes, tokenizer.identity, template.identity, *skips]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    key = entry_key(identity)
     report = RowReport(template.location, skips=data.skip_bad_rows)
     job = Tokenization(tokenizer, template, report)
 

@@ -6,16 +6,12 @@ the samples do not depend on where a reader fails. For token files only headers 
 that break later.
 """
 
-import hashlib
-import json
 import logging
-import os
-import uuid
 from collections.abc import Mapping, Set
 from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
-from moefold.cache_dir import cache_folders
+from moefold.cache_dir import cache_folders, entry_key, write_json_entry
 from moefold.config.schema import DataConfig
 from moefold.data.file_formats import ColumnError, jsonl_records
 from moefold.data.input_paths import ENDS_SUFFIXES
@@ -91,7 +87,7 @@ def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]
 def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
     """Return the cached result for these files; without one, read them all and store it."""
     states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = hashlib.sha256(json.dumps([FORMAT_VERSION, data.kind, states]).encode()).hexdigest()[:32]
+    key = entry_key([FORMAT_VERSION, data.kind, states])
     folders = cache_folders(cache_dir)
     for folder in folders:
         try:
@@ -101,7 +97,7 @@ def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path 
         if isinstance(cached, dict) and cached.keys() <= set(map(str, files)):
             return {str(file): str(fault) for file, fault in cached.items()}
     faults = {str(file): fault for file in files if (fault := _unreadable_reason(data, file))}
-    _write_corrupt_list(folders, f"{key}.corrupt.json", faults)
+    write_json_entry(folders, f"{key}.corrupt.json", faults)
     return faults
 
 
@@ -126,16 +122,3 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
     except OSError as error:
         return f"it cannot be read ({error.strerror or error})"
     return ""
-
-
-def _write_corrupt_list(folders: tuple[Path, ...], name: str, reasons: dict[str, str]) -> None:
-    for folder in folders:
-        draft = folder / f"{name}.{uuid.uuid4().hex}.tmp"
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            draft.write_text(json.dumps(reasons), encoding="utf-8")
-            os.replace(draft, folder / name)
-        except OSError as error:
-            logger.warning("The token cache cannot be written in %s (%s)", folder, error.strerror or error)
-        else:
-            return

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -18,6 +17,7 @@ from moefold.model.local_param import local_param
 from moefold.model.lora import LowRankAdapters
 from moefold.model.norm import FullWidthQKNorm, HeadL2Norm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import (
     BlockedWindow,
     BlockMask,
@@ -34,6 +34,7 @@ from moefold.ops.block_attention import (
 from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
+from moefold.ops.measured_attention import causal_sdpa, measured_causal_sdpa
 from moefold.ops.rope import NoRope, Rope
 
 
@@ -380,8 +381,8 @@ class CausalAttention:
     """Scaled dot-product attention with a causal mask (arXiv:1706.03762 sec. 3.2.1).
 
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
-    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors, and
-    `block_kernel`, likewise for causal attention with sinks.
+    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors,
+    `block_kernel`, likewise for causal attention with sinks, and `tuner`, which chooses the backend of SDPA.
 
     Args:
         window: sliding window: most keys that a query attends to, its own included; 0: no limit.
@@ -393,6 +394,7 @@ class CausalAttention:
         self._chunks = AttentionChunks(chunk_size)
         self.kernel: LimitedCausalKernel | None = None
         self.block_kernel: CausalKernel | None = None
+        self.tuner: Autotuner | None = None
 
     def __call__(
         self,
@@ -450,18 +452,9 @@ class CausalAttention:
             y: Tensor = _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel, takes_limits)
             return y
         mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
-        # enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal
-        # head counts it would only rule out kernels.
-        out = F.scaled_dot_product_attention(
-            q.permute(1, 2, 0, 3),
-            k.permute(1, 2, 0, 3),
-            v.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return out.permute(2, 0, 1, 3)
+        if mask is None and self.tuner is not None:
+            return measured_causal_sdpa(self.tuner, q, k, v, scale)
+        return causal_sdpa(q, k, v, scale, mask)
 
     def _has_kernel_for(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether `kernel` supports these tensors, and so every document, window and sink."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.torch_compat import foreach_copy_
+from moefold.comm.torch_compat import foreach_copy_, shard_in_graph
 from moefold.ops.quantization.weight_cache import mark_weight, weight_identity
 
 
@@ -25,7 +25,7 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         dtype: compute dtype; None: the parameter's dtype.
     """
     if isinstance(parameter, DTensor):
-        parameter = parameter.to_local()
+        parameter = shard_in_graph(parameter)
     copy: CastCopy | None = getattr(parameter, _COPY, None)
     if dtype is None or dtype == parameter.dtype:
         weight = parameter

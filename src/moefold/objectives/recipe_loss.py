@@ -1,22 +1,70 @@
 """The loss function that a recipe asks for."""
 
-from typing import cast
-
-from moefold.config.align import PREFERENCE_METHODS
-from moefold.config.schema import Config
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in, readers
+from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.correction import CorrectionPart
+from moefold.config.groups.kl import KlPart
+from moefold.config.groups.objective import ObjectivePart
+from moefold.config.rl import RLConfig
 from moefold.model.loss_function import LossFunction, NextTokenLoss
-from moefold.objectives.preference import PreferenceLoss, PreferenceMethod
+from moefold.objectives.policy import PolicyGradientLoss
+from moefold.objectives.preference import PreferenceLoss
 
 
-def recipe_loss(cfg: Config) -> LossFunction:
-    """Return the loss of the recipe's [align] section; next-token prediction if it asks for none."""
-    align = cfg.align
-    if align.method not in PREFERENCE_METHODS:
-        return NextTokenLoss()
-    return PreferenceLoss(
-        method=cast(PreferenceMethod, align.method),
-        beta=align.beta,
-        gamma=align.gamma,
-        desirable_weight=align.desirable_weight,
-        undesirable_weight=align.undesirable_weight,
+def recipe_loss(align: AlignConfig) -> LossFunction:
+    """Return the loss of the [align] section; next-token prediction if it asks for none."""
+    method = chosen_in(align, AlignmentPart)
+    return PreferenceLoss(method=method) if isinstance(method, PreferencePart) else NextTokenLoss()
+
+
+def policy_loss(rl: RLConfig, temperature: float = 1.0) -> PolicyGradientLoss:
+    """Return the loss of reinforcement learning.
+
+    Args:
+        rl: the [rl] section.
+        temperature: rollout.temperature.
+    """
+    return PolicyGradientLoss(
+        objective=chosen_in(rl, ObjectivePart),
+        correction=chosen_in(rl, CorrectionPart),
+        kl=rl.kl,
+        kl_penalty=chosen_in(rl, KlPart),
+        temperature=temperature,
     )
+
+
+def policy_loss_keys() -> frozenset[str]:
+    """Return the recipe keys that only the loss of reinforcement learning reads."""
+    groups = (ObjectivePart, CorrectionPart, KlPart)
+    read = (key for key, owners in readers().items() if any(group in groups for group, _ in owners))
+    return frozenset((*(group.key for group in groups), *read))
+
+
+def loss_columns(loss: LossFunction) -> tuple[str, ...]:
+    """Return the columns of a batch that a loss says it reads."""
+    return tuple(getattr(loss, "columns", ()))
+
+
+ROLLOUT_COLUMNS = (
+    "labels",
+    "weights",
+    "advantages",
+    "old_log_probs",
+    "trainer_log_probs",
+    "reference_log_probs",
+    "sequence_ids",
+)
+"""Columns that a batch of rollouts may have."""
+
+
+def rollout_loss_problem(loss: LossFunction, rl: RLConfig) -> str:
+    """Return why a loss of a program cannot train on rollouts; empty if it can."""
+    columns = loss_columns(loss)
+    if not columns:
+        return f"has no attribute `columns`: name the columns that it reads, of {', '.join(ROLLOUT_COLUMNS)}"
+    if unknown := [name for name in columns if name not in ROLLOUT_COLUMNS]:
+        return f"reads the columns {unknown}; rollouts have {', '.join(ROLLOUT_COLUMNS)}"
+    if "reference_log_probs" in columns and not rl.kl:
+        return "reads the column 'reference_log_probs', and rl.kl=0.0 has no reference model; set rl.kl"
+    return ""

@@ -1,18 +1,25 @@
-"""Autotuning: measure equivalent implementations once for each shape, and cache the fastest."""
+"""Autotuning: measure equivalent implementations once for each shape, and choose the fastest, on all ranks alike."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+import logging
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 Candidates = Mapping[str, Callable[[], object]]
+CandidateTimes = dict[str, float]
+"""Milliseconds by candidate; infinite: it raised."""
+Times = dict[str, dict[int, CandidateTimes]]
+"""Times by operation with its shape, and by octave of the number of rows."""
 NUM_WARMUP_RUNS = 2
 """Runs before the timed ones: the first compiles."""
 NUM_TIMED_RUNS = 5
-NUM_MEASURING_CALLS = 256
-"""Calls of an operation and shape that may measure: the first steps of a run. Later ones reuse a choice, as other ranks
-would wait for the measurement."""
+MAX_MEASURING_S = 120.0
+"""Time after which a process starts no measurement: shapes that are not measured take the choice of another octave."""
 
 
 class TuningKey(NamedTuple):
@@ -24,43 +31,181 @@ class TuningKey(NamedTuple):
     shape: tuple[Hashable, ...]
     """All other parameters."""
 
+    @property
+    def octave(self) -> int:
+        """The number of rows is below 2 to this power, and at least half of it."""
+        return self.num_rows.bit_length()
+
+    @property
+    def operation(self) -> str:
+        """Operation and shape as text."""
+        return f"{self.op}: {', '.join(map(_text, self.shape))}"
+
 
 class Autotuner:
-    """Cache of the fastest implementation by key.
+    """Choice of the fastest implementation by key: from recorded times, else measured where it is first needed.
+
+    One rank uses what it measures at once. Several ranks use the first candidate, the default, until `settle` gives all
+    of them the same times; then nothing is measured any more, because other ranks would wait for it.
 
     Args:
-        is_enabled: True: measure on CUDA; False: always take the first candidate, for bitwise reproducible runs, as the
-            fastest candidate may differ between runs.
-        timer: returns the time of a candidate; None: by CUDA events.
+        is_enabled: False: always take the first candidate, for bitwise reproducible runs, as the fastest candidate may
+            differ between runs.
+        num_ranks: ranks that choose alike.
+        timer: returns the milliseconds of a candidate; None: by CUDA events.
+        clock: returns seconds, for `MAX_MEASURING_S`.
     """
 
-    def __init__(self, *, is_enabled: bool, timer: Callable[[Callable[[], object]], float] | None = None) -> None:
-        self._is_enabled = is_enabled
+    def __init__(
+        self,
+        *,
+        is_enabled: bool,
+        num_ranks: int = 1,
+        timer: Callable[[Callable[[], object]], float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.is_enabled = is_enabled
+        self._is_alone = num_ranks == 1
+        self._is_open = is_enabled
         self._timer = timer or _median_ms
-        self._num_calls: Counter[Hashable] = Counter()
-        self._best_by_octave: defaultdict[Hashable, dict[int, str]] = defaultdict(dict)
+        self._clock = clock
+        self._measuring_s = 0.0
+        self._is_measuring = False
+        self._times: Times = {}
+        self._measured: Times = {}
+        self._chosen: dict[TuningKey, str] = {}
+        self._names: dict[TuningKey, tuple[str, ...]] = {}
 
-    def choose(self, key: TuningKey, candidates: Candidates, device: torch.device) -> str:
-        """Return the name of the fastest candidate; synchronises with the device where it measures.
+    def choose(self, key: TuningKey, candidates: Candidates) -> str:
+        """Return the name of the candidate to run; synchronises with the device where it measures.
 
-        It measures an operation and shape once for each octave of row counts during the first calls, and then takes the
-        choice of the nearest octave, the smaller of two.
+        Without times of the octave it takes the choice of the nearest one that has some, the smaller of two.
 
         Args:
             key: parameters that determine the time.
             candidates: by name, at least one; the first is the default.
-            device: where they run.
         """
-        if len(candidates) == 1 or not self._is_enabled or device.type != "cuda":
-            return next(iter(candidates))
-        op_and_shape = (key.op, key.shape)
-        best = self._best_by_octave[op_and_shape]
-        octave = key.num_rows.bit_length()
-        self._num_calls[op_and_shape] += 1
-        if octave not in best and self._num_calls[op_and_shape] <= NUM_MEASURING_CALLS:
-            times = {name: self._timer(candidate) for name, candidate in candidates.items()}
-            best[octave] = min(times, key=times.__getitem__)
-        return best[min(best, key=lambda measured: (abs(measured - octave), measured))]
+        names = tuple(candidates)
+        if len(names) == 1 or not self.is_enabled:
+            return names[0]
+        key = key._replace(num_rows=(1 << key.octave) - 1)
+        if self._is_measuring:
+            return self._choose(key, candidates)
+        if self._names.get(key) != names:
+            self._chosen[key] = self._choose(key, candidates)
+            self._names[key] = names
+        return self._chosen[key]
+
+    def _choose(self, key: TuningKey, candidates: Candidates) -> str:
+        names = tuple(candidates)
+        if self._is_open and key.octave not in _comparable(self._times, key.operation, names):
+            by_octave = self._measured.setdefault(key.operation, {})
+            if by_octave.get(key.octave, {}).keys() != candidates.keys() and self._measuring_s < MAX_MEASURING_S:
+                by_octave[key.octave] = self._measure(key, candidates)
+            found = by_octave.get(key.octave, dict.fromkeys(names, 0.0))
+            # A candidate that calls other operations is timed with the fastest of them.
+            if not self._is_alone and not self._is_measuring:
+                return next(name for name in names if math.isfinite(found[name]))
+            if self._is_alone:
+                self._times.setdefault(key.operation, {}).update(by_octave)
+            else:
+                return min(found, key=found.__getitem__)
+        return self._fastest(key, names)
+
+    def _fastest(self, key: TuningKey, names: tuple[str, ...]) -> str:
+        times = _comparable(self._times, key.operation, names)
+        if not times:
+            return names[0]
+        nearest = times[min(times, key=lambda octave: (abs(octave - key.octave), octave))]
+        return min(names, key=nearest.__getitem__)
+
+    def _measure(self, key: TuningKey, candidates: Candidates) -> CandidateTimes:
+        """Time each candidate; one that raises is named in a warning, and is not chosen.
+
+        Raises:
+            RuntimeError: none runs.
+        """
+        is_nested, self._is_measuring = self._is_measuring, True
+        started_s = self._clock()
+        try:
+            times = {name: self._ms(key, name, candidate) for name, candidate in candidates.items()}
+        finally:
+            self._is_measuring = is_nested
+        if not is_nested:
+            self._measuring_s += self._clock() - started_s
+        if not any(map(math.isfinite, times.values())):
+            raise RuntimeError(f"{key.operation}: none of {', '.join(candidates)} runs; the log has the reasons")
+        return times
+
+    def _ms(self, key: TuningKey, name: str, candidate: Callable[[], object]) -> float:
+        try:
+            return self._timer(candidate)
+        except Exception as error:  # noqa: BLE001 - a kernel's compiler and a library may raise anything
+            reason = next(iter(str(error).splitlines()), "")
+            logger.warning("%s: %r is not used, as it raises %s: %s", key.op, name, type(error).__name__, reason)
+            return math.inf
+
+    def recall(self, times: Times) -> None:
+        """Use recorded times, the same on all ranks; they count only for operations with the same candidates."""
+        self._times = times
+
+    def settle(self, gather: Callable[[Times], Iterable[Times]]) -> Times:
+        """Let all ranks choose by the same times from now on; collective, between steps.
+
+        Args:
+            gather: returns what all ranks measured, in the order of ranks.
+
+        Returns:
+            What was measured on any rank; the same on all ranks.
+        """
+        measured = merge_times(gather(self._measured))
+        for operation, by_octave in measured.items():
+            self._times[operation] = self._times.get(operation, {}) | by_octave
+        self._measured = {}
+        self._is_open = self._is_alone
+        self._chosen = {key: self._fastest(key, names) for key, names in self._names.items()}
+        return measured
+
+    def stop_measuring(self) -> None:
+        """Choose by what is known: for ranks that have no common point to settle at."""
+        self._is_open = False
+
+    @property
+    def choices(self) -> dict[TuningKey, str]:
+        """Choices for the keys that occurred, each with the most rows of its octave."""
+        return dict(self._chosen)
+
+
+def merge_times(of_ranks: Iterable[Times]) -> Times:
+    """Return the times of the slowest rank for each candidate: one that raised on a rank is chosen on none.
+
+    Operations are left out if no candidate ran, or if two ranks had different candidates.
+    """
+    merged: Times = {}
+    for times in of_ranks:
+        for operation, by_octave in times.items():
+            known = merged.setdefault(operation, {})
+            for octave, found in by_octave.items():
+                other = known.get(octave, found)
+                has_same = found.keys() == other.keys()
+                known[octave] = {name: max(ms, other[name]) for name, ms in found.items()} if has_same else {}
+    return {
+        operation: usable
+        for operation, by_octave in merged.items()
+        if (usable := {o: found for o, found in by_octave.items() if any(map(math.isfinite, found.values()))})
+    }
+
+
+def _comparable(times: Times, operation: str, names: tuple[str, ...]) -> dict[int, CandidateTimes]:
+    """Return the times of an operation by octave; times of other candidates do not count."""
+    return {octave: found for octave, found in times.get(operation, {}).items() if found.keys() == set(names)}
+
+
+def _text(value: Hashable) -> str:
+    """Return a parameter of a shape as text."""
+    if isinstance(value, tuple):
+        return "x".join(map(_text, value))
+    return str(value).removeprefix("torch.")
 
 
 def _median_ms(candidate: Callable[[], object]) -> float:

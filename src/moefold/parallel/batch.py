@@ -63,7 +63,13 @@ class Batch:
         return tuple(self.columns["token_samples"].unique().tolist())
 
     def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Split the batch into micro-batches; return the arguments of the model for each: tokens and keywords."""
+        """Split the batch into micro-batches; yield the arguments of the model for each: tokens and keywords.
+
+        Raises:
+            ValueError: the samples are no `count` micro-batches of equal size.
+        """
+        if not len(self.tokens) or len(self.tokens) % count:
+            raise ValueError(f"a batch of {len(self.tokens)} samples cannot be split into {count} equal micro-batches")
         parts = {name: column.chunk(count) for name, column in self.columns.items()}
         for i, tokens in enumerate(self.tokens.chunk(count)):
             bounds = {DOCUMENT_BOUNDS: self.document_bounds[i]} if self.document_bounds else {}

@@ -41,6 +41,7 @@ from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Block, MTPBlock, Transformer
+from moefold.parallel.shared_gather import open_shared_gather
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
 # gradients of its inputs are computed, so it must find tensors in what the router returns (registered there) and what
@@ -402,6 +403,8 @@ class FSDPCommHooks:
 
     dense: PerRankGradDots
     experts: PerRankGradDots
+    gathered: Sequence[Tensor]
+    """Gathered parameters in memory that ranks share."""
 
     def shared_memory(self) -> list[Tensor]:
         """Return the memory of exchanges, which no formula of memory counts."""
@@ -428,9 +431,17 @@ def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero
         )
         for group in (groups.attn.dp_cp, groups.moe.edp)
     )
-    for stage in stages:
-        for module in stage.modules():
-            dots = experts if isinstance(module, Experts) else dense
-            if isinstance(module, FSDPModule):
-                dots.attach(module)
-    return FSDPCommHooks(dense, experts)
+    gathered: list[Tensor] = []
+    for dots, modules in zip((dense, experts), _modules_by_group(stages), strict=True):
+        for module in modules:
+            dots.attach(module)
+        if dots.exchange is not None and zero < 3:
+            gathered += open_shared_gather(modules, dots.exchange)
+    return FSDPCommHooks(dense, experts, gathered)
+
+
+def _modules_by_group(stages: Sequence[nn.Module]) -> tuple[list[FSDPModule], list[FSDPModule]]:
+    """Return the FSDP modules of dense parameters and of experts."""
+    modules = [module for stage in stages for module in _fsdp_modules(stage)]
+    experts: list[FSDPModule] = [module for module in modules if isinstance(module, Experts)]
+    return [module for module in modules if not isinstance(module, Experts)], experts

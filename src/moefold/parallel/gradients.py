@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
-from moefold.comm.torch_compat import foreach_mul_, foreach_norm
+from moefold.comm.torch_compat import foreach_mul_, foreach_norm, local_tensor
 from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch
 
@@ -33,7 +33,7 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Grou
     """
     if group.size == 1:
         return
-    grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None and _is_replicated(p.grad, axis)]
+    grads = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None and _is_replicated(p.grad, axis)]
     if not grads:
         # A stage with only the embedding or the output head has none, on every rank of the group.
         return
@@ -59,7 +59,7 @@ def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str
     grads_by_replicas: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
         if name not in skip and parameter.grad is not None:
-            grads_by_replicas.setdefault(num_replicas(parameter.grad), []).append(_to_local(parameter.grad))
+            grads_by_replicas.setdefault(num_replicas(parameter.grad), []).append(local_tensor(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
     for replicas, grads in grads_by_replicas.items():
         norms = torch.stack(foreach_norm(grads)).double()
@@ -77,14 +77,10 @@ def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, max_nor
     """Scale all gradients by max_norm/norm if norm exceeds max_norm; 0 means no clipping."""
     if max_norm <= 0:
         return
-    grads = [_to_local(p.grad) for p in parameters.values() if p.grad is not None]
+    grads = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]
     # Clamping on the device avoids a host synchronisation.
     factor = (max_norm / (norm + NORM_EPS)).clamp(max=1.0)
     foreach_mul_(grads, factor.to(grads[0].dtype))
-
-
-def _to_local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _is_replicated(grad: Tensor, axis: str) -> bool:

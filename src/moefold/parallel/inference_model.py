@@ -9,6 +9,7 @@ from moefold.comm.collectives import gather_to_first
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
+from moefold.parallel.kernel_choices import recall_choices
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.peer_experts import PeerExperts
 from moefold.topology.rollout_mapping import fetches_experts
@@ -24,6 +25,10 @@ class InferenceModel:
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         sharded = build_sharded_stages(cfg, groups, for_training=False)
+        recall_choices(sharded.autotuner, groups.device, groups.world)
+        if groups.world.size > 1:
+            # Ranks that serve requests have no common point after which all of them use what was measured.
+            sharded.autotuner.stop_measuring()
         (self.stage,) = sharded.stages
         self.stage.eval().requires_grad_(False)
         self.cfg = cfg

@@ -65,6 +65,7 @@ def track_memory(
     batch: Iterable[Tensor],
     outer_states: Sequence[Tensor] = (),
     shared_memory: Sequence[Tensor] = (),
+    shared_weights: Sequence[Tensor] = (),
 ) -> Iterator[MemoryTracker]:
     """Track the memory of the forward and backward passes of a step inside this context.
 
@@ -74,6 +75,7 @@ def track_memory(
         batch: tensors allocated before the step.
         outer_states: states of an outer optimizer that are on the device.
         shared_memory: memory of exchanges between ranks, which is not counted.
+        shared_weights: gathered weights in memory that ranks share, counted on each of them.
     """
     stages = model.stages
     tracker = MemoryTracker()
@@ -81,6 +83,7 @@ def track_memory(
     tag_states(tracker, stages, optimizer, batch)
     tracker.tag("optimizer", outer_states)
     tracker.tag(GATHERED_WEIGHTS, model.cast_copies.tensors())
+    tracker.tag(GATHERED_WEIGHTS, shared_weights)
     with tracker, _label_parts(model, tracker):
         yield tracker
         # FSDP replaces shards by padded ones at its first step.

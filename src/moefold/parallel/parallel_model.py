@@ -1,7 +1,7 @@
 """Model of one rank, sharded along every axis, and the runner of its micro-batches."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from moefold.model.local_param import CastCopies
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.batch import Batch
 from moefold.parallel.cuda_graphs import CudaGraphRecorders
@@ -54,6 +55,8 @@ class ParallelModel:
     """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
+    autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
+    """Choices among the kernels by time."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:

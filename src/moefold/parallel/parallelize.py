@@ -16,6 +16,7 @@ from moefold.model.moe.dispatch.registry import select_dispatcher
 from moefold.model.transformer import Transformer
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.offload.activations import ActivationOffload
+from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.cuda_graphs import CudaGraphRecorders
@@ -28,6 +29,7 @@ from moefold.parallel.fsdp import (
     shard_model_parallel,
 )
 from moefold.parallel.graphed_modules import apply_cuda_graphs
+from moefold.parallel.kernel_choices import recall_choices
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.phases import record_phases
@@ -48,6 +50,7 @@ class ShardedStages:
     message: str
     offload: ActivationOffload | None
     weight_cache: WeightCache
+    autotuner: Autotuner
 
 
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
@@ -62,7 +65,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     check_cuda_graphs_device(cfg, groups.device.type)
-    loss = recipe_loss(cfg) if loss is None else loss
+    loss = recipe_loss(cfg.align) if loss is None else loss
     check_graphed_loss(cfg, [metric.name for metric in metrics_of(loss)])
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
@@ -70,7 +73,8 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
-    message = "; ".join(filter(None, (sharded.message, recompute_message)))
+    recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
+    message = "; ".join(filter(None, (sharded.message, recalled, recompute_message)))
     return ParallelModel(
         sharded.stages,
         sharded.stage_plan,
@@ -81,6 +85,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         sharded.offload,
         _cast_copies(sharded.stages, groups),
         sharded.weight_cache,
+        sharded.autotuner,
     )
 
 
@@ -163,4 +168,4 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache)
+    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache, kernels.autotuner)

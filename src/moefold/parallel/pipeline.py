@@ -17,7 +17,7 @@ from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import UnshardedParams, reshard_parameters
 from moefold.parallel.pipeline_messages import PipelineMessages
-from moefold.parallel.pipeline_schedule import OverlappedPairs, PipelineSchedule
+from moefold.parallel.pipeline_schedule import MicroBatch, OverlappedPairs, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.parallel.wgrad_store import WeightGradStore
@@ -97,7 +97,7 @@ class PipelineRunner:
         sync_tied_embedding(self._stages)
         # A schedule waits for other stages whenever it does not run a chunk.
         with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
-            self._train_schedule.run(list(batch.micro_batches(self._count)))
+            self._train_schedule.run(self._split(batch))
         reshard_parameters(self._stages)
         return self._sum_loss_terms(batch)
 
@@ -106,9 +106,21 @@ class PipelineRunner:
         """Return this rank's loss terms, [terms], without gradients; 0 except on the last stage."""
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
-            self._eval_schedule.run(list(batch.micro_batches(self._count)))
+            self._eval_schedule.run(self._split(batch))
         reshard_parameters(self._stages)
         return self._sum_loss_terms(batch)
+
+    def _split(self, batch: Batch) -> list[MicroBatch]:
+        """Return the micro-batches of a batch.
+
+        Raises:
+            ValueError: the batch is not split into the number of the schedule.
+        """
+        if batch.num_micro_batches not in (None, self._count):
+            raise ValueError(
+                f"a batch of {batch.num_micro_batches} micro-batches: the pipeline schedule runs {self._count}"
+            )
+        return list(batch.micro_batches(self._count))
 
     def _sum_loss_terms(self, batch: Batch) -> Tensor:
         last = self._pipeline_stages[-1]

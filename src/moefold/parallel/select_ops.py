@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
 from moefold.ops.decode_choice import DecodeChoice
 from moefold.ops.flash_attention_3 import use_flash_attention_3
 from moefold.ops.gemm import TORCH_GEMM
+from moefold.ops.measured_attention import MeasuredBlockAttention
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
@@ -53,6 +55,8 @@ class SelectedKernels(Kernels):
     """How the open choices of the recipe were resolved."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
+    autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
+    """Choices among the kernels by time, for each shape."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
@@ -61,9 +65,13 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     Raises:
         ConfigError: `run.kernels` or `run.compile` asks for kernels that cannot run here.
     """
-    kernels = _uncompiled_kernels(cfg, device)
+    # "plain" asks for torch's own operations. Every rank must find the same here: they settle their choices together.
+    is_plain = cfg.run.kernels == "plain"
+    is_measured = device.type == "cuda" and not is_plain and not cfg.run.deterministic
+    autotuner = Autotuner(is_enabled=is_measured, num_ranks=cfg.parallel.world_size)
+    kernels = _uncompiled_kernels(cfg, device, autotuner, is_plain=is_plain)
     message = "; ".join(filter(None, (kernels.message, use_flash_attention_3(device))))
-    kernels = replace(kernels, message=message)
+    kernels = replace(kernels, message=message, autotuner=autotuner)
     if cfg.run.compile == "none":
         return kernels
     reason = inductor_unsupported_reason(device.type)
@@ -74,10 +82,10 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     return replace(kernels, qk_norm_rope=CompiledQKNormRope(), swiglu=CompiledSwiGLU(), message=message)
 
 
-def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
+def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner, *, is_plain: bool) -> SelectedKernels:
     if cfg.train.precision != "dtype":
-        return _low_precision_kernels(cfg, device)
-    if cfg.run.kernels == "plain":
+        return _low_precision_kernels(cfg, device, autotuner)
+    if is_plain:
         return SelectedKernels()
     check_kernel_device(cfg, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
@@ -90,8 +98,8 @@ def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
     from moefold.ops.triton.experts import TritonExpertOps
 
-    expert_ops = TritonExpertOps(Autotuner(is_enabled=not cfg.run.deterministic))
-    kernels = _triton_kernels(cfg, device)
+    expert_ops = TritonExpertOps(autotuner)
+    kernels = _triton_kernels(cfg, device, autotuner)
     return replace(
         kernels,
         expert_ops=expert_ops,
@@ -100,7 +108,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     )
 
 
-def _triton_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
+def _triton_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> SelectedKernels:
     """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.linear_attention import TritonLinearAttention
@@ -108,7 +116,7 @@ def _triton_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     from moefold.ops.triton.rope import apply_rope
 
     routing, routing_message = _router_kernel(cfg)
-    block_attention, attention_message = _block_attention(cfg, device)
+    block_attention, attention_message = _block_attention(cfg, device, autotuner)
     has_recurrence = cfg.model.has_linear_attention and cfg.model.linear_attention != "short_convolution"
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
@@ -121,7 +129,7 @@ def _triton_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     )
 
 
-def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
+def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
     """Set the selected kernels on the layers; call it before `set_positions`.
 
     The embedding, the head and the routers compute in higher precision than the layers.
@@ -141,6 +149,8 @@ def apply_kernels(stage: Transformer, kernels: Kernels) -> None:
             core.kernel = kernels.attention
         if isinstance(core, CausalAttention | RingAttention | AllGatherAttention):
             core.block_kernel = kernels.block_attention
+        if isinstance(core, CausalAttention) and kernels.autotuner.is_enabled:
+            core.tuner = kernels.autotuner
     if stage.is_last:
         stage.head.gemm = kernels.gemm
         stage.head.cross_entropy_ops = kernels.cross_entropy_ops
@@ -230,8 +240,12 @@ def uses_c_kernels(kernels: Kernels) -> bool:
     )
 
 
-def _block_attention(cfg: Config, device: torch.device) -> tuple[CudnnAttention | None, str]:
+def _block_attention(
+    cfg: Config, device: torch.device, autotuner: Autotuner
+) -> tuple[MeasuredBlockAttention | None, str]:
     """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
+
+    Where flash attention is faster, that computes them.
 
     Not with `run.deterministic`, which its backward pass need not be.
     """
@@ -240,7 +254,9 @@ def _block_attention(cfg: Config, device: torch.device) -> tuple[CudnnAttention 
     if device.type != "cuda" or cfg.run.deterministic or not needs_lse:
         return None, ""
     reason = probe_cudnn_attention(device)
-    return (None, f"; flash attention for blocks, as {reason}") if reason else (CudnnAttention(), "")
+    if reason:
+        return None, f"; flash attention for blocks, as {reason}"
+    return MeasuredBlockAttention(autotuner, "cuDNN", CudnnAttention()), ""
 
 
 def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
@@ -251,7 +267,7 @@ def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
     return (None, f", but plain routing, as {reason}") if reason else (FusedRouting(cfg.model), "")
 
 
-def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
+def _low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> SelectedKernels:
     name = cfg.train.precision
     if name != "fp8-blockwise":
         return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
@@ -262,8 +278,8 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
         weight_cache = WeightCache(
             is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
         )
-        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache)
-        kernels = _triton_kernels(cfg, device)
+        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache, autotuner)
+        kernels = _triton_kernels(cfg, device, autotuner)
         linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
         choices = f"train.precision={name!r}: on the tensor cores{dense_message}{kernels.message}"
         return replace(
@@ -278,18 +294,19 @@ def _low_precision_kernels(cfg: Config, device: torch.device) -> SelectedKernels
 
 
 def select_fp8_linear(expert_ops: "Fp8ExpertOps", device: torch.device, dtype: torch.dtype) -> tuple["Fp8Linear", str]:
-    """Select cuBLAS for dense layers on Hopper if it agrees with the emulation, else our kernels; with a message."""
-    from moefold.ops.triton.fp8_gemm import Fp8Linear
+    """Select cuBLAS for dense layers on Hopper, where it is faster and agrees with the emulation; with a message."""
+    from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
     from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
 
     kernels = Fp8Linear(expert_ops)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != BLOCKWISE_SCALED_MM_CAPABILITY:
         return kernels, ""
-    linear_backend = ScaledMMFp8Linear(expert_ops)
-    reason = scaled_mm_unsupported_reason(
-        linear_backend, QUANT_FORMATS["fp8-blockwise"], device, dtype, WHOLE_BLOCK_SIZES
-    )
-    return (kernels, f", dense layers without cuBLAS, as {reason}") if reason else (linear_backend, "")
+    # The tested one measures nothing: it is cuBLAS in every product.
+    tested = ScaledMMFp8Linear(Fp8ExpertOps(expert_ops.block_size))
+    reason = scaled_mm_unsupported_reason(tested, QUANT_FORMATS["fp8-blockwise"], device, dtype, WHOLE_BLOCK_SIZES)
+    if reason:
+        return kernels, f", dense layers without cuBLAS, as {reason}"
+    return ScaledMMFp8Linear(expert_ops), ""
 
 
 def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.device) -> SelectedKernels:

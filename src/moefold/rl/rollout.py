@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.advantage import AdvantagePart
 from moefold.config.rl import RLConfig
 from moefold.data.prompts import Prompt
 from moefold.data.sample import Sample
 from moefold.data.sft import pack_best_fit
-from moefold.rl.advantage import ADVANTAGES, is_mixed, length_penalty
+from moefold.rl.advantage import is_mixed, length_penalty
 
 TRUNCATED = "length"
 """Finish reason of a rollout that rollout.max_tokens cut off."""
@@ -107,7 +109,7 @@ def weigh_rollouts(groups: Sequence[Group], rl: RLConfig, max_tokens: int) -> li
         max_tokens: rollout.max_tokens.
     """
     rewards = np.stack([group.rewards for group in groups])
-    advantages = ADVANTAGES[rl.advantage](rewards).reshape(-1)
+    advantages = chosen_in(rl, AdvantagePart).advantages(rewards).reshape(-1)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counts = [
         not np.isnan(advantage) and not (rl.truncated == "ignore" and rollout.is_truncated)

@@ -454,7 +454,7 @@ def _recorded_launches(trace: Trace) -> Iterator[None]:
         trace.launches.append(launch)
         trace.add("kernel", kernel.__name__, moved_bytes=launch_bytes(launch), **launch_cost(launch)._asdict())
 
-    def choose(self: Any, key: Any, candidates: autotune.Candidates, device: Any) -> str:
+    def choose(self: Any, key: Any, candidates: autotune.Candidates) -> str:
         first, *others = candidates
         if trace.event_seconds is not None:
             return min(candidates, key=lambda name: trace.seconds_of(candidates[name]))

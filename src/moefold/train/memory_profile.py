@@ -99,7 +99,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     """Run the passes of step 1 under a memory tracker; collective."""
-    tracked = batch.tensors(), training.outer_states, training.shared_memory
+    tracked = batch.tensors(), training.outer_states, training.shared_memory, training.shared_weights
     with track_memory(training.model, training.optimizer, *tracked) as tracker:
         training.begin_step(1, batch)
         training.forward_backward(batch, 1)

@@ -24,7 +24,6 @@ from moefold.config.schema import Config
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
-from moefold.objectives.policy import PolicyGradientLoss
 from moefold.parallel.batch import Batch
 from moefold.parallel.paged_decoder import modules_notice
 from moefold.parallel.parallel_model import ParallelModel
@@ -96,13 +95,21 @@ class RoundStep:
 class RolloutLoader(DataLoader):
     """Samples, scores and packs the rollouts of each step; the data loader of reinforcement learning."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel, link: JobLink | None = None) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        groups: ParallelGroups,
+        model: ParallelModel,
+        columns: Sequence[str],
+        link: JobLink | None = None,
+    ) -> None:
         """Fingerprint the prompt files; collective.
 
         Args:
             cfg: the recipe.
             groups: the process groups of training.
             model: the model in training.
+            columns: the columns of a batch that the loss reads.
             link: to the ranks of rollout.ranks; None without them.
         """
         super().__init__(cfg, groups, model.positions)
@@ -145,7 +152,7 @@ class RolloutLoader(DataLoader):
         self._table = RolloutTable()
         self._reference = ReferenceModel(cfg, groups) if cfg.rl.kl else None
         self._trainer: TrainerLogProbs | None = None
-        if "trainer_log_probs" in policy_loss(cfg).columns:
+        if "trainer_log_probs" in columns:
             self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
         self._plateau = Plateau()
         self._pending: list[RoundStep] = []
@@ -456,19 +463,3 @@ def exactness_message(cfg: Config, inexact: Sequence[str]) -> str:
     if not inexact:
         return "rollouts have the bits of training: the ratio of policy to sampler is 1"
     return f"rollouts differ from training by rounding: {'; '.join(inexact)}"
-
-
-def policy_loss(cfg: Config) -> PolicyGradientLoss:
-    """Return the loss of a recipe of reinforcement learning."""
-    rl = cfg.rl
-    return PolicyGradientLoss(
-        objective=rl.objective,
-        clip_low=rl.clip_low,
-        clip_high=rl.clip_high,
-        kl=rl.kl,
-        kl_kind=rl.kl_kind,
-        temperature=cfg.rollout.temperature,
-        correction=rl.correction,
-        correction_low=rl.correction_low,
-        correction_high=rl.correction_high,
-    )

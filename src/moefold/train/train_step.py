@@ -210,6 +210,11 @@ class TrainingStep:
         return [] if self._fsdp_hooks is None else self._fsdp_hooks.shared_memory()
 
     @property
+    def shared_weights(self) -> Sequence[Tensor]:
+        """Return the gathered weights that are in memory of several ranks."""
+        return [] if self._fsdp_hooks is None else self._fsdp_hooks.gathered
+
+    @property
     def outer_states(self) -> list[Tensor]:
         """The states of the outer optimizer that are on the device; empty without one."""
         return [] if self.outer is None else self.outer.states_on_device()
@@ -344,7 +349,7 @@ class TrainingStep:
         every = self._cfg.metrics.memory_every
         if not every or step % every:
             return self.forward_backward(batch, step), None
-        tracked = batch.tensors(), self.outer_states, self.shared_memory
+        tracked = batch.tensors(), self.outer_states, self.shared_memory, self.shared_weights
         with track_memory(self.model, self.optimizer, *tracked) as memory_tracker:
             return self.forward_backward(batch, step), memory_tracker
 

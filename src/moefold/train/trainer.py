@@ -12,10 +12,12 @@ from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
+from moefold.train.callbacks.kernel_choices import KernelChoices
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
 from moefold.train.callbacks.reference import ReferencePass
 from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
@@ -64,19 +66,27 @@ class Trainer:
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
         if cfg.is_rl:
-            from moefold.train.rollout_loader import RolloutLoader, policy_loss
+            from moefold.objectives.recipe_loss import policy_loss
 
-            loss = policy_loss(cfg)
+            loss = policy_loss(cfg.rl, cfg.rollout.temperature) if loss is None else loss
         model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
-        self._data_loader = (
-            RolloutLoader(cfg, groups, model, link) if cfg.is_rl else DataLoader(cfg, groups, model.positions, data)
-        )
+        self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups, history)
         self._callbacks = _callbacks(cfg, groups, self._checkpointing)
         self._further_callbacks = tuple(callbacks)
+
+    def _open_loader(
+        self, model: ParallelModel, loss: LossFunction | None, data: ProgramData | None, link: JobLink | None
+    ) -> DataLoader:
+        if loss is None or not self._cfg.is_rl:
+            return DataLoader(self._cfg, self._groups, model.positions, data)
+        from moefold.objectives.recipe_loss import loss_columns
+        from moefold.train.rollout_loader import RolloutLoader
+
+        return RolloutLoader(self._cfg, self._groups, model, loss_columns(loss), link)
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
@@ -256,6 +266,7 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         rounds = (SiteRounds(cfg),)
         evaluations = (*evaluations, SiteEvaluation(cfg))
     return (
+        KernelChoices(),
         *rounds,
         ReferencePass(),
         *evaluations,

@@ -4,32 +4,20 @@ import math
 from collections.abc import Iterator
 from string import Formatter
 
-from moefold.config.align import PREFERENCE_METHODS, REWARD_METHODS, AlignConfig
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen
+from moefold.config.find import find_part, kinds
+from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.schema import Config
 
 
 def validate_align_data(cfg: Config) -> Iterator[str]:
-    """Yield a message if the method does not go with the data or the model."""
-    method = cfg.align.method
-    kind = cfg.data.kind
-    if method in REWARD_METHODS and kind != "sft":
-        yield f'align.method={method!r} needs data.kind="sft" with a reward in each row, and it is {kind!r}; set it'
-    if method in PREFERENCE_METHODS and kind != "preference":
-        yield f'align.method={method!r} needs data.kind="preference", and it is {kind!r}; set it'
-    if kind == "preference" and method not in PREFERENCE_METHODS:
+    """Yield a message if preference data have no loss; the methods check what they need themselves."""
+    if cfg.data.kind == "preference" and not isinstance(chosen(cfg, AlignmentPart), PreferencePart):
+        losses = [kind for kind in kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)]
         yield (
-            f'data.kind="preference" needs a loss for pairs, and align.method={method!r} is none; choose '
-            f"{', '.join(PREFERENCE_METHODS)}"
-        )
-    if method != "none" and cfg.data.weights:
-        yield (
-            f"align.method={method!r} reads its rows as one data set; leave data.weights out, and name the files in "
-            "data.path"
-        )
-    if method in PREFERENCE_METHODS and cfg.model.mtp_layers:
-        yield (
-            f"align.method={method!r} has no loss for the MTP layers, as they would learn the rejected completions "
-            f"too, and model.mtp_layers={cfg.model.mtp_layers}; set it to 0"
+            f'data.kind="preference" needs a loss for pairs, and align.method={cfg.align.method!r} is none; choose '
+            f"{', '.join(losses)}"
         )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import AUTO
-from moefold.cost.rollout_memory import gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
+from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.snapshot_memory import snapshot_bytes
@@ -39,6 +39,7 @@ STEADY_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage after which the number in flight no longer grows."""
 MAX_LISTED_PARTS = 4
 CACHE_PART = "rollout cache"
+DRAWS_PART = "draws of tokens"
 SNAPSHOT_PART = "peer snapshots"
 DISABLING_SETTING = "run.check_memory=false"
 
@@ -101,6 +102,14 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without further models."""
     memory = StateMemory(cfg, KERNEL_PROFILES[device_type])
     cache = min_rollout_cache_bytes(cfg)
+    p = cfg.parallel
+    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
+    if has_rollout_mapping(cfg):
+        # Every stage may have ranks that draw under the other mapping: their mean is certain.
+        of_sampling = rollout_config(cfg).parallel
+        draws = [drawn // (of_sampling.tp * of_sampling.pp)] * p.pp
+    else:
+        draws = _draws_by_stage(drawn, p.pp, p.tp, device_type)
     return tuple(
         BytesByPart(
             {
@@ -109,15 +118,24 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
                 "buffers": states.buffers,
                 "gathered weights": gathered,
                 CACHE_PART: cache,
+                DRAWS_PART: of_draws,
             }
         )
-        for states, moments, gathered in zip(
-            memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), strict=True
+        for states, moments, gathered, of_draws in zip(
+            memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), draws, strict=True
         )
     )
 
 
-def sampling_rank_memory(cfg: Config) -> tuple[BytesByPart, ...]:
+def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> list[int]:
+    """Return the bytes of draws of each stage of the mapping that samples: of one rank of each tp group of the last.
+
+    On a CPU, whose ranks share memory, their mean; on GPUs the bytes of the rank that draws.
+    """
+    return [0] * (num_stages - 1) + [drawn // (tp if device_type == "cpu" else 1)]
+
+
+def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
     """Return the minimum memory of a rank of rollout.ranks, of each pipeline stage of sampling; empty without them."""
     if not cfg.rollout.ranks:
         return ()
@@ -127,7 +145,12 @@ def sampling_rank_memory(cfg: Config) -> tuple[BytesByPart, ...]:
         pp_rank = view.coordinate(rank, "pp")
         sizes[pp_rank] = min(size, sizes.get(pp_rank, size))
     cache = min_rollout_cache_bytes(cfg)
-    return tuple(BytesByPart({"rollout weights": sizes[pp_rank], CACHE_PART: cache}) for pp_rank in sorted(sizes))
+    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
+    draws = _draws_by_stage(drawn, len(sizes), rollout_config(cfg).parallel.tp, device_type)
+    return tuple(
+        BytesByPart({"rollout weights": sizes[pp_rank], CACHE_PART: cache, DRAWS_PART: draws[pp_rank]})
+        for pp_rank in sorted(sizes)
+    )
 
 
 def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
@@ -229,7 +252,7 @@ def check_sampling_fits(cfg: Config, host: HostCapacity, training_pp_ranks: tupl
     Raises:
         ConfigError: they do not fit.
     """
-    required = sampling_rank_memory(cfg)
+    required = sampling_rank_memory(cfg, host.device_type)
     if host.device_type == "cpu":
         host = replace(host, pp_ranks=(*host.pp_ranks, *(len(required) + rank for rank in training_pp_ranks)))
         required += min_training_memory(cfg, host.device_type)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from math import ceil, gcd, lcm
 from typing import Any
 
-from moefold.config.align import PREFERENCE_METHODS
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import shard_rows
@@ -447,7 +448,7 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
         "run.cuda_graphs": cfg.run.cuda_graphs != "none",
         "moe.trace_every": cfg.moe.trace_every > 0,
         "moe.replay": bool(cfg.moe.replay),
-        "align.method": cfg.align.method in PREFERENCE_METHODS,
+        "align.method": isinstance(chosen_in(cfg.align, AlignmentPart), PreferencePart),
         "rl.group_size": cfg.is_rl,
     }
     batch = cfg.train.global_batch_size

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.correction import CorrectionPart
+from moefold.config.groups.objective import ObjectivePart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
@@ -57,12 +59,14 @@ def validate_rl_batch(cfg: Config) -> Iterator[str]:
 def validate_rl_objective(cfg: Config) -> Iterator[str]:
     """Check that the objective corrects for the steps after the first on one round of rollouts."""
     rl = cfg.rl
-    if cfg.is_rl and rl.updates > 1 and rl.objective == "policy":
+    objective = chosen(cfg, ObjectivePart)
+    correction = chosen(cfg, CorrectionPart)
+    if cfg.is_rl and rl.updates > 1 and not objective.reads_sampler:
         yield (
-            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='policy' does not "
-            "correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
+            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective={rl.objective!r} "
+            "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
         )
-    if cfg.is_rl and rl.updates == 1 and rl.correction != "none" and rl.objective != "policy":
+    if cfg.is_rl and rl.updates == 1 and correction.corrects and objective.reads_sampler:
         yield (
             f"rl.objective={rl.objective!r} with rl.correction={rl.correction!r} compares with the weights at the "
             "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
@@ -114,12 +118,12 @@ def validate_staleness(cfg: Config) -> Iterator[str]:
             f"rl.staleness={rl.staleness} must be a multiple of rl.updates={rl.updates}: it counts optimizer steps, "
             f"and rounds of rollouts are whole; choose {legal[0]} or {legal[1]}"
         )
-    if rl.staleness and rl.objective == "policy":
+    if rl.staleness and not chosen(cfg, ObjectivePart).reads_sampler:
         yield (
-            f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective='policy' does not "
-            "correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
+            f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective={rl.objective!r} "
+            "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
         )
-    if rl.staleness and rl.correction != "none":
+    if rl.staleness and chosen(cfg, CorrectionPart).corrects:
         yield (
             f"rl.correction={rl.correction!r} needs log-probabilities of the weights that sampled, by the training "
             f"forward pass, and with rl.staleness={rl.staleness} these weights are trained further by then; set "

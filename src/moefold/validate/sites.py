@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from moefold.config.align import REFERENCE_METHODS
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.param_spec import expert_dp_dim
 from moefold.config.schema import Config, has_moe_layers
 from moefold.config.sites import NUM_SIMILAR
@@ -153,7 +154,7 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
             f"rl.group_size={cfg.rl.group_size} samples prompts by the state of one job, and sites.count="
             f"{sites.count} divides samples between jobs; set sites.count=1"
         )
-    if cfg.align.method in REFERENCE_METHODS:
+    if chosen_in(cfg.align, AlignmentPart).has_reference:
         yield (
             f"align.method={cfg.align.method!r} stores the log-probabilities of the reference by the order of one "
             f"job's samples, and sites.count={sites.count} divides them; set sites.count=1"

@@ -4,7 +4,6 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from moefold.config.align import REWARD_METHODS
 from moefold.config.chosen import chosen, chosen_in, chosen_parts, read_key, readers
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.routing import aux_coefficient
@@ -253,12 +252,6 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rl.clip_low rl.clip_high",
-        lambda cfg: cfg.rl.objective == "policy",
-        "rl.objective='policy' clips no ratio",
-        "choose rl.objective='clip', 'cispo' or 'sequence'",
-    ),
-    UnusedKeyRule(
-        "rl.clip_low rl.clip_high",
         lambda cfg: cfg.is_rl and cfg.rl.updates == 1 and not cfg.rl.staleness and _samples_exactly(cfg),
         "with rl.updates=1, run.device='cpu' and run.kernels='c' rollouts have the bits of training: ratios are 1",
         "set rl.updates or rl.staleness above their defaults",
@@ -274,12 +267,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.is_rl and cfg.rl.replay == "on" and cfg.rl.updates == 1 and _samples_exactly(cfg),
         "with rl.updates=1, run.device='cpu' and run.kernels='c' training chooses the experts of sampling anyway",
         "choose rl.replay='auto'",
-    ),
-    UnusedKeyRule(
-        "rl.correction_low rl.correction_high",
-        lambda cfg: cfg.rl.correction == "none",
-        "rl.correction='none' corrects nothing",
-        "choose rl.correction='clamp', 'mask' or 'sequence_mask'",
     ),
     UnusedKeyRule(
         "rl.kl_kind rl.reference rl.reset_patience",
@@ -358,48 +345,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference", "prompts"),
         "only data.kind='sft', 'preference' and 'prompts' read it",
         "choose one of these",
-    ),
-    UnusedKeyRule(
-        "align.reward",
-        lambda cfg: cfg.align.method not in REWARD_METHODS,
-        "only align.method='filter', 'weight' and 'condition' read it",
-        "choose one of these",
-    ),
-    UnusedKeyRule(
-        "align.threshold",
-        lambda cfg: cfg.align.method != "filter",
-        "only align.method='filter' reads it",
-        "choose align.method='filter'",
-    ),
-    UnusedKeyRule(
-        "align.weight_cap",
-        lambda cfg: cfg.align.method != "weight",
-        "only align.method='weight' reads it",
-        "choose align.method='weight'",
-    ),
-    UnusedKeyRule(
-        "align.template align.want",
-        lambda cfg: cfg.align.method != "condition",
-        "only align.method='condition' reads it",
-        "choose align.method='condition'",
-    ),
-    UnusedKeyRule(
-        "align.beta",
-        lambda cfg: cfg.align.method in ("none", "filter", "condition"),
-        "only align.method='weight', 'dpo', 'ipo', 'simpo' and 'kto' read it",
-        "choose one of these",
-    ),
-    UnusedKeyRule(
-        "align.gamma",
-        lambda cfg: cfg.align.method != "simpo",
-        "only align.method='simpo' reads it",
-        "choose align.method='simpo'",
-    ),
-    UnusedKeyRule(
-        "align.desirable_weight align.undesirable_weight",
-        lambda cfg: cfg.align.method != "kto",
-        "only align.method='kto' reads it",
-        "choose align.method='kto'",
     ),
     UnusedKeyRule(
         "data.chat_template",

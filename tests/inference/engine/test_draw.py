@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from moefold.bench.timing import StorageMeter
 from moefold.comm.torch_compat import TorchDispatchMode
+from moefold.cost import rollout_memory
+from moefold.cost.kv_cache import rollouts_at_once
+from moefold.cost.rollout_memory import BYTES_OF_A_WEIGHT, drawn_bytes
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
@@ -17,6 +21,7 @@ from moefold.inference.engine.draw import (
 )
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
+from moefold.recipe import load_config
 
 PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
 
@@ -223,3 +228,31 @@ def test_logits_without_a_distribution_are_refused(wrong, temperature):
         check_drawn(found)
     logits_NV[1, 2] = -float("inf")
     check_drawn(choose_tokens(logits_NV, draws).tolist())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("at_once", [4, 64])
+def test_the_formula_of_memory_counts_what_draws_take(monkeypatch, temperature, at_once):
+    """Rows in one part, and in parts of `MAX_WEIGHTS`."""
+    rows, vocab = 16, 5000
+    monkeypatch.setattr(rollout_memory, "MAX_WEIGHTS", at_once * vocab)
+    monkeypatch.setattr("moefold.inference.engine.draw.MAX_WEIGHTS", at_once * vocab)
+    logits = torch.randn(rows, vocab)
+    params = SamplingParams(temperature=temperature)
+    with StorageMeter() as meter:
+        choose_tokens(logits, [Draw(params, i / rows) for i in range(rows)])
+    formula = drawn_bytes(rows, vocab)
+    assert formula == min(rows, at_once) * vocab * BYTES_OF_A_WEIGHT
+    assert formula <= meter.peak_bytes <= 1.01 * formula
+
+
+def test_top_p_takes_no_more_than_is_said():
+    logits = torch.randn(16, 5000)
+    with StorageMeter() as meter:
+        choose_tokens(logits, [Draw(SamplingParams(top_p=0.9, min_p=0.001), 0.5)] * 16)
+    assert 40 <= meter.peak_bytes / logits.numel() <= 41.1
+
+
+def test_a_vllm_server_draws_elsewhere():
+    words = ["data.kind=task", "data.task=sort", "model.preset=tiny", "rl.group_size=4", "rollout.engine=vllm"]
+    assert rollouts_at_once(load_config(None, words)) == 0

@@ -94,7 +94,7 @@ class _All(Autotuner):
         self.results = {}
         self.keys = defaultdict(set)
 
-    def choose(self, key, candidates, device):
+    def choose(self, key, candidates):
         self.keys[key[0]].add(key)
         self.results |= {(key[0], name): candidate() for name, candidate in candidates.items()}
         return next(iter(candidates))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.model.local_param import local_param
+from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.emulated import EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS
 from moefold.ops.quantization.scaled_mm import scaled_mm_unsupported_reason
@@ -115,6 +116,30 @@ def test_weights_are_quantised_once_a_step(monkeypatch):
         linear.input_gradient(grad, local_param(parameter))
     assert torch.equal(*results)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("fastest", ["cuBLAS", "triton"])
+def test_the_faster_one_of_cublas_and_our_kernels_computes_a_product(fastest):
+    stand_in = StandIn()
+    measured = []
+
+    def timer(candidate):
+        before = len(stand_in.recipes)
+        candidate()
+        measured.append("cuBLAS" if len(stand_in.recipes) > before else "triton")
+        return 1.0 if measured[-1] == fastest else 2.0
+
+    linear = ScaledMMFp8Linear(Fp8ExpertOps(autotuner=Autotuner(is_enabled=True, timer=timer)), stand_in)
+    x, w, grad = _operands()
+    linear.forward(x, w)
+    linear.weight_gradient(grad, x)
+    assert measured == ["cuBLAS", "triton"] * 2
+    stand_in.recipes.clear()
+    alone = {"cuBLAS": ScaledMMFp8Linear(Fp8ExpertOps(), StandIn()), "triton": Fp8Linear(Fp8ExpertOps())}[fastest]
+    assert torch.equal(linear.forward(x, w), alone.forward(x, w))
+    assert torch.equal(linear.weight_gradient(grad, x), alone.weight_gradient(grad, x))
+    assert len(stand_in.recipes) == (2 if fastest == "cuBLAS" else 0)
+    assert len(measured) == 4
 
 
 @pytest.mark.parametrize(("error", "is_used"), [(0.0, True), (0.05, False), (torch.nan, False)])

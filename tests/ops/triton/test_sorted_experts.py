@@ -135,7 +135,7 @@ def test_a_gather_that_the_weight_gradient_needs_is_no_cost_of_another_gemm(dela
     needs_gather = {}
 
     class Watched(Autotuner):
-        def choose(self, key, candidates, device):
+        def choose(self, key, candidates):
             needs_gather.setdefault((key.op, key.shape[0]), key.shape[1])
             return next(iter(candidates))
 
@@ -158,7 +158,7 @@ class _Chosen(Autotuner):
         super().__init__(is_enabled=True)
         self.name, self.offered = name, set()
 
-    def choose(self, key, candidates, device):
+    def choose(self, key, candidates):
         if key.op == "product and combine":
             self.offered |= set(candidates)
         return self.name if self.name in candidates else next(iter(candidates))
@@ -205,7 +205,7 @@ def test_candidates_are_timed_with_their_gather_unless_rows_are_gathered_already
     gathers = []
 
     class Watched(Autotuner):
-        def choose(self, key, ways, device):
+        def choose(self, key, ways):
             for way in ways.values():
                 with _CopiedRows(H) as copies:
                     way()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
+from moefold.cost.rollout_memory import MAX_WEIGHTS
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import RunError
 from moefold.inference.engine.requests import Request
@@ -16,8 +17,6 @@ from moefold.inference.sampling import SamplingParams
 MANTISSA_BITS = 53
 SUM_BITS = 62
 """Bits of the sum of the weights of a row."""
-MAX_WEIGHTS = 1 << 24
-"""Weights of rows that are computed at a time, which take up to 41 bytes each; a row may have more."""
 NO_TOKEN = -1
 """Token id of a row whose logits are NaN or infinite."""
 

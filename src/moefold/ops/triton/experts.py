@@ -203,13 +203,13 @@ class TritonExpertOps(GroupedExpertOps):
         """Run the fastest candidate; while candidates are timed, each gathers rows that are not materialized yet."""
         rows = operands[0]
         needs_gather = tuple(not operand.is_materialized for operand in operands)
-        key = TuningKey(op, rows.num_rows, (rows.values.shape[1], needs_gather, *shape))
+        key = TuningKey(op, rows.num_rows, (rows.values.shape[1], needs_gather, *shape, rows.values.dtype))
 
         def timed(candidate: Callable[..., ResultT]) -> ResultT:
             return candidate(*(o if o.is_materialized else replace(o) for o in operands))
 
         timed_candidates = {name: partial(timed, candidate) for name, candidate in candidates.items()}
-        return candidates[self.autotuner.choose(key, timed_candidates, rows.values.device)](*operands)
+        return candidates[self.autotuner.choose(key, timed_candidates)](*operands)
 
 
 def _grouped_gemm_of_rows(rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, **options: Any) -> Tensor:

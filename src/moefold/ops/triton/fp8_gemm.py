@@ -158,10 +158,13 @@ class Fp8ExpertOps(TritonExpertOps):
     Args:
         block_size: values that share a scale.
         weight_cache: keeps quantised weights for a step.
+        autotuner: chooses the fastest candidate for a shape; None: the first one.
     """
 
-    def __init__(self, block_size: int = 128, weight_cache: WeightCache | None = None) -> None:
-        super().__init__(Autotuner(is_enabled=False))
+    def __init__(
+        self, block_size: int = 128, weight_cache: WeightCache | None = None, autotuner: Autotuner | None = None
+    ) -> None:
+        super().__init__(autotuner or Autotuner(is_enabled=False))
         self.block_size = block_size
         self._weight_cache = weight_cache or WeightCache()
 

@@ -7,12 +7,14 @@ to a multiple of 4. The tests bind each call to torch's signature and to these c
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.ops.autotune import TuningKey
 from moefold.ops.interface import unit_stride
 from moefold.ops.quantization.scaled_mm import torch_scaled_mm
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear, single_expert_offsets
@@ -24,7 +26,7 @@ SCALED_MM_BLOCK = 128
 
 
 class ScaledMMFp8Linear(Fp8Linear):
-    """FP8 linear backend of cuBLAS for bfloat16 and whole blocks; other operands use our kernels.
+    """FP8 linear backend of cuBLAS for bfloat16 and whole blocks, where it is the faster; else our kernels.
 
     Args:
         expert_ops: quantises weights, and computes the other GEMMs.
@@ -37,8 +39,12 @@ class ScaledMMFp8Linear(Fp8Linear):
 
     def matmul(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
         """See base class."""
+        kernels = partial(super().matmul, x_MK, w_KN)
         if not self._takes(x_MK, len(x_MK), *w_KN.shape):
-            return super().matmul(x_MK, w_KN)
+            return kernels()
+        return self._fastest("FP8 product", len(x_MK), w_KN.shape, partial(self._matmul, x_MK, w_KN), kernels)
+
+    def _matmul(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
         x = quantize_rows(unit_stride(x_MK), len(x_MK), None, self.expert_ops.block_size)
         w = self.expert_ops.quantized_weights(w_KN.unsqueeze(0))
         w_scales = F.pad(w.scales[0], (0, -w.scales.shape[2] % SCALE_ROW_MULTIPLE))
@@ -46,9 +52,14 @@ class ScaledMMFp8Linear(Fp8Linear):
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         """See base class."""
+        kernels = partial(super().weight_gradient, grad_MN, x_MK)
+        widths = x_MK.shape[1], grad_MN.shape[1]
+        if not self._takes(x_MK, len(x_MK), *widths):
+            return kernels()
+        return self._fastest("FP8 weights", len(x_MK), widths, partial(self._weight_gradient, grad_MN, x_MK), kernels)
+
+    def _weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         num_rows = len(x_MK)
-        if not self._takes(x_MK, num_rows, x_MK.shape[1], grad_MN.shape[1]):
-            return super().weight_gradient(grad_MN, x_MK)
         offsets = single_expert_offsets(x_MK)
         grad, x = (
             quantize_columns(unit_stride(operand), num_rows, None, offsets, self.expert_ops.block_size)
@@ -58,6 +69,20 @@ class ScaledMMFp8Linear(Fp8Linear):
         num_blocks = num_rows // SCALED_MM_BLOCK
         grad, x = (QuantizedTensor(o.values[:, :num_rows], o.scales[:num_blocks]) for o in (grad, x))
         return self._multiply(grad, x.values, x.scales, F.ScalingType.BlockWise1x128)
+
+    def _fastest(
+        self,
+        op: str,
+        num_rows: int,
+        widths: tuple[int, ...],
+        cublas: Callable[[], Tensor],
+        kernels: Callable[[], Tensor],
+    ) -> Tensor:
+        tuner = self.expert_ops.autotuner
+        if not tuner.is_enabled:
+            return cublas()
+        candidates = {"cuBLAS": cublas, "triton": kernels}
+        return candidates[tuner.choose(TuningKey(op, num_rows, tuple(widths)), candidates)]()
 
     def _takes(self, x: Tensor, *sizes: int) -> bool:
         is_whole = all(size > 0 and size % SCALED_MM_BLOCK == 0 for size in sizes)

@@ -14,7 +14,8 @@ from torch import Tensor
 from moefold.checkpoint.checkpoint_dir import sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.config.align import REFERENCE_METHODS
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.moved_files import LOCATION_KEYS
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
@@ -40,7 +41,7 @@ class ReferencePass(Callback):
             ConfigError: the run is resumed, and its folder has none for its data.
         """
         reference = run.data.reference
-        if reference is None or run.cfg.align.method not in REFERENCE_METHODS:
+        if reference is None or not chosen_in(run.cfg.align, AlignmentPart).has_reference:
             return
         name = _file_name(run)
         path = Path(run.cfg.run.dir) / name

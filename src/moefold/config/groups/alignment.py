@@ -1,0 +1,138 @@
+"""Methods of offline alignment: losses on pairs of completions, and uses of rewards of conversations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from moefold.config.part import Part
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairScores:
+    """Scores of the sequences of a micro-batch, by pair, [B, K / 2] each.
+
+    A score is the log-probability of a sequence, less the log-probability under the reference if the method has one,
+    and for each token if it is per token.
+    """
+
+    first: "Tensor"
+    """Of the chosen completion, or of the completion that has a label."""
+    second: "Tensor"
+    """Of the rejected completion, or of the completion of another prompt."""
+    is_pair: "Tensor"
+    """Slots with a pair, bool."""
+    is_desirable: "Tensor | None"
+    """Labels of completions, of a method that is `labelled`."""
+    record_mean: Callable[[str, "Tensor", "Tensor"], None]
+    """Record the values of a metric of `mean_metrics` where a mask, bool, is True."""
+
+
+@dataclass(frozen=True)
+class OraclePairs:
+    """Scores of a row of preference data around one pair in float64, for the oracle."""
+
+    first: "Tensor"
+    seconds: Sequence["Tensor"]
+    """Scores of the second sequences of all pairs of the row."""
+    pair: int
+    is_desirable: bool
+
+
+class PreferenceFormula(NamedTuple):
+    """A preference loss in float64."""
+
+    loss: Callable[[OraclePairs], "Tensor"]
+    has_reference: bool = True
+    is_per_token: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignmentPart(Part):
+    """Use of rewards or preferences."""
+
+    group: ClassVar[str] = "alignment"
+    key: ClassVar[str] = "align.method"
+    data_kind: ClassVar[str] = ""
+    """`data.kind` that it needs; empty: any but preferences."""
+    has_reference: ClassVar[bool] = False
+    """Whether completions are compared with the initial weights."""
+    conditions: ClassVar[bool] = False
+    """Whether prompts are given the reward of their answers, in training and when the model is asked."""
+    selects: ClassVar[bool] = False
+    """Whether it drops or weighs conversations by their rewards."""
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Return whether each conversation has a reward."""
+        return self.conditions or self.selects
+
+    def select(self, rewards: Any, members: Any) -> Any:
+        """Return the conversations that are trained on, with their weights: `selects`.
+
+        Args:
+            rewards: the rewards of all conversations, `data.rewards.Rewards`.
+            members: numbers of the conversations that may be taken.
+        """
+        raise NotImplementedError
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield that the data are of another kind, or from several sources with weights."""
+        kind = recipe.data.kind
+        if self.data_kind and kind != self.data_kind:
+            what = " with a reward in each row" if not isinstance(self, PreferencePart) else ""
+            rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
+            yield Problem(self.key, self.kind, rule, "set it")
+        if self.data_kind and recipe.data.weights:
+            rule = "reads its rows as one data set"
+            yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePart(AlignmentPart):
+    """Loss of pairs of completions."""
+
+    data_kind: ClassVar[str] = "preference"
+    has_reference: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = False
+    """Whether scores are divided by the number of tokens."""
+    labelled: ClassVar[bool] = False
+    """Whether a row is one completion with a label; its second sequence is the completion of another prompt."""
+    mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
+    """Metrics that it records, as means over pairs."""
+
+    def pair_loss(self, scores: PairScores) -> "Tensor":
+        """Return the loss of each pair, [B, K / 2], and record the metrics."""
+        raise NotImplementedError
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""
+        yield from super().check(recipe)
+        if recipe.model.mtp_layers:
+            yield Problem(
+                self.key,
+                self.kind,
+                "has no loss for the MTP layers, as they would learn the rejected completions too, and "
+                f"model.mtp_layers={recipe.model.mtp_layers}",
+                "set it to 0",
+            )
+
+    def formula(self) -> PreferenceFormula | None:
+        """Return the loss of one pair; None: it has no formula."""
+        return None
+
+
+def record_pair_rewards(scores: PairScores, beta: float) -> None:
+    """Record the implicit rewards of both completions, their difference, and the share where it is positive."""
+    difference = scores.first - scores.second
+    scores.record_mean("chosen_reward", beta * scores.first, scores.is_pair)
+    scores.record_mean("rejected_reward", beta * scores.second, scores.is_pair)
+    scores.record_mean("margin", beta * difference, scores.is_pair)
+    scores.record_mean("accuracy", (difference > 0).double(), scores.is_pair)
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'

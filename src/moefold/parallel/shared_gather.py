@@ -1,0 +1,118 @@
+"""Gathered parameters of the ranks of one machine: one copy in memory that they share, of which each fills its shards.
+
+FSDP gathers into a buffer of its own and copies each parameter from there, on each rank. Under ZeRO 1 and 2, where
+parameters stay gathered for a step, the ranks of one machine read the same pages instead: a rank writes its shards,
+cast to the compute type, and nothing is copied out.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from moefold.comm.groups import Group
+from moefold.comm.pipe_barrier import PipeBarrier
+from moefold.comm.shared_exchange import SharedExchange
+from moefold.comm.shared_memory import open_shared_memory
+from moefold.comm.torch_compat import foreach_copy_, fsdp_param_group, fsdp_shard, replace_fsdp_gather
+from moefold.errors import RunError
+
+ALIGNMENT = 64
+"""Bytes; the alignment of torch's own allocations on a CPU."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """A parameter in the shared memory."""
+
+    shard: Callable[[], Tensor]
+    """Returns this rank's padded shard, flat."""
+    values: Tensor
+    """All shards, flat, in the order of the members."""
+    own: Tensor
+    """The part of `values` that this rank writes; its version counter is not the one of `values`."""
+
+
+def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) -> list[Tensor]:
+    """Let FSDP modules gather into memory that the members of an exchange share; collective over its group.
+
+    Left as they are: modules with a parameter that is cut along another dim than the first, whose shards do not lie one
+    after the other in the gathered parameter, and modules that have been gathered before.
+
+    Args:
+        modules: FSDP modules over the group of the exchange, in the same order on all members.
+        exchange: of the group.
+
+    Returns:
+        The gathered parameters; they hold memory of this process and the others, whether they are in use or not.
+    """
+    groups = [group for group in map(fsdp_param_group, modules) if group is not None and _is_served(group)]
+    members = exchange.group
+    offsets: list[int] = []
+    end = 0
+    for param in (param for group in groups for param in group.fsdp_params):
+        offsets.append(end)
+        num_bytes = param.padded_sharded_param_size.numel() * members.size * _gathered_dtype(param).itemsize
+        end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    if not groups:
+        return []
+    try:
+        memory = open_shared_memory(end, members, "the gathered parameters").numpy()
+    except RunError:
+        # On all members: one has no room for it. FSDP goes on to gather by the exchange.
+        return []
+    starts = iter(offsets)
+    outputs = []
+    for group in groups:
+        params = [_place(param, memory, next(starts), members) for param in group.fsdp_params]
+        gather = _Gather(params, exchange.barrier, members.comm_timer.waiting)
+        outputs += [param.values for param in params]
+        replace_fsdp_gather(group, [param.values for param in params], gather)
+    return outputs
+
+
+class _Gather:
+    """All-gather of the parameters of one FSDP module."""
+
+    def __init__(
+        self, params: Sequence[_Gathered], barrier: PipeBarrier, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._params = params
+        self._barrier = barrier
+        self._waiting = waiting
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Write this rank's shards when no member reads the old values any more; return when all have written."""
+        with self._waiting():
+            self._barrier.wait()
+            foreach_copy_([param.own for param in self._params], [param.shard() for param in self._params])
+            self._barrier.wait()
+
+
+def _is_served(group: Any) -> bool:
+    for param in group.fsdp_params:
+        param.init_dtype_attrs(group.mp_policy)
+    return all(
+        param.fsdp_placement.dim == 0 and not param.all_gather_outputs and not param.offload_to_cpu
+        for param in group.fsdp_params
+    )
+
+
+def _gathered_dtype(param: Any) -> torch.dtype:
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
+def _place(param: Any, memory: Any, offset: int, members: Group) -> _Gathered:
+    """Return a parameter at an offset of the memory, with a storage of its own, as caches know weights by storages."""
+    dtype = _gathered_dtype(param)
+    numel = param.padded_sharded_param_size.numel()
+    values = torch.frombuffer(memory, dtype=dtype, count=numel * members.size, offset=offset)
+    own = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset + members.rank * numel * dtype.itemsize)
+    return _Gathered(partial(fsdp_shard, param), values, own)

@@ -1,0 +1,53 @@
+"""Kahneman-Tversky optimization (KTO, arXiv:2402.01306), of single completions with a label."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.alignment import OraclePairs, PairScores, PreferenceFormula, PreferencePart
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KahnemanTversky(PreferencePart):
+    """The sigmoid of the score over the mean score of completions of other prompts, at least 0, z.
+
+    1 - sigmoid(beta * (score - z)) for a desirable completion, and 1 - sigmoid(beta * (z - score)) for another.
+    """
+
+    labelled: ClassVar[bool] = True
+    mean_metrics: ClassVar[tuple[str, ...]] = ("desirable_reward", "undesirable_reward", "kl")
+    beta: Annotated[float, FlatKey("align.beta")]
+    desirable_weight: Annotated[float, FlatKey("align.desirable_weight")]
+    undesirable_weight: Annotated[float, FlatKey("align.undesirable_weight")]
+
+    def pair_loss(self, scores: PairScores) -> "Tensor":
+        """Return the loss of each completion; z has no gradient."""
+        import torch
+
+        score = scores.first
+        is_pair = scores.is_pair
+        is_desirable = scores.is_desirable
+        assert is_desirable is not None, "labelled"
+        num_pairs = is_pair.sum(1, keepdim=True).clamp(min=1)
+        kl = (scores.second.detach().where(is_pair, 0.0).sum(1, keepdim=True) / num_pairs).clamp(min=0)
+        scores.record_mean("desirable_reward", self.beta * score, is_pair & is_desirable)
+        scores.record_mean("undesirable_reward", self.beta * score, is_pair & ~is_desirable)
+        scores.record_mean("kl", kl, is_pair.any(1, keepdim=True))
+        sign = is_desirable.to(score.dtype) * 2 - 1
+        # Of the scores' dtype: numbers alone would make the factor float32.
+        weight = torch.full_like(score, self.undesirable_weight).masked_fill(is_desirable, self.desirable_weight)
+        return weight * (1 - torch.sigmoid(self.beta * sign * (score - kl)))
+
+    def formula(self) -> PreferenceFormula:
+        """Return the loss of one completion."""
+
+        def loss(pairs: OraclePairs) -> "Tensor":
+            z = max(0.0, sum(float(score.detach()) for score in pairs.seconds) / len(pairs.seconds))
+            weight = self.desirable_weight if pairs.is_desirable else self.undesirable_weight
+            sign = 1 if pairs.is_desirable else -1
+            return weight * (1 - 1 / (1 + (-sign * self.beta * (pairs.first - z)).exp()))
+
+        return PreferenceFormula(loss)

@@ -1,0 +1,1 @@
+"""Corrections for a sampler that differs from training."""

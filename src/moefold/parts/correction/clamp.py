@@ -1,0 +1,32 @@
+"""Truncated importance sampling (TIS)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from typing import TYPE_CHECKING, Annotated
+
+from moefold.config.groups.correction import CorrectionFormula, CorrectionPart
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedFactor(CorrectionPart):
+    """The factor, clamped to its bounds."""
+
+    low: Annotated[float, FlatKey("rl.correction_low")]
+    high: Annotated[float, FlatKey("rl.correction_high")]
+
+    def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
+        """Return the factor of each token; see the base class."""
+        return factor.clamp(self.low, self.high)
+
+    def formula(self) -> CorrectionFormula:
+        """Return the factor of one token."""
+
+        def factor(differences: "Tensor", of_rollout: Callable[["Tensor"], "Tensor"], position: int) -> float:
+            return min(max(exp(float(differences[position])), self.low), self.high)
+
+        return factor

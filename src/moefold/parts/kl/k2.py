@@ -1,0 +1,23 @@
+"""The estimator k2 of the KL divergence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moefold.config.groups.kl import KlPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlBySquare(KlPart):
+    """d**2 / 2, with d = log(reference / policy): its gradient is the gradient of the divergence."""
+
+    def penalty(self, difference: "Tensor") -> "Tensor":
+        """Return the penalty of each token."""
+        return difference.square() / 2
+
+    def formula(self) -> Callable[["Tensor"], "Tensor"]:
+        """Return the penalty of one token."""
+        return lambda ratio: ratio.log() ** 2 / 2

@@ -1,0 +1,23 @@
+"""The estimator k3 of the KL divergence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moefold.config.groups.kl import KlPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlByRatio(KlPart):
+    """exp(d) - d - 1, with d = log(reference / policy): not negative."""
+
+    def penalty(self, difference: "Tensor") -> "Tensor":
+        """Return the penalty of each token."""
+        return difference.exp() - difference - 1
+
+    def formula(self) -> Callable[["Tensor"], "Tensor"]:
+        """Return the penalty of one token."""
+        return lambda ratio: ratio - ratio.log() - 1

@@ -1,0 +1,42 @@
+"""Clipped ratios (PPO, arXiv:1707.06347; GRPO, arXiv:2402.03300), with two bounds as DAPO (arXiv:2503.14476)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from typing import TYPE_CHECKING, Annotated
+
+from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(ObjectivePart):
+    """The lower of the gain and the gain with the ratio clipped, as a loss."""
+
+    clip_low: Annotated[float, FlatKey("rl.clip_low")]
+    clip_high: Annotated[float, FlatKey("rl.clip_high")]
+
+    def token_loss(self, tokens: PolicyTokens) -> "Tensor":
+        """Return -min(r * A, clamp(r) * A)."""
+        ratio = tokens.ratio
+        gain = ratio * tokens.advantages
+        clamped_gain = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantages
+        tokens.record_mean("clipped", (clamped_gain < gain).double())
+        return -gain.minimum(clamped_gain)
+
+    def formula(self) -> Callable[[OracleToken], "Tensor"]:
+        """Return the loss by cases: a positive advantage is clipped from above, a negative one from below."""
+
+        def loss(token: OracleToken) -> "Tensor":
+            log_ratio = token.law[token.position] - token.old[token.position]
+            ratio = exp(float(log_ratio))
+            low = 1 - self.clip_low
+            high = 1 + self.clip_high
+            if token.advantage > 0:
+                return -high * token.advantage if ratio > high else -log_ratio.exp() * token.advantage
+            return -low * token.advantage if ratio < low else -log_ratio.exp() * token.advantage
+
+        return loss

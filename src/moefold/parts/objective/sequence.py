@@ -1,0 +1,46 @@
+"""Clipped ratios of whole rollouts (GSPO, arXiv:2507.18071)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens
+from moefold.config.part import FlatKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutClip(ObjectivePart):
+    """Clip the geometric mean of the ratios of a rollout; advantage and weight are of the token."""
+
+    reads_rollouts: ClassVar[bool] = True
+    clip_low: Annotated[float, FlatKey("rl.clip_low")]
+    clip_high: Annotated[float, FlatKey("rl.clip_high")]
+
+    def log_ratio(self, tokens: PolicyTokens) -> "Tensor | None":
+        """Return the mean over the rollout of each token."""
+        return None if tokens.log_ratio is None else tokens.geometric_mean(tokens.log_ratio)
+
+    def token_loss(self, tokens: PolicyTokens) -> "Tensor":
+        """Return -min(r * A, clamp(r) * A)."""
+        ratio = tokens.ratio
+        gain = ratio * tokens.advantages
+        clamped_gain = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantages
+        tokens.record_mean("clipped", (clamped_gain < gain).double())
+        return -gain.minimum(clamped_gain)
+
+    def formula(self) -> Callable[[OracleToken], "Tensor"]:
+        """Return the loss with the root of the product of the ratios."""
+
+        def loss(token: OracleToken) -> "Tensor":
+            ratios = (token.of_rollout(token.law) - token.of_rollout(token.old)).exp()
+            ratio = ratios.prod() ** (1 / len(ratios))
+            is_low = bool(token.advantage <= 0 and ratio < 1 - self.clip_low)
+            is_high = bool(token.advantage > 0 and ratio > 1 + self.clip_high)
+            if is_low or is_high:
+                return -(1 - self.clip_low if is_low else 1 + self.clip_high) * token.advantage
+            return -ratio * token.advantage
+
+        return loss

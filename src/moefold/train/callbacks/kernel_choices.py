@@ -1,0 +1,21 @@
+"""Callback that settles which kernels run, after the first step."""
+
+from moefold.parallel.kernel_choices import settle_choices
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+
+
+class KernelChoices(Callback):
+    """Callback after whose first step all ranks run the kernels that were measured to be the fastest; logs which."""
+
+    def __init__(self) -> None:
+        self._is_settled = False
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Settle once; collective where kernels are measured."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        groups = run.groups
+        message = settle_choices(run.training.model.autotuner, groups.device, groups.world)
+        if message and run.log is not None:
+            run.log.message(message)

@@ -1,0 +1,21 @@
+"""Losses by the keys of a recipe."""
+
+from typing import Any
+
+from moefold.config.align import AlignConfig
+from moefold.config.rl import RLConfig
+from moefold.objectives.policy import PolicyGradientLoss
+from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.recipe_loss import policy_loss, recipe_loss
+
+
+def policy(*, temperature: float = 1.0, **keys: Any) -> PolicyGradientLoss:
+    """Return the loss of [rl] with these keys."""
+    return policy_loss(RLConfig(**keys), temperature)
+
+
+def preference(**keys: Any) -> PreferenceLoss:
+    """Return the loss of [align] with these keys."""
+    loss = recipe_loss(AlignConfig(**keys))
+    assert isinstance(loss, PreferenceLoss)
+    return loss

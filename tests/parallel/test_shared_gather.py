@@ -1,0 +1,105 @@
+"""Ranks that read one copy of the gathered parameters train with the numbers of FSDP's own gathering, bit for bit."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, local_tensor
+from moefold.config.schema import Config
+from moefold.data import open_dataset
+from moefold.errors import RunError
+from moefold.parallel import fsdp, shared_gather
+from moefold.parallel.parallelize import parallelize
+from moefold.train.batch import BatchSharder
+from moefold.train.train_step import TrainingStep
+from moefold.verify.distributed_run import create_groups
+from tests.verify.recipes import tiny
+
+pytestmark = pytest.mark.parity
+
+
+def _refuse(num_bytes, group, purpose):
+    raise RunError("no memory")
+
+
+def _train(cfg: Config, shares: bool):
+    """Return the number of shared parameters, and losses, norms and weights of two steps with an evaluation between."""
+    groups = create_groups(cfg)
+    model = parallelize(cfg, groups)
+    if shares:
+        training = TrainingStep(model, cfg)
+    else:
+        with patch.object(shared_gather, "open_shared_memory", _refuse):
+            training = TrainingStep(model, cfg)
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    batches = BatchSharder(data.train, cfg, groups, model.positions)
+    size = cfg.train.global_batch_size
+    numbers = []
+    for step in range(2):
+        result = training.run(batches.batch(step * size), step + 1)
+        numbers += [result.loss, result.grad_norm, training.evaluate([batches.batch(0)])]
+    weights = [local_tensor(p).detach().clone() for p in model.named_parameters.values()]
+    return len(training.shared_weights), numbers, weights
+
+
+CASES = {
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "micro-batches": {"zero": 1, "train": {"global_batch_size": 6, "micro_batch_size": 1}},
+    "overlapped stages": {"zero": 1, "pp": 3, "schedule": "zero-bubble", "world_size": 6},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_of_private_copies(pool, case, dtype):
+    keys = {"world_size": 3, "train": {"global_batch_size": 6}, **CASES[case]}
+    if keys.get("pp"):
+        keys = {**keys, "model": {"num_layers": 3}, "train": {"global_batch_size": 6, "micro_batch_size": 1}}
+    cfg = tiny(**keys)
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
+    shared = pool.run(cfg.parallel.world_size, _train, cfg, True)
+    private = pool.run(cfg.parallel.world_size, _train, cfg, False)
+    for (count, numbers, weights), (none, expected, references) in zip(shared, private, strict=True):
+        assert count > 0
+        assert none == 0
+        assert numbers == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights, references, strict=True))
+
+
+def _zero_3_keeps_private_copies(cfg: Config) -> int:
+    return len(TrainingStep(parallelize(cfg, create_groups(cfg)), cfg).shared_weights)
+
+
+def test_zero_3_shares_nothing_as_it_frees_what_it_gathers(pool):
+    assert pool.run(2, _zero_3_keeps_private_copies, tiny(world_size=2, zero=3)) == [0, 0]
+
+
+def _changes_are_read_after_the_next_gather(cfg: Config) -> None:
+    groups = create_groups(cfg)
+    model = parallelize(cfg, groups)
+    training = TrainingStep(model, cfg)
+    assert training.shared_weights
+    (stage,) = model.stages
+    fsdp.init_fsdp_root(stage)
+    (param, *_) = fsdp_param_group(stage).fsdp_params
+    stage.unshard()
+    sharded, gathered = fsdp_parameters(param)
+    before = local_tensor(gathered).clone()
+    with torch.no_grad():
+        local_tensor(sharded).add_(1)
+    torch.distributed.barrier()
+    assert torch.equal(local_tensor(gathered), before), "a step reads the weights with which it began"
+    stage.reshard()
+    stage.unshard()
+    assert torch.equal(local_tensor(gathered), before + 1)
+    pages = local_tensor(gathered).untyped_storage()
+    others = [local_tensor(fsdp_parameters(p)[1]).untyped_storage() for p in fsdp_param_group(stage).fsdp_params[1:]]
+    assert all(other.data_ptr() != pages.data_ptr() for other in others), "caches know weights by their storage"
+    stage.reshard()
+
+
+def test_a_change_is_read_after_the_next_gather(pool):
+    pool.run(2, _changes_are_read_after_the_next_gather, tiny(world_size=2, zero=1))
