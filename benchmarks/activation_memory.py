@@ -17,7 +17,7 @@ from moefold.model.linear import linear
 from moefold.model.loss import chunked_cross_entropy, cross_entropy
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
-from moefold.optim.registry import make_optimizer
+from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
 from moefold.testing.pool import make_group
 from moefold.testing.saved_memory import measure_saved_bytes
@@ -87,7 +87,7 @@ def muon() -> None:
     for kind in ("adamw", "muon"):
         cfg = Config(model=MODEL, train=TrainConfig(optimizer=kind))
         parameters = dict(_init_weights(build_model(cfg)).named_parameters())
-        optimizer = make_optimizer(parameters, cfg, ONE_RANK)
+        optimizer = build_optimizer(parameters, cfg, ONE_RANK)
         for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter)
         print(f"  {kind:24}{min(_time_s(optimizer.step) for _ in range(RUNS)) * 1e3:9.1f} ms")

@@ -28,7 +28,6 @@ from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
-from moefold.cost.state_memory import rank_state_bytes
 from moefold.data import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
@@ -53,7 +52,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 LR = 1e-2
 
 
-def _blocks(language: str, heading: str) -> list[str]:
+def blocks(language: str, heading: str) -> list[str]:
+    """Return the code of a section of the page."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
@@ -62,14 +62,14 @@ def _register(heading: str) -> None:
     """Run the code of a section in a module of its own, on a rank of the pool, which ends after its task."""
     module = ModuleType("extension")
     sys.modules["extension"] = module
-    for block in _blocks("python", heading):
+    for block in blocks("python", heading):
         exec(compile(block, str(PAGE), "exec"), module.__dict__)
 
 
 def _install_dispatcher() -> None:
     """Run the code of the section, and find its part as if a package had the entry point of the page."""
     _register("A dispatcher")
-    [toml] = _blocks("toml", "A dispatcher")
+    [toml] = blocks("toml", "A dispatcher")
     [(group, found)] = tomllib.loads(toml)["project"]["entry-points"].items()
     [(kind, value)] = found.items()
     point = EntryPoint(kind, value.replace("gathering:", "extension:"), group)
@@ -109,16 +109,11 @@ def _problems_with_dispatcher(cfg: Config) -> str:
     return ""
 
 
-def _run_with_optimizer(cfg: Config, steps: int) -> tuple[DistributedRecord, int]:
-    _register("An optimizer")
-    return run_distributed(cfg, steps), rank_state_bytes(cfg, 0).optimizer
-
-
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Install the schedule of the page, with its entry point, into a folder."""
     folder = tmp_path_factory.mktemp("installed")
-    [code], [entry] = _blocks("python", "A pipeline schedule"), _blocks("toml", "A pipeline schedule")
+    [code], [entry] = blocks("python", "A pipeline schedule"), blocks("toml", "A pipeline schedule")
     (folder / "eager.py").write_text(code)
     metadata = folder / "moefold_eager-0.1.dist-info"
     metadata.mkdir()
@@ -128,7 +123,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def _in_package(folder: str, task: Callable[..., Any], *arguments: Any) -> Any:
+def in_package(folder: str, task: Callable[..., Any], *arguments: Any) -> Any:
     """Run a task where the package is installed: on a rank of the pool, which ends after it."""
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
@@ -187,9 +182,9 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_the_page_has_the_package_of_the_tests():
     folder = Path(__file__).parent / "plugin"
     written = [
-        *_blocks("python", "A learning-rate schedule"),
-        *_blocks("python", "A loss of reinforcement learning"),
-        _blocks("toml", "A learning-rate schedule")[0],
+        *blocks("python", "A learning-rate schedule"),
+        *blocks("python", "A loss of reinforcement learning"),
+        blocks("toml", "A learning-rate schedule")[0],
     ]
     files = {block.partition("\n")[0].removeprefix("# "): block.partition("\n")[2] for block in written}
     package = folder / "src"
@@ -239,26 +234,6 @@ def test_example_of_a_block_equals_one_rank(pool: WorkerPool) -> None:
         record, _ = pool.run(2, _run_with_block, two, 2)[0]
         _assert_close(record.gradients, alone.gradients, rtol=1e-12)
         _assert_close(record.weights, alone.weights, rtol=1e-12)
-
-
-@pytest.mark.parity
-def test_example_of_an_optimizer_equals_torch_and_one_rank(pool: WorkerPool) -> None:
-    """Compare one step with torch.optim.SGD, and two steps on two ranks with two on one."""
-    one = _with(tiny(train={"lr": LR, "clip_grad": 0.0}), "train", optimizer="sgd")
-    [(first, _)] = pool.run(1, _run_with_optimizer, one, 1)
-    weights = {name: torch.nn.Parameter(first.initial[name].clone()) for name in first.gradients}
-    for name, weight in weights.items():
-        weight.grad = first.gradients[name]
-    rate = first.steps[0].lr
-    torch.optim.SGD(weights.values(), lr=rate, momentum=one.train.beta1, weight_decay=one.train.weight_decay).step()
-    _assert_close({name: first.weights[name] for name in weights}, {name: w.detach() for name, w in weights.items()})
-
-    [(alone, state_bytes)] = pool.run(1, _run_with_optimizer, one, 2)
-    # One moment in float64 for each number.
-    assert state_bytes == 8 * sum(weight.numel() for weight in weights.values())
-    two = replace(one, parallel=ParallelConfig(world_size=2, ep=2, zero=1))
-    record, _ = pool.run(2, _run_with_optimizer, two, 2)[0]
-    _assert_close(record.weights, alone.weights)
 
 
 def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -321,7 +296,6 @@ def _refusal_of(heading: str, cfg: Config) -> str:
     [
         ("A dispatcher", "parallel", {"dispatcher": "gathering"}, ""),
         ("A block", "model", {}, "model.attention='extension:GatedPart'"),
-        ("An optimizer", "train", {"optimizer": "sgd"}, "train.optimizer='sgd'"),
         ("A loss and its data", "model", {}, "the loss PolicyGradientLoss"),
     ],
 )
@@ -353,7 +327,7 @@ def test_example_of_a_schedule_equals_one_rank(pool: WorkerPool, package: str) -
     one = tiny(train={"global_batch_size": 8, "lr": LR})
     [alone] = pool.run(1, run_distributed, one, 2)
     two = _with(one, "parallel", world_size=2, pp=2, schedule="eager")
-    first, last = pool.run(2, _in_package, package, _run_with_schedule, two)
+    first, last = pool.run(2, in_package, package, _run_with_schedule, two)
     assert [step.loss for step in first.steps] == pytest.approx([step.loss for step in alone.steps], rel=1e-12)
     torch.testing.assert_close(first.gradients | last.gradients, alone.gradients, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(first.weights | last.weights, alone.weights, rtol=1e-12, atol=1e-12)
@@ -368,10 +342,10 @@ def _judge_with_schedule(cfg: Config, records: list[DistributedRecord]) -> float
 def test_example_of_a_schedule_is_judged_and_searched(pool: WorkerPool, package: str) -> None:
     """The oracle judges a run with it, and the planner tries it beside the built-in ones."""
     cfg = _with(tiny(train={"global_batch_size": 8}), "parallel", world_size=2, pp=2, schedule="eager")
-    records = pool.run(2, _in_package, package, _run_with_schedule, cfg)
-    [error] = pool.run(1, _in_package, package, _judge_with_schedule, cfg, records)
+    records = pool.run(2, in_package, package, _run_with_schedule, cfg)
+    [error] = pool.run(1, in_package, package, _judge_with_schedule, cfg, records)
     assert error < TOLERANCE
-    [kinds] = pool.run(1, _in_package, package, _searched_schedules)
+    [kinds] = pool.run(1, in_package, package, _searched_schedules)
     assert "eager" in kinds
     assert "csv" not in kinds
 
@@ -388,7 +362,7 @@ def test_example_of_a_schedule_is_priced(pool: WorkerPool, package: str) -> None
     """Compare memory in flight and idle time with 1F1B, to which warm-up adds a micro-batch and no time."""
     base = tiny(world_size=4, pp=4, model={"num_layers": 4}, train={"global_batch_size": 16})
     [(in_flight, idle)] = pool.run(
-        1, _in_package, package, _price_with_schedule, _with(base, "parallel", schedule="eager")
+        1, in_package, package, _price_with_schedule, _with(base, "parallel", schedule="eager")
     )
     assert in_flight == [count + 1 for count in max_in_flight(base, 4)] == [5, 4, 3, 2]
     assert idle == [bubble_s(1.0, 2.0, 1.0, pp=4, vpp=1, num_micro_batches=16, schedule="1f1b")] * 3
@@ -413,7 +387,7 @@ def test_program_data_must_fit_the_recipe(tmp_path: Path, override: str, message
 
 def test_example_of_a_schedule_is_read(tmp_path: Path) -> None:
     """Read the example as the rows of two ranks with two micro-batches."""
-    [table] = _blocks("csv", "A pipeline schedule")
+    [table] = blocks("csv", "A pipeline schedule")
     path = tmp_path / "schedule.csv"
     path.write_text(table)
     found = CsvSchedule(path=str(path)).rows(2, 1, 2)

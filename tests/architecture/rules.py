@@ -15,7 +15,16 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moefold"
 TESTS = ROOT / "tests"
 
-COMMUNICATES = ("comm", "parallel", "optim", "model/moe/dispatch", "checkpoint", "launch", "testing")
+COMMUNICATES = (
+    "comm",
+    "parallel",
+    "optim",
+    "parts/optimizer/muon",
+    "model/moe/dispatch",
+    "checkpoint",
+    "launch",
+    "testing",
+)
 STATE_TYPES = {f"torch.distributed.tensor.{name}" for name in ("DTensor", "Partial", "Placement", "Replicate", "Shard")}
 VAGUE_NAMES = ("utils", "util", "helpers", "helper", "misc", "common")
 LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")

@@ -6,7 +6,14 @@ SOURCE = rules.SOURCE
 
 
 def test_no_circles():
-    assert imports.circles(imports.imports(SOURCE)) == []
+    """A part imports its module and its formula inside of a call, and these read its settings (design/071)."""
+    found = [one for one in imports.imports(SOURCE) if not _is_of_its_own_folder(one)]
+    assert imports.circles(found) == []
+
+
+def _is_of_its_own_folder(one):
+    folder, _, name = one.importer.rpartition(".")
+    return name == "part" and folder.startswith("parts.") and one.imported.startswith(f"{folder}.")
 
 
 def test_no_import_of_a_higher_floor():

@@ -44,7 +44,7 @@ from moefold.checkpoint.save_load import (
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import CheckpointConfig, Config, RunConfig
 from moefold.errors import ConfigError
-from moefold.optim.adamw import named_moments
+from moefold.optim.states import named_moments
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

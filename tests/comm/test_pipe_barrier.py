@@ -23,7 +23,7 @@ def _group(size: int) -> Group:
 
 
 def _arrivals(size: int) -> None:
-    """Count arrivals in shared memory; after each barrier all members see those of all."""
+    """Count arrivals in shared memory; after each barrier all members see all arrivals."""
     group = _group(size)
     counts = open_shared_memory(8 * size, group, "the test").view(torch.int64)
     barrier = open_pipe_barrier(group)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moefold.config.load import config_from_dict, config_to_dict
-from moefold.config.method_defaults import METHODS
+from moefold.config.method_defaults import PRETRAINING, all_methods
 from moefold.config.reference import keys_text, recipe_page
 from moefold.config.schema import TrainConfig
 from moefold.errors import ConfigError
@@ -45,7 +45,7 @@ def test_the_learning_rate_follows_from_the_method_and_a_given_one_stays(name):
 
 
 def test_the_class_has_the_default_of_pretraining():
-    assert TrainConfig().lr == METHODS[0].all_weights
+    assert TrainConfig().lr == PRETRAINING.all_weights
 
 
 def test_a_min_lr_above_the_default_is_refused_with_its_reason():
@@ -57,6 +57,6 @@ def test_keys_and_page_say_every_default():
     listed = keys_text("train.lr")
     page = recipe_page()
     assert "train.lr = by method" in listed
-    for rates in METHODS:
+    for rates in all_methods():
         assert f"{rates.method} {rates.all_weights:g} (adapters {rates.adapters:g})" in listed
         assert f"| {rates.method} | {rates.all_weights:g} | {rates.adapters:g} | {rates.source} |" in page

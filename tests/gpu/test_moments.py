@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import TrainConfig
 from moefold.offload.backend import CopyEngine
-from moefold.optim.adamw import build_optimizer, named_moments
-from moefold.optim.muon import build_muon
 from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
-from moefold.testing.pool import make_group
+from moefold.optim.states import named_moments
+from tests.optim.alone import build_alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +24,7 @@ def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]
     torch.manual_seed(0)
     shapes = {f"layers.{i}.attention.wq": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
     given = {name: nn.Parameter(torch.randn(shape, device=device)) for name, shape in shapes.items()}
-    alone = make_group((0,), 0, None)
-    optimizer: torch.optim.Optimizer
-    if cfg.optimizer == "muon":
-        optimizer = build_muon(given, Config(model=ModelConfig(num_layers=6), train=cfg), alone, home)
-    else:
-        optimizer = build_optimizer(given, cfg, home)
+    optimizer = build_alone(given, cfg, home, model=ModelConfig(num_layers=6))
     for _ in range(5):
         for parameter in given.values():
             parameter.grad = torch.randn_like(parameter) + parameter.detach().sin()

@@ -76,7 +76,7 @@ REFUSED = {
     "parallel.tp=two": "parallel.tp='two' must be an integer",
     "parallel.tp=3": "parallel.tp=3 must divide model.num_attention_heads=8; choose parallel.tp=1, 2, 4 or 8\n",
     "parallel.pp=99": "must be at most model.num_layers=",
-    "parallel.dispatcher=leastloaded": "choose one of alltoall, allgather, local",
+    "parallel.dispatcher=leastloaded": "choose one of allgather, alltoall, local",
     "model.top_k=4": "model.top_k cannot be set here",
     "moe.drop_policy=position": "moe.drop_policy has no effect: no token is dropped",
     "moe.eval_capacity_factor=-1": "must be at least 0 here",

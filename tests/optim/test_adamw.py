@@ -3,9 +3,11 @@ import torch
 from torch import nn
 
 from moefold.config.schema import Config, TrainConfig
-from moefold.optim.adamw import OffloadableAdamW, build_optimizer, named_moments, set_step_count
 from moefold.optim.state_offload import StateStore
+from moefold.optim.states import named_moments, set_step_count
+from moefold.parts.optimizer.adamw.module import OffloadableAdamW
 from moefold.verify.distributed_run import run_distributed
+from tests.optim.alone import build_alone
 from tests.verify.recipes import tiny
 
 
@@ -32,7 +34,7 @@ def _options(cfg: TrainConfig, given: dict[str, nn.Parameter]) -> list[dict[str,
 def test_with_wide_moments_it_is_adamw():
     cfg = TrainConfig(lr=1e-2)
     wide, own = _parameters(), _parameters()
-    _train(wide, build_optimizer(wide, cfg), 20)
+    _train(wide, build_alone(wide, cfg), 20)
     _train(own, OffloadableAdamW(_options(cfg, own), None, StateStore()), 20)
     for name in wide:
         assert torch.equal(own[name], wide[name]), name
@@ -42,7 +44,7 @@ def test_narrow_moments_are_the_rounded_ones_and_follow_the_wide():
     cfg = TrainConfig(lr=1e-2)
     narrow_cfg = TrainConfig(lr=1e-2, moment_dtype="bfloat16")
     wide, narrow = _parameters(), _parameters()
-    wide_optimizer, optimizer = build_optimizer(wide, cfg), build_optimizer(narrow, narrow_cfg)
+    wide_optimizer, optimizer = build_alone(wide, cfg), build_alone(narrow, narrow_cfg)
     _train(wide, wide_optimizer, 1)
     _train(narrow, optimizer, 1)
     moments, expected = named_moments(optimizer, narrow), named_moments(wide_optimizer, wide)
@@ -62,10 +64,10 @@ def test_narrow_moments_are_the_rounded_ones_and_follow_the_wide():
 def test_a_resumed_step_count_corrects_the_bias():
     cfg = TrainConfig(lr=1e-2, moment_dtype="bfloat16")
     first = _parameters()
-    optimizer = build_optimizer(first, cfg)
+    optimizer = build_alone(first, cfg)
     _train(first, optimizer, 3)
     second = {name: nn.Parameter(p.detach().clone()) for name, p in first.items()}
-    resumed = build_optimizer(second, cfg)
+    resumed = build_alone(second, cfg)
     for name, moment in named_moments(resumed, second).items():
         moment.copy_(named_moments(optimizer, first)[name])
     set_step_count(resumed, 3)

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from moefold.config.schema import TrainConfig
-from moefold.optim.adamw import build_optimizer, named_moments, set_learning_rate, set_step_count
+from moefold.optim.param_groups import set_learning_rate
+from moefold.optim.states import named_moments, set_step_count
+from tests.optim.alone import build_alone
 
 CFG = TrainConfig(lr=0.1, weight_decay=0.5)
 
@@ -29,7 +31,7 @@ def step(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter]) -> No
 
 def test_matrices_and_experts_decay_norms_and_biases_do_not():
     given = parameters()
-    optimizer = build_optimizer(given, CFG)
+    optimizer = build_alone(given, CFG)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in given.items()} == {
         "layers.0.attention.wq": 0.5,
@@ -42,7 +44,7 @@ def test_matrices_and_experts_decay_norms_and_biases_do_not():
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 def test_an_optimizer_of_no_parameters_does_nothing(moment_dtype):
-    optimizer = build_optimizer({}, replace(CFG, moment_dtype=moment_dtype))
+    optimizer = build_alone({}, replace(CFG, moment_dtype=moment_dtype))
     set_learning_rate(optimizer, 0.01)
     optimizer.step()
     assert not optimizer.state_dict()["state"]
@@ -50,7 +52,7 @@ def test_an_optimizer_of_no_parameters_does_nothing(moment_dtype):
 
 def test_weights_without_a_gradient_still_decay_by_lr_times_weight_decay():
     given = parameters()
-    optimizer = build_optimizer(given, CFG)
+    optimizer = build_alone(given, CFG)
     before = given["layers.0.attention.wq"].detach().clone()
     for parameter in given.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -61,7 +63,7 @@ def test_weights_without_a_gradient_still_decay_by_lr_times_weight_decay():
 
 def test_moments_exist_from_the_start_by_name():
     given = parameters()
-    moments = named_moments(build_optimizer(given, CFG), given)
+    moments = named_moments(build_alone(given, CFG), given)
     assert set(moments) == {f"{name}.{moment}" for name in given for moment in ("exp_avg", "exp_avg_sq")}
     assert all(not moment.any() for moment in moments.values())
 
@@ -69,7 +71,7 @@ def test_moments_exist_from_the_start_by_name():
 @pytest.mark.parametrize("rate", [0.01, 0.3])
 def test_learning_rate_of_the_next_step(rate):
     given = parameters()
-    optimizer = build_optimizer(given, CFG)
+    optimizer = build_alone(given, CFG)
     set_learning_rate(optimizer, rate)
     before = given["layers.0.attention.bq"].detach().clone()
     step(optimizer, given)
@@ -80,11 +82,11 @@ def test_learning_rate_of_the_next_step(rate):
 
 def test_copied_state_goes_on_as_the_first_optimizer_does():
     first = parameters()
-    optimizer = build_optimizer(first, CFG)
+    optimizer = build_alone(first, CFG)
     for _ in range(3):
         step(optimizer, first)
     second = {name: nn.Parameter(p.detach().clone()) for name, p in first.items()}
-    resumed = build_optimizer(second, CFG)
+    resumed = build_alone(second, CFG)
     moments = named_moments(optimizer, first)
     for name, moment in named_moments(resumed, second).items():
         moment.copy_(moments[name])

@@ -6,10 +6,11 @@ from torch import nn
 
 from moefold.config.schema import TrainConfig
 from moefold.errors import ConfigError
-from moefold.optim.adamw import build_optimizer, named_moments, reset_moments
 from moefold.optim.gradient_delay import GradientDelay
+from moefold.optim.states import named_moments, reset_moments
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
+from tests.optim.alone import build_alone
 
 
 @pytest.mark.parametrize("correction", [0.0, 1.0, 0.3])
@@ -19,7 +20,7 @@ def test_each_update_belongs_to_the_step_before(correction):
     gradients = [torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in range(5)]
     delayed, plain = (nn.Parameter(torch.ones(5, 3, dtype=torch.float64)) for _ in range(2))
     cfg = TrainConfig(lr=0.1, weight_decay=0.2)
-    optimizer, reference = (build_optimizer({"w": weight}, cfg) for weight in (delayed, plain))
+    optimizer, reference = (build_alone({"w": weight}, cfg) for weight in (delayed, plain))
     delay = GradientDelay(optimizer, {"w": delayed}, correction)
     last = torch.zeros(5, 3, dtype=torch.float64)
     for step, gradient in enumerate(gradients):
@@ -41,7 +42,7 @@ def test_each_update_belongs_to_the_step_before(correction):
 
 def test_a_parameter_without_a_gradient_stays_and_a_reset_keeps_what_is_pending():
     used, unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
-    optimizer = build_optimizer({"used": used, "unused": unused}, TrainConfig(lr=0.1))
+    optimizer = build_alone({"used": used, "unused": unused}, TrainConfig(lr=0.1))
     delay = GradientDelay(optimizer, {"used": used, "unused": unused}, 1.0)
     for _ in range(3):
         used.grad = torch.full((2, 2), 3.0)

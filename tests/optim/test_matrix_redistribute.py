@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor
+from moefold.parts.optimizer.muon.redistribute import MatrixKey, MatrixRedistributor
 from moefold.testing.pool import make_group
 
 pytestmark = pytest.mark.parity

@@ -1,22 +1,23 @@
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from moefold.config.chosen import chosen
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.optim.adamw import named_moments, set_learning_rate
-from moefold.optim.muon import build_muon, logical_matrices, newton_schulz
-from moefold.testing.pool import make_group
-from moefold.verify.oracle_optimizer import MUON_GROUP_PATTERNS, matrix_indices
-from moefold.verify.oracle_optimizer import newton_schulz as oracle_newton_schulz
+from moefold.optim.param_groups import set_learning_rate
+from moefold.optim.states import named_moments
+from moefold.parts.optimizer.muon.module import logical_matrices, newton_schulz
+from moefold.parts.optimizer.muon.oracle import matrix_indices
+from moefold.parts.optimizer.muon.oracle import newton_schulz as oracle_newton_schulz
+from moefold.parts.optimizer.muon.part import Muon
+from tests.optim.alone import build_alone
 
-ALONE = make_group((0,), 0, None)
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=16,
@@ -50,40 +51,68 @@ def test_a_matrix_without_a_gradient_stays_where_it_is():
     assert not newton_schulz(torch.zeros(3, 4), 5).any()
 
 
+def _part(model: ModelConfig, *groups: str) -> Muon:
+    train = TrainConfig(optimizer="muon", muon_groups=groups or TrainConfig().muon_groups)
+    return chosen(Config(model=model, train=train), Muon)
+
+
+BY_GROUP = {
+    "attention": {"attention.wq", "attention.wk", "attention.wv", "attention.wo"},
+    "dense_mlp": {"ffn.w_gate", "ffn.w_up", "ffn.w_down"},
+    "experts": {"ffn.experts.w_gate", "ffn.experts.w_up", "ffn.experts.w_down"},
+    "shared_experts": {"ffn.shared.w_gate", "ffn.shared.w_up", "ffn.shared.w_down"}
+    | {"ffn.latent_down.weight", "ffn.latent_up.weight"},
+    "router": {"ffn.router.weight"},
+    "mtp": {"projection"},
+}
+
+
 def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
-    names = [name for name, _ in build_model(Config(model=MODEL)).named_parameters()]
-    groups = TrainConfig().muon_groups
-    weights = model_weights(MODEL)
-    taken = {name for name in names if weights[name].in_muon_groups(groups)}
-    by_group = {group: {name for name in taken if weights[name].in_muon_groups((group,))} for group in groups}
-    assert all(by_group.values())
-    assert sum(map(len, by_group.values())) == len(taken)
+    cfg = Config(model=replace(MODEL, moe_hidden_size=4))
+    names = [name for name, _ in build_model(cfg).named_parameters()]
+    weights = model_weights(cfg.model)
+    assert set(BY_GROUP) == set(TrainConfig().muon_groups)
+    taken = set()
+    for group, expected in BY_GROUP.items():
+        part = _part(cfg.model, group)
+        found = {name for name in names if part.gathers(weights[name])}
+        assert {name.split(".", 2)[-1] for name in found} == expected
+        taken |= found
+    assert taken == {name for name in names if _part(cfg.model).gathers(weights[name])}
     rest = {name.split(".", 2)[-1] if name.startswith("layers") else name for name in set(names) - taken}
     norms = {"attention_norm.weight", "ffn_norm.weight", "embedding_norm.weight", "hidden_norm.weight"}
     assert rest == norms | {
         "output_norm.weight", "ffn.shared_gate", "embedding.weight", "head.weight", "head.norm.weight",
     }  # fmt: skip
-    assert set(MUON_GROUP_PATTERNS.values()) == set(groups)
 
 
-def test_the_oracle_takes_the_same_matrices():
-    model = replace(MODEL, moe_hidden_size=4)
-    weights = model_weights(model)
-    for group in TrainConfig().muon_groups:
-        taken = {name for name in weights if weights[name].in_muon_groups((group,))}
-        assert taken == {
-            name for name in weights for pattern, of in MUON_GROUP_PATTERNS.items() if of == group
-            if re.search(pattern, name)
-        }  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        ({"linear_attention": "gated_deltanet"}, "wa wb conv_q conv_k conv_v"),
+        ({"linear_attention": "kda"}, "wb conv_q conv_k conv_v"),
+        ({"linear_attention": "gla"}, ""),
+        ({"linear_attention": "short_convolution"}, "conv"),
+        ({"attention_pattern": "F", "attention_gate": True, "attention_gate_width": "head"}, "wg"),
+        ({"attention_pattern": "F", "attention_gate": True}, ""),
+    ],
+    ids=str,
+)
+def test_matrices_of_one_row_a_head_and_convolutions_are_left_to_adamw(model, left):
+    cfg = replace(MODEL, **{"attention_pattern": "L", "num_query_groups": 2} | model)
+    part = _part(cfg)
+    weights = [weight for weight in model_weights(cfg).values() if weight.part == "attention" and weight.is_matrix]
+    assert {weight.name.rpartition(".")[2] for weight in weights if not part.gathers(weight)} == set(left.split())
 
 
 @pytest.mark.parametrize(("name", "rows"), [("wkv_down", 6 + 16), ("wkv_up", 3 * (4 + 32)), ("wq_up", 5)])
 def test_logical_matrices_equal_the_oracle(name, rows):
     whole = torch.arange(rows * 2.0).view(rows, 2)
-    views = logical_matrices(model_weights(LATENT)[f"layers.0.attention.{name}"], whole)
+    spec = replace(model_weights(LATENT)[f"layers.0.attention.{name}"], shape=(rows, 2))
+    views = logical_matrices(spec, whole)
     mine = [part.flatten(0, -2) for part in views]
-    theirs = [whole[index] for index in matrix_indices(LATENT, name, whole)]
-    assert len(mine) == len(theirs)
+    theirs = [whole[index] for index in matrix_indices(spec)]
+    assert len(mine) == len(theirs) == (1 if name == "wq_up" else 2)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     # They are views: what is written to one is written to the parameter.
     assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in views)
@@ -98,8 +127,7 @@ def parameters() -> dict[str, nn.Parameter]:
 
 def test_the_root_mean_square_of_an_update_is_as_in_adamw():
     given = parameters()
-    cfg = Config(model=MODEL, train=TrainConfig(optimizer="muon", lr=1.0, weight_decay=0.0))
-    optimizer = build_muon(given, cfg, ALONE)
+    optimizer = build_alone(given, TrainConfig(optimizer="muon", lr=1.0, weight_decay=0.0), model=MODEL)
     before = {name: p.detach().clone() for name, p in given.items()}
     torch.manual_seed(1)
     for parameter in given.values():
@@ -114,7 +142,7 @@ def test_the_root_mean_square_of_an_update_is_as_in_adamw():
 
 def test_one_rate_sets_both_and_moments_have_names():
     given = parameters()
-    optimizer = build_muon(given, Config(model=MODEL, train=TrainConfig(optimizer="muon", weight_decay=0.5)), ALONE)
+    optimizer = build_alone(given, TrainConfig(optimizer="muon", weight_decay=0.5), model=MODEL)
     set_learning_rate(optimizer, 0.1)
     for parameter in given.values():
         parameter.grad = torch.zeros_like(parameter)

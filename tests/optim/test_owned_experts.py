@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.schema import TrainConfig
 from moefold.config.sites import SitesConfig
-from moefold.optim.adamw import build_optimizer, named_moments
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound
 from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.optim.state_offload import StateStore
+from moefold.optim.states import named_moments
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
+from tests.optim.alone import build_alone
 
 SHAPES = {"experts.w_up": (6, 3, 2), "shared": (4, 3), "experts.b_up": (6, 2)}
 EXPERTS = ("experts.w_up", "experts.b_up")
@@ -39,7 +40,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
     whole, ours = parameters(torch.float32), parameters(torch.float32)
     before = {name: p.detach().clone() for name, p in ours.items()}
     owned = OwnedExperts(ours, EXPERTS, SitesConfig(count=3, number=number, experts="own"))
-    expected, optimizer = build_optimizer(whole, cfg), build_optimizer(owned.parameters, cfg)
+    expected, optimizer = build_alone(whole, cfg), build_alone(owned.parameters, cfg)
     for step in range(3):
         set_gradients(whole, step)
         set_gradients(ours, step)

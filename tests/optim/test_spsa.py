@@ -1,14 +1,18 @@
 """SPSA on plain parameters: perturbations, updates and the byte of the projected gradient."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from moefold.config.groups.optimizer import ForwardOnlyStep
+from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config, RunConfig, TrainConfig
-from moefold.optim.spsa import SPSA, decode_gradient, encode_gradient
-from moefold.verify import oracle_spsa
+from moefold.model.init import seed_for
+from moefold.parts.optimizer.spsa.module import SPSA, decode_gradient, encode_gradient
+from moefold.parts.optimizer.spsa.oracle import perturbation
+from tests.optim.alone import build_alone
 
 NAMES = {"layers.0.ffn.experts.w_up": (3, 5, 7), "layers.0.attention.wq": (6, 10), "head.norm.weight": (10,)}
 CFG = Config(run=RunConfig(seed=4), train=TrainConfig(optimizer="spsa", weight_decay=0.5, spsa_eps=0.25))
@@ -22,18 +26,31 @@ def _parameters() -> dict[str, nn.Parameter]:
     }
 
 
+def _optimizer(parameters: dict[str, nn.Parameter]) -> SPSA:
+    optimizer = build_alone(parameters, CFG.train, seed=CFG.run.seed)
+    assert isinstance(optimizer, SPSA)
+    return optimizer
+
+
+def _perturbation(seed: int, step: int, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return z of the oracle."""
+    parts = {name: "experts" if ".experts." in name else "attention" for name in parameters}
+    specs = {name: ParamSpec(name, tuple(p.shape), parts[name]) for name, p in parameters.items()}
+    return perturbation(ForwardOnlyStep(step, 0.0, specs, parameters, lambda: 0.0, partial(seed_for, seed)))
+
+
 def _values(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def test_both_passes_and_the_update(monkeypatch):
-    monkeypatch.setattr("moefold.optim.spsa.CHUNK_NUMBERS", 16)
+    monkeypatch.setattr("moefold.parts.optimizer.spsa.module.CHUNK_NUMBERS", 16)
     parameters = _parameters()
     before = _values(parameters)
-    z = oracle_spsa.perturbation(CFG, 9, parameters)
-    optimizer = SPSA(parameters, CFG)
-    for sign in (1, -1):
-        optimizer.perturb(9, sign)
+    z = _perturbation(4, 9, parameters)
+    optimizer = _optimizer(parameters)
+    for number, sign in enumerate((1, -1)):
+        optimizer.perturb(9, number)
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter.detach(), before[name] + sign * 0.25 * z[name], rtol=0, atol=1e-15)
     optimizer.projected_gradient = 3.0
@@ -48,10 +65,10 @@ def test_both_passes_and_the_update(monkeypatch):
 def test_a_skipped_step_leaves_the_weights_up_to_rounding():
     parameters = _parameters()
     before = _values(parameters)
-    optimizer = SPSA(parameters, CFG)
+    optimizer = _optimizer(parameters)
     for step in range(1, 11):
+        optimizer.perturb(step, 0)
         optimizer.perturb(step, 1)
-        optimizer.perturb(step, -1)
         optimizer.restore()
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=1e-14)
@@ -59,8 +76,8 @@ def test_a_skipped_step_leaves_the_weights_up_to_rounding():
 
 
 def test_a_frozen_model_part_may_have_no_parameter():
-    optimizer = SPSA({}, CFG)
-    optimizer.perturb(1, 1)
+    optimizer = _optimizer({})
+    optimizer.perturb(1, 0)
     optimizer.step()
 
 
@@ -69,12 +86,12 @@ def test_the_projection_is_the_derivative_along_z():
     parameters = _parameters()
     loss = lambda: sum((parameter**2).sum() for parameter in parameters.values())  # noqa: E731
     loss().backward()
-    z = oracle_spsa.perturbation(CFG, 2, parameters)
+    z = _perturbation(4, 2, parameters)
     along_z = sum(float((parameter.grad * z[name]).sum()) for name, parameter in parameters.items())
-    optimizer = SPSA(parameters, CFG)
+    optimizer = _optimizer(parameters)
     losses = []
-    for sign in (1, -1):
-        optimizer.perturb(2, sign)
+    for number in range(optimizer.num_passes):
+        optimizer.perturb(2, number)
         losses.append(float(loss().detach()))
     assert (losses[0] - losses[1]) / 0.5 == pytest.approx(along_z, rel=1e-12)
 
@@ -94,6 +111,5 @@ def test_codes_are_bytes_without_bias():
 
 def test_the_seed_of_the_run_chooses_z():
     parameters = _parameters()
-    other = replace(CFG, run=RunConfig(seed=5))
-    z, of_other = (oracle_spsa.perturbation(cfg, 1, parameters) for cfg in (CFG, other))
+    z, of_other = (_perturbation(seed, 1, parameters) for seed in (4, 5))
     assert all(not torch.isclose(z[name], of_other[name]).any() for name in z)

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
-from moefold.optim.adamw import build_optimizer, named_moments, reset_moments
-from moefold.optim.muon import build_muon
 from moefold.optim.state_offload import MmapStore, PinnedStore
+from moefold.optim.states import named_moments, reset_moments
 from moefold.testing.pool import make_group
+from tests.optim.alone import build_alone
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -38,16 +38,9 @@ def _train(given: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 def test_moments_in_files_give_the_same_bits(tmp_path, kind, moment_dtype, min_bytes):
     cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
 
-    def build(given: dict[str, nn.Parameter], home: MmapStore | None) -> torch.optim.Optimizer:
-        return (
-            build_muon(given, Config(train=cfg), ALONE, home)
-            if kind == "muon"
-            else build_optimizer(given, cfg, state_store=home)
-        )
-
     here, away = _parameters(), _parameters()
-    beside = build(here, None)
-    outside = build(away, MmapStore(CopyEngine(CPU), tmp_path, min_bytes))
+    beside = build_alone(here, cfg)
+    outside = build_alone(away, cfg, MmapStore(CopyEngine(CPU), tmp_path, min_bytes))
     _train(here, beside)
     _train(away, outside)
     for name in here:
@@ -142,18 +135,13 @@ def test_what_is_in_the_memory_of_the_device_is_not_copied_onto_itself(tmp_path)
 def test_after_a_reset_an_optimizer_goes_on_as_a_new_one(tmp_path, kind, moment_dtype, is_offloaded):
     cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
 
-    def build(given: dict[str, nn.Parameter], store: MmapStore | None) -> torch.optim.Optimizer:
-        if kind == "muon":
-            return build_muon(given, Config(train=cfg), ALONE, store)
-        return build_optimizer(given, cfg, state_store=store)
-
     given = _parameters()
-    optimizer = build(given, MmapStore(CopyEngine(CPU), tmp_path, 0) if is_offloaded else None)
+    optimizer = build_alone(given, cfg, MmapStore(CopyEngine(CPU), tmp_path, 0) if is_offloaded else None)
     _train(given, optimizer)
     reset_moments(optimizer)
     assert not any(bool(moment.any()) for moment in named_moments(optimizer, given).values())
     other = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in given.items()}
     _train(given, optimizer)
-    _train(other, build(other, None))
+    _train(other, build_alone(other, cfg))
     for name in given:
         assert torch.equal(given[name], other[name]), name

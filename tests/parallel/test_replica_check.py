@@ -18,7 +18,7 @@ from moefold.config.schema import Config, RunConfig
 from moefold.data import open_dataset
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
-from moefold.optim.adamw import named_moments
+from moefold.optim.states import named_moments
 from moefold.parallel import shared_gather
 from moefold.parallel.fsdp import install_comm_hooks
 from moefold.parallel.parallelize import parallelize

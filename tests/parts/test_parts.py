@@ -15,12 +15,14 @@ from moefold.config.find import built_in_kinds, find_part, groups, kind_of
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, key_types
+from moefold.verify.recipe_keys import FORMULA_KEYS
 from tests.architecture import imports
 
+PACKAGE = moefold.parts.__name__
 PARTS = Path(moefold.parts.__file__).parent
 KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.group)]
 ids = [f"{group.group}-{kind}" for group, kind in KINDS]
-LIBRARIES = {"torch", "math", "functools", "dataclasses", "typing", "collections"}
+LIBRARIES = {"torch", "numpy", "math", "functools", "dataclasses", "typing", "collections"}
 """What a formula may import, beside its own file and `config`."""
 
 
@@ -71,16 +73,22 @@ def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
         return
     assert part.formula not in (Part.formula, group.formula), "each built-in kind is judged"
     read = _attributes(part)
-    assert {field.name for field in fields(part)} <= read
+    formats = {field for field, name in flat_keys(group.group, kind) if name not in FORMULA_KEYS.split()}
+    assert {field.name for field in fields(part)} - formats <= read
     methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
     assert read & (methods - {"formula"}) == set()
 
 
 def _attributes(part) -> set[str]:
-    """Return what the formula of a part reads of the part: attributes of `self`, and of `part` in its oracle.py."""
-    formula = ast.parse(textwrap.dedent(inspect.getsource(part.formula)))
-    oracle = Path(inspect.getfile(part)).with_name("oracle.py")
-    trees = [formula, *([ast.parse(oracle.read_text())] if _has_folder(part) and oracle.exists() else [])]
+    """Return what the formula of a part reads of the part: attributes of `self`, and of `part` in its oracle.py.
+
+    The formula of a part may call the formula of the part that it extends.
+    """
+    trees = []
+    for base in (base for base in part.__mro__ if "formula" in vars(base) and base.__module__.startswith(PACKAGE)):
+        trees.append(ast.parse(textwrap.dedent(inspect.getsource(base.formula))))
+        oracle = Path(inspect.getfile(base)).with_name("oracle.py")
+        trees += [ast.parse(oracle.read_text())] if _has_folder(base) and oracle.exists() else []
     for tree in trees:
         assert not (_imported(tree) - LIBRARIES), "a formula imports torch, math and types"
     return {

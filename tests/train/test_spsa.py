@@ -77,7 +77,8 @@ def _skip_a_step(cfg: Config) -> tuple[str, str, str]:
     training, loader = _training(cfg)
     before = {name: local_tensor(p).clone() for name, p in training.parameters.items()}
     loader_batch = loader.batch(0)
-    training._spsa._train = replace(training._spsa._train, spsa_eps=float("nan"))
+    project = training.optimizer.project
+    training.optimizer.project = lambda losses, step: project([float("nan")] * 2, step)
     result = training.run(loader_batch, 1)
     for name, parameter in training.parameters.items():
         torch.testing.assert_close(local_tensor(parameter), before[name], rtol=0, atol=1e-15)
@@ -92,24 +93,24 @@ def test_a_step_that_is_not_finite_is_undone(pool):
 
 
 def _without_router_losses(cfg: Config) -> DistributedRecord:
-    from moefold.train.spsa_passes import SPSAPasses
+    from moefold.train.forward_passes import ForwardPasses
 
-    SPSAPasses._local_loss = lambda self, terms: terms.double().sum()
+    ForwardPasses._local_loss = lambda self, terms: terms.double().sum()
     return run_distributed(cfg, 1)
 
 
 def _with_one_draw_for_all_steps(cfg: Config) -> DistributedRecord:
-    from moefold.optim import spsa
+    from moefold.parts.optimizer.spsa import module
 
-    draw = spsa.normal_rows
-    spsa.normal_rows = lambda key, stream, rows, columns: draw(key, 1, rows, columns)
+    draw = module.normal_rows
+    module.normal_rows = lambda key, stream, rows, columns: draw(key, 1, rows, columns)
     return run_distributed(cfg, 2)
 
 
 def _without_rounding(cfg: Config) -> DistributedRecord:
-    from moefold.train import spsa_passes
+    from moefold.parts.optimizer.spsa import module
 
-    spsa_passes.encode_gradient = lambda gradient, largest, seed, step: gradient * 127 / largest
+    module.encode_gradient = lambda gradient, largest, seed, step: gradient * 127 / largest
     return run_distributed(cfg, 1)
 
 

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
-from moefold.config.chosen import layer_readers, readers
+from moefold.config.chosen import chosen, layer_readers, readers
+from moefold.config.find import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -394,10 +397,24 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
     load_config(None, [*active, word])
 
 
+def _idle_keys_of_parts() -> set[str]:
+    """Return the keys that some built-in kind of their group does not read, and those that have no effect with one."""
+    found = set()
+    for group in groups():
+        for kind in built_in_kinds(group.group):
+            found |= {
+                name for name, owners in readers().items() if owners[0][0] is group and (group, kind) not in owners
+            }
+            section, key = group.key.split(".")
+            cfg = Config(**{section: replace(getattr(Config(), section), **{key: kind})})
+            found |= {name for unused in chosen(cfg, group).unused_keys() for name in unused.names.split()}
+    return found
+
+
 def test_every_idle_key_has_a_case():
     ruled = {name for idle in UNUSED_KEY_RULES for name in idle.keys.split()}
     cases = {word.split("=")[0] for word, _, _ in CASES}
-    assert ruled | readers().keys() | layer_readers().keys() == cases
+    assert ruled | _idle_keys_of_parts() | layer_readers().keys() == cases
 
 
 def test_the_message_says_why_and_what_to_do():

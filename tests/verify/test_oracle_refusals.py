@@ -28,7 +28,7 @@ from moefold.model.transformer import build_model
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
 from moefold.optim.lr_schedule import learning_rate
-from moefold.verify import oracle_objectives, oracle_spsa
+from moefold.verify import oracle_objectives
 from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
@@ -170,12 +170,6 @@ def test_an_unknown_name_is_refused(key):
     value = "unheard-of" if isinstance(KINDS[key][0], str) else 7
     with pytest.raises(NoFormulaError, match=f"no formula for {key}={value!r}"):
         _train(_with(legal, key, value), legal)
-
-
-def test_an_unknown_group_of_muon_is_refused():
-    cfg = _small(train={"optimizer": "muon"})
-    with pytest.raises(NoFormulaError, match=r"'embedding' in train\.muon_groups"):
-        _oracle(_with(cfg, "train.muon_groups", ("experts", "embedding")))
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": {"optimizer": "spsa"}}, {"lora": {"rank": 2}}], ids=str)
@@ -339,8 +333,8 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
         raise AssertionError("the ranks start")
 
     cfg = _small()
-    with pytest.raises(NoFormulaError):
-        verify(_with(cfg, "train.optimizer", "unheard-of"), 1, ranks)
+    with pytest.raises(NoFormulaError, match=r"no formula for train\.gradient_delay=7"):
+        verify(_with(cfg, "train.gradient_delay", 7), 1, ranks)
     capsys.readouterr()
 
     monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
@@ -372,11 +366,6 @@ def test_the_learning_rate_equals_training(kind):
         train = TrainConfig(lr_schedule=kind, lr=0.3, min_lr=0.1, warmup_steps=warmup, decay_steps=decay)
         for step in range(1, steps + 3):
             assert oracle_rate(train, steps, step) == pytest.approx(learning_rate(train, steps, step), rel=1e-14)
-
-
-def test_spsa_takes_the_rate_of_the_oracle(monkeypatch):
-    assert oracle_spsa.oracle_rate is oracle_rate
-    assert not hasattr(oracle_spsa, "learning_rate")
 
 
 def test_data_of_a_program_is_judged_as_well():

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from moefold.bench.layers import build_layers
 from moefold.bench.shape import BenchPart
 from moefold.bench.timing import PeakRates
-from moefold.config.schema import Config
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.schema import Config, TrainConfig
+from moefold.cost.adapter_spec import training_weights
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
 from moefold.model.moe.layer import split_zero_experts
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.optim.adamw import build_optimizer
+from moefold.optim.build import OptimizerRun
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
 
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
@@ -274,7 +277,8 @@ class StepBreakdown:
             2 * self._x.numel() * (self._element_bytes + 4) + embedding.weight.numel() * 4,
         )
         parameters = dict(self._full_model().named_parameters())
-        optimizer = build_optimizer(parameters, cfg.train)
+        run = OptimizerRun(training_weights(cfg.model, cfg.lora), None, cfg.train.lr, cfg.run.seed)
+        optimizer = chosen_in(TrainConfig(), OptimizerPart).build(parameters, run)
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, 1e-3)
 

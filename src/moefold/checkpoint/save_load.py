@@ -46,8 +46,7 @@ from moefold.comm.groups import current_world
 from moefold.config.load import config_to_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
-from moefold.optim.adamw import MOMENTS, MOMENTUM, named_moments, set_step_count
-from moefold.optim.spsa import SPSA
+from moefold.optim.states import named_moments, set_step_count
 from moefold.remote_path import RemoteError, RemotePath
 
 SETTINGS_FILE = "config.json"
@@ -250,8 +249,9 @@ def load_checkpoint(
         ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
     """
     meta = read_meta(path)
+    optimized = parameters if optimized is None else optimized
     with translate_read_errors(path):
-        _check_has_moments(path, read_metadata(path), is_expected=not isinstance(optimizer, SPSA))
+        _check_has_moments(path, read_metadata(path), named_moments(optimizer, optimized) if optimized else None)
     _load_state(path, checkpoint_state(parameters, buffers, optimizer, optimized))
     set_step_count(optimizer, meta.step if meta.moment_updates is None else meta.moment_updates)
     return meta
@@ -369,13 +369,12 @@ def _gather_errors(errors: list[str]) -> list[str]:
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
     """Check that the checkpoint has all entries of all ranks; collective, so that all ranks raise together."""
     faults = _missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
+    parameters = {entry.rpartition(".")[0] for entry in metadata.state_dict_metadata if entry.startswith("optimizer.")}
     for name, tensor in state.items():
         stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             parameter, _, moment = name.rpartition(".")
-            has_others = name.startswith("optimizer.") and any(
-                f"{parameter}.{other}" in metadata.state_dict_metadata for other in (*MOMENTS, MOMENTUM)
-            )
+            has_others = parameter in parameters
             faults.append(f"{_OTHER_MOMENTS_PREFIX} {moment} of {parameter}" if has_others else f"tensor {name}")
         elif stored.size != tensor.shape:
             faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
@@ -395,14 +394,19 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
 
 
-def _check_has_moments(path: Path, metadata: Metadata, *, is_expected: bool) -> None:
-    """Check that a checkpoint has moments if the optimizer has some, and none if it has none; local.
+def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Tensor] | None) -> None:
+    """Check that a checkpoint has moments if the optimizer has some, and none if it has none; collective.
+
+    Args:
+        path: the checkpoint.
+        metadata: its index.
+        moments: moments of this rank; None: nothing is trained on it.
 
     Raises:
-        ConfigError: it has them and should not, or the other way round.
+        ConfigError: it has them and should not, or the other way round; raised on every rank.
     """
     has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-    if has_moments != is_expected:
+    if _gather_errors(["other"] if moments is not None and has_moments != bool(moments) else []):
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another optimizer, it has {'' if has_moments else 'no '}moments; set "
             "train.optimizer as it was, or begin a new run with its weights: checkpoint.init_from"

@@ -6,9 +6,10 @@ optimisation takes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
-from moefold.config.find import class_of
+from moefold.config.find import built_in_kinds, class_of, find_part, kinds
 from moefold.config.groups.alignment import PreferencePart
 from moefold.config.schema import Config
 
@@ -40,10 +41,13 @@ PREFERENCES = MethodRates(
 REINFORCEMENT = MethodRates(
     "reinforcement learning", 1e-6, 1e-5, "GRPOConfig of TRL 1.16, the actor of verl 0.9; adapters: ten times as much"
 )
-ZEROTH_ORDER = MethodRates("SPSA", 1e-6, 5e-5, "MeZO (arXiv:2305.17333)")
-OPTIMIZER_RATES = {"spsa": ZEROTH_ORDER}
-"""Optimizers that need rates of their own, whatever they train."""
-METHODS = (PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, ZEROTH_ORDER)
+
+
+@cache
+def all_methods() -> tuple[MethodRates, ...]:
+    """Return the methods of training, then the built-in optimizers that need rates of their own."""
+    own = (find_part("optimizer", kind).rates for kind in built_in_kinds("optimizer"))
+    return PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, *(rates for rates in own if rates is not None)
 
 
 def method_of(settings: Mapping[str, Any]) -> MethodRates:
@@ -52,7 +56,8 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
     Args:
         settings: the values of METHOD_KEYS, by key.
     """
-    if (own := OPTIMIZER_RATES.get(settings["train.optimizer"])) is not None:
+    own: MethodRates | None = _rates_of_optimizer(settings["train.optimizer"])
+    if own is not None:
         return own
     if settings["rl.group_size"]:
         return REINFORCEMENT
@@ -60,6 +65,13 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
     if settings["data.kind"] == "preference" or has_pairs:
         return PREFERENCES
     return FINE_TUNING if settings["data.kind"] == "sft" else PRETRAINING
+
+
+def _rates_of_optimizer(optimizer: Any) -> Any:
+    """Return the rates that an optimizer needs, whatever it trains; None: it needs none, or is not installed here."""
+    if isinstance(optimizer, str):
+        return find_part("optimizer", optimizer).rates if optimizer in kinds("optimizer") else None
+    return getattr(optimizer, "rates", None)
 
 
 def method_settings(cfg: Config) -> dict[str, Any]:
@@ -82,14 +94,14 @@ def default_learning_rate(cfg: Config) -> float:
 
 def rates_text() -> str:
     """Return the defaults of all methods in one sentence."""
-    words = [f"{rates.method} {rates.all_weights:g} (adapters {rates.adapters:g})" for rates in METHODS]
+    words = [f"{rates.method} {rates.all_weights:g} (adapters {rates.adapters:g})" for rates in all_methods()]
     return f"Left out, it follows from the method: {', '.join(words)}."
 
 
 def rates_table() -> list[str]:
     """Return the defaults of all methods as lines of a Markdown table, with their sources."""
     lines = ["| method | all weights | adapters ([lora]) | source |", "| --- | --- | --- | --- |"]
-    for rates in METHODS:
+    for rates in all_methods():
         method, full, adapters, source = (getattr(rates, one.name) for one in fields(rates))
         lines.append(f"| {method} | {full:g} | {adapters:g} | {source} |")
     return lines

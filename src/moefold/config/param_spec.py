@@ -75,10 +75,6 @@ class ParamSpec:
         """Number of elements."""
         return prod(self.shape)
 
-    def in_muon_groups(self, groups: Sequence[str]) -> bool:
-        """Return whether Muon updates it, given train.muon_groups."""
-        return self.uses_muon and self.part in groups
-
     def tp_shard_dim(self, tp: int) -> int | None:
         """Return the dim that `tp` ranks shard, or None if each holds all of it."""
         return None if self.tp_heads % tp else self.tp_dim

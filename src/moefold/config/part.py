@@ -30,6 +30,17 @@ class KindOf(NamedTuple):
     """Built-in kinds that the key may name; empty: all."""
 
 
+class UnusedKeys(NamedTuple):
+    """Recipe keys outside a part that have no effect with it."""
+
+    names: str
+    """Each as "section.key", separated by spaces."""
+    reason: str
+    """As it follows "has no effect:" in the message."""
+    remedy: str
+    """What to write instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One choice of a recipe. A field is a setting: `name: Annotated[type, bound, ...]`, with its help as docstring."""
@@ -44,6 +55,9 @@ class Part:
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
 
+    is_for_training: ClassVar[bool] = False
+    """True for a part that inference does not read: its rules hold for training alone."""
+
     refuses: ClassVar[frozenset[str]] = frozenset()
     """Recipe keys that a rule refuses with this part, with the reason, although no other part may read them."""
     chosen_by: ClassVar[str] = ""
@@ -56,6 +70,10 @@ class Part:
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield what this part does not go with in a recipe, a `Config`. Bounds of one setting stand on its field."""
+        yield from ()
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield keys without effect with this part, without the keys that parts of other kinds read."""
         yield from ()
 
     def formula(self) -> Any:

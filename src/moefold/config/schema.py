@@ -256,7 +256,7 @@ class TrainConfig:
     """Samples per micro-batch, B."""
     global_batch_size: Annotated[int, at_least(1), Most(2**22)] = 8
     """Samples per optimizer step over all ranks."""
-    optimizer: Literal["adamw", "muon", "spsa"] = "adamw"
+    optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
     """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
     spsa: two forward passes and no backward pass, to fine-tune with little memory ([spsa.md](spsa.md))."""
     muon_groups: tuple[str, ...] = MUON_GROUPS

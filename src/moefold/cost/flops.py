@@ -24,13 +24,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
-from moefold.cost.optimizers import optimizer_of
 
 TRAIN_TO_FORWARD = 3
 """FLOPs of a training step over the FLOPs of its forward pass."""
@@ -185,7 +186,7 @@ def step_flops_per_token(cfg: Config) -> float:
     adapters = 0
     for kind in model.block_kinds if cfg.lora.rank else ():
         adapters += sum(_gemm_flops(model, layer_adapters(kind, cfg.lora)).values())
-    if not optimizer_of(cfg).needs_gradients:
+    if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
         return 2 * (count.forward + adapters)
     if not cfg.lora.rank:
         return count.total

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
@@ -13,7 +15,6 @@ from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, recipe_columns
 from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
-from moefold.cost.optimizers import optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
@@ -80,7 +81,7 @@ def compute_rank_memory(
     """
     states = states or StateMemory(cfg, kernels)
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
-    if not optimizer_of(cfg).needs_gradients:
+    if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
         return _forward_rank_memory(formula, states)
     table = activation_table(formula, offload)
     chunks, _ = recipe_stages(cfg)

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import DataParallelShards, ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
-from moefold.cost.optimizers import optimizer_of
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.unit_memory import trained_names
 from moefold.topology.fragments import fragment_of, recipe_fragments
@@ -142,8 +143,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     largest_owned = Counter[tuple[int, int]]()
     largest_plain = Counter[tuple[int, int]]()
     item = difference_itemsize(cfg)
-    optimizer = optimizer_of(cfg)
-    muon_groups = optimizer.matrix_groups(cfg.train)
+    optimizer = chosen_in(cfg.train, OptimizerPart)
     sharding = WeightSharding.from_config(cfg, for_training=True)
     stage_ranks = cfg.parallel.world_size // cfg.parallel.pp
     for weight in _trained_weights(cfg):
@@ -159,8 +159,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
             largest[fragment, pp_rank] += numel
             largest_owned[fragment, pp_rank] += numel if owners > 1 else 0
         if cfg.sites.moments == "average":
-            is_matrix = weight.in_muon_groups(muon_groups)
-            num_moments = optimizer.num_matrix_moments if is_matrix else optimizer.num_moments
+            num_moments = sum(not state.is_count for state in optimizer.states(weight))
             plain[fragment] += copies * num_moments * _padded_numel(shards, PLAIN) * item
             for pp_rank in holders:
                 largest_plain[fragment, pp_rank] += num_moments * shards.numel(0)

@@ -199,8 +199,9 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[ParamSpec], 
         own_numel = numel // shard_spec.owners(weight)
         min_bytes = max(min_kib * 2**10, 1)
         offloaded = 0
-        if own_numel * shard_spec.moment_bytes >= min_bytes:
-            offloaded += own_numel * shard_spec.moment_bytes * shard_spec.num_moments(weight)
+        for state in shard_spec.optimizer.states(weight):
+            size = own_numel * shard_spec.state_item_bytes(state)
+            offloaded += size if size >= min_bytes and not state.is_count else 0
         if numel * shard_spec.master_bytes >= min_bytes:
             offloaded += numel * shard_spec.outer_bytes
         if own_numel * shard_spec.master_bytes >= min_bytes:

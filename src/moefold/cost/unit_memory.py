@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
@@ -14,7 +15,6 @@ from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
-from moefold.cost.optimizers import OptimizerSpec, optimizer_of
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
 from moefold.topology.pipeline_layout import Stage
 
@@ -40,7 +40,7 @@ class StateBytes:
     gradient_sums: int = 0
     """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
     optimizer: int = 0
-    """Moments, AdamW's step count of each parameter, and the states of the outer optimizer and of a delay."""
+    """States of the optimizer, of the outer optimizer and of a delay."""
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
@@ -75,14 +75,10 @@ class ShardSpec:
     """Bytes per master weight; 0 if there are only weights in the compute type."""
     compute_bytes: int
     """Bytes per element of the compute type."""
-    moment_bytes: int
-    """Bytes per element of an optimizer moment."""
     gradient_bytes: int
     """Bytes per element of a gradient."""
-    optimizer: OptimizerSpec
-    """Number of moments of each parameter, and bytes of its step count."""
-    matrix_groups: tuple[str, ...] = ()
-    """Groups whose matrices the optimizer gathers; their number of moments differs, and they have no step count."""
+    optimizer: OptimizerPart
+    """Says which states a parameter has."""
     trained_names: str = ""
     """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
     all are trained."""
@@ -110,22 +106,20 @@ class ShardSpec:
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
             numel = shards.numel(dp_ranks[weight.is_expert])
-            moments += numel // self.owners(weight) * self.moment_bytes * self.num_moments(weight)
-            moments += numel // self.owners(weight) * self.residual_bytes
+            own_numel = numel // self.owners(weight)
+            for state in self.optimizer.states(weight):
+                moments += self.state_item_bytes(state) * (1 if state.is_count else own_numel)
+            moments += own_numel * self.residual_bytes
             moments += numel * (self.outer_bytes + self.delay_bytes)
-            moments += 0 if self._is_gathered(weight) else self.optimizer.step_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
     def owners(self, weight: ParamSpec) -> int:
         """Return the number of sites among which the rows of a weight are divided."""
         return self.expert_owners if weight.is_expert else 1
 
-    def num_moments(self, weight: ParamSpec) -> int:
-        """Return the number of moments of a weight."""
-        return self.optimizer.num_matrix_moments if self._is_gathered(weight) else self.optimizer.num_moments
-
-    def _is_gathered(self, weight: ParamSpec) -> bool:
-        return weight.in_muon_groups(self.matrix_groups)
+    def state_item_bytes(self, state: StateSpec) -> int:
+        """Return the bytes of one number of a state."""
+        return ITEM_BYTES[state.dtype] if state.dtype else self.master_bytes
 
     def gathered_bytes(self, weights: Iterable[ParamSpec]) -> int:
         """Return the bytes of the gathered weights."""
@@ -145,15 +139,14 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
     """Return the shard spec of a recipe for given sharding degrees."""
     train = cfg.train
     master = master_dtype_bytes(cfg)
+    optimizer = chosen_in(train, OptimizerPart)
     return ShardSpec(
         degrees=degrees,
         accumulates_gradients=accumulates_gradients,
         master_bytes=master,
         compute_bytes=compute_dtype_bytes(cfg),
-        moment_bytes=2 if train.moment_dtype == "bfloat16" else master,
-        gradient_bytes=master if optimizer_of(cfg).needs_gradients else 0,
-        optimizer=optimizer_of(cfg),
-        matrix_groups=optimizer_of(cfg).matrix_groups(train),
+        gradient_bytes=master if optimizer.needs_gradients else 0,
+        optimizer=optimizer,
         trained_names=trained_names(cfg),
         narrows_frozen=cfg.trains_adapters_only,
         outer_bytes=master * cfg.sites.num_states,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.model.local_param import local_tensor
-from moefold.optim.adamw import LAST_UPDATE, PENDING_GRADIENT
+from moefold.optim.states import LAST_UPDATE, PENDING_GRADIENT
 
 
 class GradientDelay:

@@ -12,6 +12,8 @@ from moefold.checkpoint.checkpoint_dir import (
     read_meta,
     step_of,
 )
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, ParallelConfig, has_moe_layers
 from moefold.cost.adapter_spec import adapter_weights
@@ -36,12 +38,13 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         train_sampler: the training samples.
         validation_sampler: the validation samples; may be empty.
     """
+    optimizer = chosen_in(cfg.train, OptimizerPart).kind
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
         f"model  {_describe_model(cfg)}",
         f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
         f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
-        f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {cfg.train.optimizer}",
+        f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
         f"ranks  {_describe_ranks(cfg, device_type)}",
         *_loss_lines(cfg, device_type),
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),

@@ -21,12 +21,12 @@ from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
-from moefold.optim.adamw import MOMENTS, MOMENTUM
+from moefold.optim.build import build_optimizer
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
-from moefold.optim.registry import make_optimizer
 from moefold.optim.state_offload import StateStore
+from moefold.optim.states import is_moment
 from moefold.parallel.batch import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
@@ -146,13 +146,12 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         # All sites have equally many experts.
         sites = replace(cfg.sites, number=0)
         owned = OwnedExperts(trained, experts, sites)
-        optimizer = make_optimizer(owned.parameters, cfg, groups.attn.stage)
+        optimizer = build_optimizer(owned.parameters, cfg, groups.attn.stage)
         if cfg.train.gradient_delay:
             GradientDelay(optimizer, trained, cfg.train.delay_correction)
         states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]
         moments = sum(
-            0 if name in (*MOMENTS, MOMENTUM) and _is_offloaded(cfg.train, shard) else _tensor_bytes(shard)
-            for name, shard in states
+            0 if is_moment(name) and _is_offloaded(cfg.train, shard) else _tensor_bytes(shard) for name, shard in states
         )
         if cfg.sites.is_active:
             outer = OuterOptimizer(trained, {}, sites, StateStore(), experts=experts)

@@ -6,9 +6,9 @@ from torch import nn
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names
 from moefold.model.local_param import local_tensor
-from moefold.optim.adamw import named_moments
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.state_offload import StateStore
+from moefold.optim.states import named_moments
 from moefold.parallel.gradients import num_replicas
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.topology.fragments import recipe_fragments

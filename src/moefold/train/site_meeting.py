@@ -9,7 +9,9 @@ from typing import Any
 from moefold.checkpoint.checkpoint_dir import model_sizes
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
-from moefold.config.part import keys_of, without_source
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.part import flat_keys_of, keys_of, without_source
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
@@ -42,13 +44,21 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
         | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
-        | {
-            f"train.{key}": without_source(keys_of(cfg.train)[key], "file")
-            for key in ("optimizer", "moment_dtype", "muon_groups")
-        }
+        | _optimizer_states(cfg)
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )
+
+
+def _optimizer_states(cfg: Config) -> dict[str, Any]:
+    """Return the settings that decide which states the optimizer has, by name."""
+    optimizer = chosen_in(cfg.train, OptimizerPart)
+    table = without_source(optimizer.as_table(), "file")
+    owner: Any = type(optimizer)
+    names = {field: name for field, name in flat_keys_of(owner) if isinstance(name, str)}
+    fields = {names.get(name, f"{optimizer.key}.{name}"): table[name] for name in optimizer.state_fields}
+    source = {f"{optimizer.key}.from": table["from"]} if "from" in table else {}
+    return {optimizer.key: optimizer.kind, **source, **fields}
 
 
 class SiteMeeting:

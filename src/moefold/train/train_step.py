@@ -16,12 +16,13 @@ from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
 from moefold.objectives.policy import MISMATCH
-from moefold.optim.adamw import named_moments, reset_moments, set_learning_rate, set_step_count
+from moefold.optim.build import build_optimizer
+from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.owned_experts import OwnedExperts
-from moefold.optim.registry import make_optimizer
-from moefold.optim.spsa import SPSA
+from moefold.optim.param_groups import set_learning_rate
+from moefold.optim.states import named_moments, reset_moments, set_step_count
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
 from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
@@ -31,11 +32,11 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck, samples_by_replica
 from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
+from moefold.train.forward_passes import ForwardPasses
 from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.outer_state import make_outer_optimizer, trained_parameters
 from moefold.train.receive_check import check_receive_loads, local_receive_load
-from moefold.train.spsa_passes import ProjectedGradient, SPSAPasses
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDecision, StepGuard
 
 StopFlags = Callable[[], Sequence[bool]]
@@ -165,13 +166,13 @@ class TrainingStep:
         self._owned = OwnedExperts(trained, expert_names(cfg.model, cfg.lora), cfg.sites)
         self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
-        self.optimizer = make_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
+        self.optimizer = build_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
         self.outer = make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
         self._delay = (
             GradientDelay(self.optimizer, trained, cfg.train.delay_correction) if cfg.train.gradient_delay else None
         )
-        self._spsa = (
-            SPSAPasses(model, self.optimizer, cfg.train, cfg.run.seed) if isinstance(self.optimizer, SPSA) else None
+        self._passes = (
+            ForwardPasses(model, self.optimizer) if isinstance(self.optimizer, ForwardOnlyOptimizer) else None
         )
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
@@ -270,8 +271,8 @@ class TrainingStep:
             self.moment_updates += self._update_weights(totals)
             if not self._cfg.freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
-        elif self._spsa is not None:
-            self._spsa.restore()
+        elif self._passes is not None:
+            self._passes.restore()
         if decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self._zero_gradients()
@@ -307,9 +308,9 @@ class TrainingStep:
 
     def _update_weights(self, totals: ReducedMetrics) -> int:
         """Update the weights; return the number of updates of the moments: 0 where a delay has no gradient yet."""
-        if self._spsa is not None:
+        if self._passes is not None:
             assert totals.projected is not None
-            self._spsa.update(totals.projected.rounded)
+            self._passes.update(totals.projected.rounded)
             return 1
         if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
             clip_gradients(self._clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
@@ -353,9 +354,9 @@ class TrainingStep:
             return self.forward_backward(batch, step), memory_tracker
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
-        """Accumulate the gradients of a batch, or run the two passes of SPSA; return this rank's loss terms."""
-        if self._spsa is not None:
-            return self._spsa.run(batch, step, self.begin_step)
+        """Accumulate the gradients of a batch, or run forward passes alone; return this rank's loss terms."""
+        if self._passes is not None:
+            return self._passes.run(batch, step, self.begin_step)
         return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
@@ -368,8 +369,8 @@ class TrainingStep:
         if self._fsdp_hooks is not None:
             self._fsdp_hooks.enable()
         rerun_loss = self.forward_backward(batch, step)
-        if self._spsa is not None:
-            self._spsa.restore()
+        if self._passes is not None:
+            self._passes.restore()
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
@@ -481,13 +482,13 @@ class TrainingStep:
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
-        packer.add("perturbed losses", loss.new_zeros(0) if self._spsa is None else self._spsa.local_losses())
+        packer.add("perturbed losses", loss.new_zeros(0) if self._passes is None else self._passes.local_losses())
         packer.add("attention", self.attention_meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
         num_terms = len(self._loss_terms)
-        projected = None if self._spsa is None else self._spsa.project(totals["perturbed losses"], step)
+        projected = None if self._passes is None else self._passes.project(totals["perturbed losses"], step)
         return ReducedMetrics(
             loss_terms=dict(zip(self._loss_terms, losses[:num_terms], strict=True)),
             loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),

@@ -17,6 +17,7 @@ from moefold.topology.layout import Layout, fold
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
+from moefold.validate.forward_only import validate_forward_only
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES, validate_layer_pattern
@@ -29,7 +30,6 @@ from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
-from moefold.validate.spsa import SPSA_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 RULES = (
@@ -81,11 +81,12 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *ROLLOUT_RULES,
         *SITES_RULES,
         *REGROUP_RULES,
-        *SPSA_RULES,
+        validate_forward_only,
     )
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in rule(cfg)]
-    raise_all((*messages, *(str(problem) for part in chosen_parts(cfg) for problem in part_problems(part, cfg))))
+    parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
+    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:

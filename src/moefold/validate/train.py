@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MUON_GROUPS, Config, RunConfig, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config, RunConfig, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples
-from moefold.cost.optimizers import optimizer_of
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.remote_path import HUB_SCHEME, is_remote
@@ -151,41 +150,6 @@ def validate_init_from(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_muon(cfg: Config) -> Iterator[str]:
-    """Check that Muon's groups are known, unique and in the model."""
-    groups = cfg.train.muon_groups
-    if not groups:
-        yield f"train.muon_groups=[] leaves Muon nothing; name some of {_MUON_GROUP_NAMES}, or choose optimizer='adamw'"
-    for group in dict.fromkeys(groups):
-        if group not in MUON_GROUPS:
-            yield f"train.muon_groups has {group!r}, which is no group of matrices; choose from {_MUON_GROUP_NAMES}"
-        elif groups.count(group) > 1:
-            yield f"train.muon_groups names {group!r} {groups.count(group)} times; name it once"
-    if set(groups) == set(MUON_GROUPS):
-        # The default: all groups that the model has.
-        return
-    for group, lack in _missing_muon_groups(cfg.model).items():
-        if group in groups:
-            yield (
-                f"train.muon_groups has {group!r}, and the model has no such matrices: {lack}; leave {group!r} out, or "
-                "leave muon_groups out for all groups"
-            )
-
-
-def _missing_muon_groups(model: ModelConfig) -> dict[str, str]:
-    """Return the groups of matrices that a model lacks, each with the reason."""
-    lacking = {}
-    if not has_dense_layers(model):
-        lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
-    if not has_moe_layers(model):
-        lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
-    elif not model.shared_expert_ffn_hidden_size and not model.moe_hidden_size:
-        lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
-    if not model.mtp_layers:
-        lacking["mtp"] = "model.mtp_layers=0"
-    return lacking
-
-
 def validate_loss_chunk(cfg: Config) -> Iterator[str]:
     """Check that a loss chunk has fewer tokens than a rank."""
     train = cfg.train
@@ -197,21 +161,6 @@ def validate_loss_chunk(cfg: Config) -> Iterator[str]:
             f"seq_len*micro_batch_size/cp={train.seq_len}*{train.micro_batch_size}/{cp}: that is one chunk; choose 1 "
             f"to {tokens - 1}, or 0 for all at once"
         )
-
-
-def validate_moment_dtype(cfg: Config) -> Iterator[str]:
-    """Check that a bfloat16 moment is precise enough for its decay."""
-    if cfg.train.moment_dtype != "bfloat16":
-        return
-    for key in ("beta1", "beta2", "muon_momentum"):
-        decay = getattr(cfg.train, key)
-        is_read = optimizer_of(cfg).needs_full_matrix or key != "muon_momentum"
-        if is_read and decay > MAX_BF16_MOMENT_DECAY:
-            yield (
-                f"train.{key}={decay} must be at most {MAX_BF16_MOMENT_DECAY} with train.moment_dtype='bfloat16': what "
-                f"a step adds would be lost in rounding; choose {key}={MAX_BF16_MOMENT_DECAY} or less, or "
-                "moment_dtype='float32'"
-            )
 
 
 def validate_gradient_delay(cfg: Config) -> Iterator[str]:
@@ -235,16 +184,9 @@ def validate_gradient_delay(cfg: Config) -> Iterator[str]:
         )
 
 
-MAX_BF16_MOMENT_DECAY = 0.98
-"""Maximum decay of a bfloat16 moment: bfloat16 rounds to 1 part in 2**9, and a step that would change a moment by a
-tenth still adds (1 - 0.98) / 10 of it."""
-_MUON_GROUP_NAMES = ", ".join(map(repr, MUON_GROUPS))
-
 TRAIN_RULES = (
     validate_learning_rate,
     validate_keep_best,
-    validate_muon,
-    validate_moment_dtype,
     validate_gradient_delay,
     validate_loss_chunk,
     validate_evaluation,

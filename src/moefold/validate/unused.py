@@ -6,14 +6,13 @@ A key that is left out, or set to its default, is no such setting. Options of an
 
 from typing import Any
 
-from moefold.config.chosen import chosen, chosen_in, layer_readers, read_key, readers
+from moefold.config.chosen import chosen, chosen_in, chosen_parts, layer_readers, read_key, readers
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, has_moe_layers
 from moefold.config.suggestions import default_of, join_with_or
-from moefold.cost.optimizers import optimizer_of
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings
@@ -23,7 +22,6 @@ from moefold.validate.rl import uses_python_reward
 from moefold.validate.rollout_vllm import UNUSED_VLLM_RULES
 from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
-from moefold.validate.spsa import UNUSED_SPSA_KEYS
 from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
@@ -36,7 +34,6 @@ UNUSED_KEY_RULES = (
     *UNUSED_SPARSE_KEYS,
     *UNUSED_LORA_KEYS,
     *UNUSED_SITES_KEYS,
-    *UNUSED_SPSA_KEYS,
     UnusedKeyRule(
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
@@ -136,12 +133,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.run.dtype == "float64",
         "run.dtype='float64' routes in float64 anyway",
         "choose another run.dtype",
-    ),
-    UnusedKeyRule(
-        "train.muon_groups train.muon_momentum train.muon_ns_steps",
-        lambda cfg: not optimizer_of(cfg).needs_full_matrix,
-        "only train.optimizer='muon' reads it",
-        "choose train.optimizer='muon'",
     ),
     UnusedKeyRule(
         "train.delay_correction",
@@ -456,19 +447,31 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     if not _has_layers(cfg.model):
         # `check_config` names the reason.
         return
-    messages: dict[str, str] = {}
+    idle = idle_keys(cfg)
+    raise_all(
+        _describe_unused(cfg, name, *reason)
+        for name, reason in idle.items()
+        if name in explicit_keys and _is_set(cfg, name)
+    )
+
+
+def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
+    """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy."""
+    found: dict[str, tuple[str, str]] = {}
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
-            if name in explicit_keys and _is_set(cfg, name):
-                messages.setdefault(name, _describe_unused(cfg, name, rule.reason, rule.remedy))
-    for name in sorted(explicit_keys & readers().keys() - messages.keys()):
-        if _is_set(cfg, name) and (reason := _unread_by_parts(cfg, name)):
-            messages[name] = _describe_unused(cfg, name, *reason)
+            found.setdefault(name, (rule.reason, rule.remedy))
+    for part in chosen_parts(cfg):
+        for unused in part.unused_keys():
+            for name in unused.names.split():
+                found.setdefault(name, (unused.reason, unused.remedy))
+    for name in sorted(readers()):
+        if reason := _unread_by_parts(cfg, name):
+            found.setdefault(name, reason)
     for name, owners in keys_of_absent_parts(cfg.model).items():
-        if name in explicit_keys - messages.keys() and _is_set(cfg, name):
-            remedies = dict.fromkeys(owner.chosen_by for owner in owners)
-            messages[name] = _describe_unused(cfg, name, "no layer reads it", f"choose {join_with_or(list(remedies))}")
-    raise_all(messages.values())
+        remedies = dict.fromkeys(owner.chosen_by for owner in owners)
+        found.setdefault(name, ("no layer reads it", f"choose {join_with_or(list(remedies))}"))
+    return found
 
 
 def keys_of_absent_parts(model: ModelConfig) -> dict[str, tuple[Any, ...]]:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import full_tensor
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
-from moefold.cost.optimizers import optimizer_of
 from moefold.data import Dataset, ProgramData, open_dataset
 from moefold.model.init import draw_adapter_outputs
 from moefold.model.loss_function import LossFunction
@@ -89,7 +90,7 @@ def run_on_groups(
         gradients.update(gather_full_tensors(model, gradients=True))
         return ()
 
-    has_gradients = optimizer_of(cfg).needs_gradients
+    has_gradients = chosen_in(cfg.train, OptimizerPart).needs_gradients
     steps = []
     for i in range(num_steps):
         on_progress(f"{ranks}, step {i + 1} of {num_steps}")

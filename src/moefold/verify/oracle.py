@@ -3,28 +3,31 @@
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
 every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
 FP8 rounding, `oracle_linear` linear attention, `oracle_indexer` the selection of sparse attention, `oracle_optimizer`
-the optimizers.
+the frame of the optimizers.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen, read_key
+from moefold.config.chosen import chosen, chosen_in, read_key
 from moefold.config.groups.attention import LinearFormula
+from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import LAYER_KEYS
+from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, flat_keys_of
 from moefold.config.schema import Config
+from moefold.cost.adapter_spec import training_weights
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
-from moefold.verify import oracle_spsa
 from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
 from moefold.verify.oracle_attention import (
     apply_rope,
@@ -39,8 +42,9 @@ from moefold.verify.oracle_attention import (
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights
 from moefold.verify.oracle_objectives import OracleObjective
-from moefold.verify.oracle_optimizer import OracleOptimizer, has_backward_pass
+from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
+from moefold.verify.oracle_schedule import oracle_rate
 from moefold.verify.read_record import ReadRecord
 from moefold.verify.recipe_keys import unread_keys
 
@@ -135,7 +139,8 @@ class Oracle:
         self._index_losses: list[Tensor] = []
         self._indexers: dict[int, OracleIndexer] = {}
         self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
-        self._optimizer = OracleOptimizer(cfg, self.weights) if has_backward_pass(cfg.train) else None
+        needs_gradients = chosen_in(cfg.train, OptimizerPart).needs_gradients
+        self._optimizer = OracleOptimizer(cfg) if needs_gradients else None
         self._round_dispatched = formula_of(chosen(cfg, WirePart))
         self._steps = 0
 
@@ -148,13 +153,13 @@ class Oracle:
             gradients = self._gradients(terms)
             frozen = self._freeze_experts(gradients)
             norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-            self._optimizer.step(self.weights, gradients, norm)
+            self._optimizer.step(self.weights, gradients, norm, self._specs)
             for (name, expert), values in frozen.items():
                 with torch.no_grad():
                     self.weights[name][expert] = values
             passes = [terms]
         else:
-            passes, norm = self._spsa_step(batch)
+            passes, norm = self._forward_only_step(batch)
             self._check_parameters()
             terms = passes[-1]
         self._steps += 1
@@ -214,20 +219,31 @@ class Oracle:
                     found[name, expert] = self.weights[name][expert].detach().clone()
         return found
 
+    @cached_property
+    def _specs(self) -> Mapping[str, ParamSpec]:
+        """Shapes and groups of the weights, by name; a parameter that is not among them has been refused."""
+        return training_weights(self._recipe.model, self._recipe.lora)
+
     @torch.no_grad()
-    def _spsa_step(self, batch: OracleBatch) -> tuple[list[_LossTerms], float]:
-        """Update the weights by the losses of both perturbations; return these and the size of the projection."""
-        step = self._steps + 1
-        eps = self.cfg.train.spsa_eps
-        z = oracle_spsa.perturbation(self.cfg, step, self.weights)
-        passes = []
-        for sign in (1, -1):
-            oracle_spsa.move(self.weights, z, sign * eps)
+    def _forward_only_step(self, batch: OracleBatch) -> tuple[list[_LossTerms], float]:
+        """Update the weights by the losses of forward passes; return these and the norm of the gradient."""
+        passes: list[_LossTerms] = []
+
+        def loss() -> float:
             passes.append(self.loss(batch, is_training=True))
-            oracle_spsa.move(self.weights, z, -sign * eps)
-        projection = float(passes[0].total() - passes[1].total()) / (2 * eps)
-        oracle_spsa.update(self.cfg, step, self.weights, z, oracle_spsa.round_gradient(self.cfg, step, projection))
-        return passes, abs(projection)
+            return float(passes[-1].total())
+
+        number = self._steps + 1
+        step = ForwardOnlyStep(
+            number,
+            oracle_rate(self.cfg.train, self.cfg.run.steps, number),
+            self._specs,
+            {name: w for name, w in self.weights.items() if w.requires_grad and name in self._specs},
+            loss,
+            partial(seed_for, self.cfg.run.seed),
+        )
+        norm = formula_of(chosen_in(self.cfg.train, OptimizerPart))(step)
+        return passes, float(norm)
 
     def evaluate(self, batch: OracleBatch) -> float:
         """Return the weighted mean cross-entropy of the targets."""

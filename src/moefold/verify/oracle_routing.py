@@ -91,7 +91,9 @@ class OracleRouter:
     @property
     def aux_coefficient(self) -> float:
         """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
-        return self._cfg.moe.aux_loss if self._choice.has_aux_loss else 0.0
+        # Read for every choice, so that it counts as read.
+        coefficient = self._cfg.moe.aux_loss
+        return coefficient if self._choice.has_aux_loss else 0.0
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent state, by name."""

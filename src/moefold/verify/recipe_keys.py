@@ -7,7 +7,7 @@ nothing: `unread_keys` finds it.
 from types import MappingProxyType
 
 from moefold.config.schema import Config
-from moefold.validate.unused import UNUSED_KEY_RULES, keys_of_absent_parts
+from moefold.validate.unused import idle_keys
 from moefold.verify.read_record import ReadRecord
 
 FORMULA_KEYS = """
@@ -121,8 +121,7 @@ def unread_keys(cfg: Config, reads: ReadRecord, *, has_rounds: bool) -> list[str
     other |= set() if has_rounds else set(SITES_FORMULA_KEYS.split())
     unread = [name for name in reads.unread(cfg) if name not in other]
     if unread:
-        idle = {key for rule in UNUSED_KEY_RULES if rule.condition(cfg) for key in rule.keys.split()}
-        idle |= keys_of_absent_parts(cfg.model).keys()
+        idle = idle_keys(cfg)
         unread = [name for name in unread if name not in idle]
     return [f"{name}={_value(cfg, name)!r}" for name in unread]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moefold.config.find import find_part
 from moefold.ops.quantization.formats import (
     WIRE_QUANT_FORMAT,
     dequantize,
@@ -12,7 +13,6 @@ from moefold.ops.quantization.formats import (
     straight_through_quantize,
     unpack,
 )
-from moefold.planner.cost_model.workload import FP8_DISPATCH_BYTES_PER_VALUE
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -55,7 +55,7 @@ def test_rows_have_half_the_bytes_of_bfloat16():
     packed = pack(_rows(3, 512, torch.bfloat16))
     assert packed.dtype == torch.uint8
     assert packed.shape == (3, 512 + 4 * 4)
-    assert packed.nbytes / (3 * 512) == FP8_DISPATCH_BYTES_PER_VALUE["fp8-blockwise"], "what the planner takes"
+    assert packed.nbytes / (3 * 512) == find_part("wire", "fp8-blockwise")().value_bytes(2), "what the planner takes"
 
 
 def test_every_number_of_e4m3_is_read():

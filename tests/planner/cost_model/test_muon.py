@@ -4,11 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.schema import TrainConfig
 from moefold.cost.hardware import load_device
-from moefold.cost.optimizers import ADAMW_BYTES_PER_PARAM, BF16_MOMENTS_ADAMW_BYTES_PER_PARAM, MUON
-from moefold.planner.cost_model.data_parallel import MuonCost
+from moefold.parts.optimizer.adamw.part import BF16_MOMENTS_BYTES_PER_PARAM, BYTES_PER_PARAM
+from moefold.parts.optimizer.muon.part import BYTES_PER_PARAM as MUON_BYTES_PER_PARAM
+from moefold.parts.optimizer.muon.part import OWNER_BYTES_PER_PARAM
+from moefold.planner.cost_model.data_parallel import GatheredMatrixCost
 from moefold.planner.cost_model.step import CostModel
-from moefold.planner.cost_model.workload import OptimizerUpdate, TrainingWorkload
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 
@@ -17,9 +22,16 @@ SHAPE, H100 = load_model_spec("mixtral-8x7b"), load_device("h100")
 SPREAD = ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)
 
 
-def share(mapping, *groups, device=H100, steps=5):
-    work = replace(WORK, update=OptimizerUpdate(False, groups, steps, MUON))
-    return MuonCost(SHAPE, device, work).rank_cost(mapping, (32,), True)
+def optimizer(**train):
+    return chosen_in(TrainConfig(**train), OptimizerPart)
+
+
+def muon(*groups, steps=5):
+    return optimizer(optimizer="muon", muon_groups=groups, muon_ns_steps=steps)
+
+
+def share(mapping, *groups, device=H100):
+    return GatheredMatrixCost(SHAPE, device, replace(WORK, optimizer=muon(*groups))).rank_cost(mapping, (32,), True)
 
 
 def test_experts_that_are_whole_take_their_operations_and_do_not_travel():
@@ -41,18 +53,20 @@ def test_experts_that_are_whole_take_their_operations_and_do_not_travel():
 def test_numbers_are_held_once_where_they_are_sharded():
     numbers = 32 * 3 * 8 * 4096 * 14336
     found = share(SPREAD, "experts")
-    assert found.num_local == found.num_owned == numbers / 16
+    assert found.num_local == numbers / 16
+    assert found.local_bytes == numbers / 16 * MUON_BYTES_PER_PARAM
+    assert found.owned_bytes == numbers / 16 * OWNER_BYTES_PER_PARAM
     assert share(replace(SPREAD, zero=0), "experts").num_local == numbers / 8
 
 
 def test_the_optimizer_comes_from_the_recipe():
-    def seconds(update):
-        return CostModel(SHAPE, H100, replace(WORK, update=update)).data_parallel_cost(SPREAD)[2]
+    def seconds(part):
+        return CostModel(SHAPE, H100, replace(WORK, optimizer=part)).data_parallel_cost(SPREAD)[2]
 
-    plain = seconds(OptimizerUpdate())
-    assert seconds(OptimizerUpdate(True)) == pytest.approx(
-        plain * BF16_MOMENTS_ADAMW_BYTES_PER_PARAM / ADAMW_BYTES_PER_PARAM
-    )
-    experts = seconds(OptimizerUpdate(False, ("experts",), 5, MUON))
+    plain = seconds(optimizer())
+    assert seconds(WORK.optimizer) == plain
+    narrow = seconds(optimizer(moment_dtype="bfloat16"))
+    assert narrow == pytest.approx(plain * BF16_MOMENTS_BYTES_PER_PARAM / BYTES_PER_PARAM)
+    experts = seconds(muon("experts"))
     assert experts > plain + share(SPREAD, "experts").seconds
-    assert seconds(OptimizerUpdate(False, ("experts",), 10, MUON)) > 1.8 * experts
+    assert seconds(muon("experts", steps=10)) > 1.8 * experts

@@ -1,19 +1,22 @@
-"""Time of data parallelism: parameter all-gathers, gradient reductions, and the AdamW or Muon update. Torch-free.
+"""Time of data parallelism: parameter all-gathers, gradient reductions, and the optimizer's update. Torch-free.
 
-Muon as in `optim/muon.py` and `optim/matrix_redistribute.py`: each matrix is gathered on one rank of its stage, the
-work is balanced over the ranks, and a rank that holds the full matrix is its owner.
+A matrix that the optimizer gathers for its update is full on one rank of its stage, its owner. The work is balanced
+over the ranks, and a rank that holds the full matrix anyway is its owner.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from moefold.config.groups.optimizer import StateSpec
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
-from moefold.cost.layer_spec import mtp_layer_weights
+from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
+from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -23,22 +26,19 @@ from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.topology.schedules import schedule_named
 
 MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Dtype of weights, gradients and Newton-Schulz GEMMs, by the compute type."""
-
-NEWTON_SCHULZ_GEMMS = 3
-"""GEMMs of one Newton-Schulz step."""
-EXTRA_KERNELS_PER_MATRIX = 8
-"""Other kernel launches for a matrix: copies, norm, scaling."""
+"""Dtype of weights, gradients and GEMMs of an update, by the compute type."""
 
 
 @dataclass(frozen=True, slots=True)
-class MuonRankCost:
-    """Cost of one rank in one update."""
+class GatheredRankCost:
+    """Cost of the gathered matrices of one rank in one update."""
 
     num_local: float = 0.0
-    """Elements of Muon's matrices in the rank's shards."""
-    num_owned: float = 0.0
-    """Elements of the matrices that the rank owns."""
+    """Elements in the rank's shards."""
+    local_bytes: float = 0.0
+    """Memory traffic on the shards."""
+    owned_bytes: float = 0.0
+    """Memory traffic on the full matrices that the rank owns."""
     seconds: float = 0.0
     """Seconds of the GEMMs and the all-to-alls."""
 
@@ -57,13 +57,13 @@ class _ShardedMatrix:
     """Elements sent back."""
 
 
-class MuonCost:
-    """Cost model of Muon's update of one model.
+class GatheredMatrixCost:
+    """Cost model of the matrices of one model that the optimizer gathers.
 
     Args:
         model_spec: a model that the runtime supports.
         device: a device with a known rate for GEMMs in the dtype of the master weights.
-        workload: a workload with Muon as its optimizer.
+        workload: its optimizer counts.
 
     Raises:
         ConfigError: the rate of these GEMMs is unknown.
@@ -74,13 +74,13 @@ class MuonCost:
         self._model_spec = model_spec
         self._model_config = model_spec.config
         self._device = device
-        self._update = workload.update
+        self._optimizer = workload.optimizer
         master = replace(workload, precision="bf16", dtype=MASTER_DTYPES[workload.dtype])
         self._gemm = GemmCost(device, master)
         self._value_bytes = master.value_bytes
-        self._newton_schulz_cache: dict[tuple[int, int], float] = {}
+        self._matrix_s_cache: dict[tuple[int, int], float] = {}
 
-    def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> MuonRankCost:
+    def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> GatheredRankCost:
         """Return the cost of a rank whose stages have `counts` layers of each kind."""
         ranks = mapping.world_size // mapping.pp
         weights = [
@@ -90,16 +90,18 @@ class MuonCost:
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
-        num_local = num_total = sent = returned = seconds = longest = 0.0
+        num_local = local_bytes = owned_bytes = sent = returned = seconds = longest = 0.0
         for count, weight in weights:
             if not count:
                 continue
             sharded = _shard_matrix(weight, mapping, ranks)
-            matrix_s = self._newton_schulz_s(weight.shape[-2], weight.shape[-1])
-            num_local = num_local + count * sharded.num_local
-            num_total = num_total + count * sharded.num_total
-            sent = sent + count * sharded.num_sent
-            returned = returned + count * sharded.num_returned
+            work = self._optimizer.matrix_work(weight.shape[-2], weight.shape[-1])
+            matrix_s = self._matrix_s(weight.shape[-2], weight.shape[-1])
+            num_local += count * sharded.num_local
+            local_bytes += count * sharded.num_local * self._optimizer.traffic(weight)
+            owned_bytes += count * sharded.num_total * work.traffic
+            sent += count * sharded.num_sent
+            returned += count * sharded.num_returned
             seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
             longest = max(longest, matrix_s)
         # A matrix has a single owner, so the longest matrix is a lower bound.
@@ -108,21 +110,20 @@ class MuonCost:
             seconds += (
                 all_to_all_s(self._device, RankGroup(ranks, 1), moved * self._value_bytes / ranks) if moved else 0.0
             )
-        return MuonRankCost(num_local, num_total / ranks, seconds)
+        return GatheredRankCost(num_local, local_bytes, owned_bytes / ranks, seconds)
 
-    def _newton_schulz_s(self, rows: int, columns: int) -> float:
-        """Return the seconds of Newton-Schulz: X X^T, its square, and their sum times X."""
-        small = min(rows, columns)
-        large = max(rows, columns)
-        if (small, large) not in self._newton_schulz_cache:
-            product = self._gemm.matmul_s
-            step = product(small, small, large) + product(small, small, small) + product(small, large, small)
-            kernels = NEWTON_SCHULZ_GEMMS * self._update.ns_steps + EXTRA_KERNELS_PER_MATRIX
-            self._newton_schulz_cache[small, large] = self._update.ns_steps * step + kernels * self._device.kernel_gap_s
-        return self._newton_schulz_cache[small, large]
+    def _matrix_s(self, rows: int, columns: int) -> float:
+        """Return the seconds of the GEMMs and the kernel launches of one matrix."""
+        key = rows, columns
+        if key not in self._matrix_s_cache:
+            work = self._optimizer.matrix_work(rows, columns)
+            launches = len(work.gemms) * work.rounds + work.num_other_kernels
+            gemms_s = sum(self._gemm.matmul_s(*sizes) for sizes in work.gemms)
+            self._matrix_s_cache[key] = work.rounds * gemms_s + launches * self._device.kernel_gap_s
+        return self._matrix_s_cache[key]
 
     def _matrices(self, weights: Sequence[ParamSpec]) -> list[ParamSpec]:
-        return [w for w in weights if w.in_muon_groups(self._update.muon_groups)]
+        return [weight for weight in weights if self._optimizer.gathers(weight)]
 
     @cached_property
     def _mtp_projections(self) -> list[ParamSpec]:
@@ -130,9 +131,14 @@ class MuonCost:
         return [w for w in self._matrices(mtp_layer_weights(self._model_config)) if w.part == "mtp"]
 
 
-def build_muon_cost(model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> MuonCost | None:
-    """Return the cost model of Muon; None if the optimizer is another one."""
-    return MuonCost(model_spec, device, workload) if workload.update.muon_groups else None
+def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]:
+    """Return the weights of a model, each with the number of them; one matrix stands for an unsupported model."""
+    model = model_spec.config
+    if model is None:
+        return [(1, ParamSpec("", (1, 1), "attention"))]
+    units = [(1, (embedding_weight(model),)), (1, head_weights(model)), (model.mtp_layers, mtp_layer_weights(model))]
+    units += [(count, runtime_layer(model_spec, kind).params) for kind, count in Counter(model_spec.layers).items()]
+    return [(count, weight) for count, weights in units for weight in weights]
 
 
 def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> _ShardedMatrix:
@@ -158,14 +164,8 @@ HIDDEN_DP_FRACTION = 0.9
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32, or in float64 where that is the compute type."""
 
-MUON_OWNER_BYTES_PER_PARAM = 52
-"""Memory traffic on the owner of a full matrix: packed, unpacked, normalised, scaled, and packed again."""
-
 MEGATRON_OFFLOAD_BYTES_PER_PARAM = 6
 """Host-link traffic for each parameter whose optimizer state is on the host: gradient down, weight up."""
-
-MOMENT_OFFLOAD_BYTES_PER_PARAM = 8
-"""Host-link traffic in each direction, concurrently, for each parameter with offloaded moments (docs/memory.md)."""
 
 RankContent = tuple[tuple[int, ...], bool, bool]
 """Layers of each kind on a pipeline rank, and whether the rank has the embedding and the loss."""
@@ -205,7 +205,14 @@ class DataParallelCostModel:
         self.workload = workload
         self.gemm = gemm
         self.rank_contents = rank_contents
-        self._muon_cost = build_muon_cost(model_spec, device, workload)
+        weights = model_weights_by_count(model_spec)
+        optimizer = workload.optimizer
+        others = [(count * weight.numel, weight) for count, weight in weights if not optimizer.gathers(weight)]
+        self._gathered_cost = None
+        if any(count and optimizer.gathers(weight) for count, weight in weights):
+            self._gathered_cost = GatheredMatrixCost(model_spec, device, workload)
+        self._update_bytes = _mean(others, optimizer.traffic)
+        self._moment_bytes = _mean(others, lambda weight: _moment_bytes(optimizer.states(weight)))
         self._costs: dict[tuple[float, ...], DataParallelCost] = {}
         self._max_parameters: dict[tuple[int, ...], tuple[float, float]] = {}
 
@@ -216,8 +223,8 @@ class DataParallelCostModel:
     def lower_bound_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
         """Return a lower bound of the cost over all pipelines, for ranks with at least the given `max_parameters`."""
         found = self._cached_cost(mapping, parameters)
-        # Muon's work depends on the layers of each stage, so its lower bound is 0.
-        return found._replace(optimizer_s=0.0) if self._muon_cost else found
+        # The matrices of a rank depend on the layers of its stages, so the lower bound of their update is 0.
+        return found._replace(optimizer_s=0.0) if self._gathered_cost else found
 
     def _cached_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
         dense, experts = parameters
@@ -232,7 +239,7 @@ class DataParallelCostModel:
             mapping.zero,
             is_offloaded,
         )
-        if self._muon_cost:
+        if self._gathered_cost:
             key = (*key, mapping.ep, mapping.pp, mapping.vpp, schedule_named(mapping.schedule).placement == "v")
         if key not in self._costs:
             self._costs[key] = self._price(mapping, dense, experts)
@@ -258,27 +265,20 @@ class DataParallelCostModel:
         if "optimizer" in mapping.offload and self.workload.is_megatron:
             optimizer += owned * MEGATRON_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s
         elif "optimizer" in mapping.offload:
-            moment_factor = 0.5 if self.workload.update.has_bf16_moments else 1.0
-            optimizer = max(optimizer, owned * moment_factor * MOMENT_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s)
+            # In each direction, concurrently (docs/memory.md).
+            optimizer = max(optimizer, owned * self._moment_bytes / device.host_bytes_per_s)
         return DataParallelCost(all_gathers, gradients, optimizer)
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
-        update = self.workload.update
         passes = self.gemm.memory_bound_s
-        spec = update.optimizer
-        bytes_moved = spec.bf16_update_bytes if update.has_bf16_moments else spec.update_bytes
-        if self._muon_cost is None:
-            return passes(num_owned * dtype_factor * bytes_moved)
-        matrix_bytes = spec.bf16_matrix_update_bytes if update.has_bf16_moments else spec.matrix_update_bytes
+        if self._gathered_cost is None:
+            return passes(num_owned * dtype_factor * self._update_bytes)
         found = 0.0
         for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
-            share = self._muon_cost.rank_cost(mapping, counts, has_loss)
-            moved = (
-                max(0.0, num_owned - share.num_local) * bytes_moved
-                + share.num_local * matrix_bytes
-                + share.num_owned * MUON_OWNER_BYTES_PER_PARAM
-            )
+            share = self._gathered_cost.rank_cost(mapping, counts, has_loss)
+            others = max(0.0, num_owned - share.num_local) * self._update_bytes
+            moved = others + share.local_bytes + share.owned_bytes
             found = max(found, share.seconds + passes(dtype_factor * moved))
         return found
 
@@ -332,6 +332,17 @@ class DataParallelCostModel:
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards
+
+
+def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec], float]) -> float:
+    """Return the mean of a value over the elements of weights, each with their number; 0 without a weight."""
+    total = sum(numel for numel, _ in weights)
+    return sum(numel * value(weight) for numel, weight in weights) / total if total else 0.0
+
+
+def _moment_bytes(states: Sequence[StateSpec]) -> int:
+    """Return the bytes of the states of each number of a weight, with float32 master weights."""
+    return sum(ITEM_BYTES[state.dtype or "float32"] for state in states if not state.is_count)
 
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig
-from moefold.cost.optimizers import ADAMW, OptimizerSpec, optimizer_of
+from moefold.config.schema import Config, MoEConfig, TrainConfig
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
@@ -40,21 +40,12 @@ class BytesPerParam:
     """Master weight; 0 where the bfloat16 weight is the only one."""
     gradient: int
     moment: int
-    """Each of the two moments."""
+    """Each of the two moments: 2, or as the gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerUpdate:
-    """The optimizer; published steps use AdamW."""
-
-    has_bf16_moments: bool = False
-    """True if moments are bfloat16 between steps."""
-    muon_groups: tuple[str, ...] = ()
-    """Parts whose matrices Muon updates; empty for AdamW."""
-    ns_steps: int = 5
-    """Newton-Schulz steps of Muon."""
-    optimizer: OptimizerSpec = ADAMW
-    """Bytes that an update moves."""
+def published_optimizer() -> OptimizerPart:
+    """Return AdamW with float32 moments, which published steps use and which is the default of a recipe."""
+    return chosen_in(TrainConfig(), OptimizerPart)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +92,7 @@ class TrainingWorkload:
     parameters on 256 GPUs with cp=8)."""
     state_bytes: "BytesPerParam | None" = None
     """Types of master weights, gradients and moments; None: the recipe's types."""
-    update: OptimizerUpdate = OptimizerUpdate()
+    optimizer: OptimizerPart = field(default_factory=published_optimizer)
     """The optimizer."""
     is_megatron: bool = False
     """The software is Megatron-Core with Transformer Engine, on which most published steps were measured, and not
@@ -161,9 +152,10 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
     Raises:
         ConfigError: the optimizer has no backward pass.
     """
-    if not optimizer_of(cfg).needs_gradients:
+    optimizer = chosen_in(cfg.train, OptimizerPart)
+    if not optimizer.needs_gradients:
         raise ConfigError(
-            f"train.optimizer={cfg.train.optimizer!r} has no backward pass, and the planner prices steps with one; "
+            f"train.optimizer={optimizer.kind!r} has no backward pass, and the planner prices steps with one; "
             "plan the mapping with train.optimizer='adamw', or give it in [parallel] (moefold memory counts its bytes)"
         )
     return TrainingWorkload(
@@ -173,12 +165,7 @@ def workload_from_config(cfg: Config, precision: str, **software: Any) -> Traini
         dtype=cfg.run.dtype,
         capacity_factor=cfg.moe.capacity_factor,
         wire=chosen(cfg, WirePart),
-        update=OptimizerUpdate(
-            cfg.train.moment_dtype == "bfloat16",
-            optimizer_of(cfg).matrix_groups(cfg.train),
-            cfg.train.muon_ns_steps,
-            optimizer_of(cfg),
-        ),
+        optimizer=optimizer,
         **software,
     )
 

@@ -25,6 +25,7 @@ from moefold.cost.state_memory import (
     state_table,
 )
 from moefold.cost.unit_memory import (
+    ITEM_BYTES,
     ShardSpec,
     StateBytes,
     Unit,
@@ -74,6 +75,7 @@ class StateMemoryTable:
         self._kernels_cache_weights = not on_cpu and not workload.is_megatron
         self._unit_bytes_cache: dict[tuple[object, ...], StateBytes] = {}
         self._bytes_by_part: dict[tuple[object, ...], ByteTable] = {}
+        self._shard_specs: dict[tuple[tuple[int, int], bool], ShardSpec] = {}
         self._rope_bytes_by_cp: dict[int, int] = {}
         self._total_bytes: dict[tuple[object, ...], ByteTable] = {}
         self._weights: dict[tuple[str | int, int], tuple[ParamSpec, ...]] = {}
@@ -235,13 +237,19 @@ class StateMemoryTable:
         return StateBytes(weights=states.weights, gathered=gathered_bytes, gradients=gradients, optimizer=optimizer)
 
     def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
-        shard_spec = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
+        key = (degrees, accumulates_gradients)
+        if key not in self._shard_specs:
+            self._shard_specs[key] = self._make_shard_spec(degrees, accumulates_gradients=accumulates_gradients)
+        return self._shard_specs[key]
+
+    def _make_shard_spec(self, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
         states = self.workload.state_bytes
         if states is None:
-            return shard_spec
-        return replace(
-            shard_spec, master_bytes=states.master, moment_bytes=states.moment, gradient_bytes=states.gradient
-        )
+            return make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
+        is_narrow = states.moment == ITEM_BYTES["bfloat16"]
+        cfg = replace(self.cfg, train=replace(self.cfg.train, moment_dtype="bfloat16" if is_narrow else "float32"))
+        shard_spec = make_shard_spec(cfg, degrees, accumulates_gradients=accumulates_gradients)
+        return replace(shard_spec, master_bytes=states.master, gradient_bytes=states.gradient)
 
     def _unit(self, name: str | int) -> Unit:
         return name if isinstance(name, str) else runtime_layer(self.model_spec, name)

@@ -27,9 +27,9 @@ from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError, RunError
 from moefold.launch.failure import is_collective_error
-from moefold.optim.adamw import step_counts
 from moefold.optim.lr_schedule import describe_schedule_change, schedule_settings
 from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
+from moefold.optim.states import step_counts
 from moefold.topology.fragments import fragments_due
 from moefold.train.adapter_weights import AdapterWeights, load_initial_adapters
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext

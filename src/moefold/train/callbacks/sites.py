@@ -22,10 +22,10 @@ from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
-from moefold.optim.adamw import named_moments
 from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import OuterNorms, PendingRound, add_pull, bits_to_float, exact_square, float_to_bits
+from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import (
     fragments_due,

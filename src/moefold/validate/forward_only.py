@@ -1,24 +1,19 @@
-"""Rules on SPSA, which trains without gradients, and its keys without effect."""
+"""Rules on optimizers without gradients: a step has forward passes alone."""
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
-from moefold.cost.optimizers import optimizer_of
-from moefold.validate.unused_rule import UnusedKeyRule
 
 
-def has_gradients(cfg: Config) -> bool:
-    """Return whether a step has a backward pass."""
-    return optimizer_of(cfg).needs_gradients
-
-
-def validate_spsa(cfg: Config) -> Iterator[str]:
+def validate_forward_only(cfg: Config) -> Iterator[str]:
     """Refuse what needs a backward pass, and what would need a meaning of its own without one."""
-    if has_gradients(cfg):
+    optimizer = chosen_in(cfg.train, OptimizerPart)
+    if optimizer.needs_gradients:
         return
-    name = "train.optimizer='spsa'"
+    name = f"train.optimizer={optimizer.kind!r}"
     p = cfg.parallel
     if cfg.train.gradient_delay:
         yield f"train.gradient_delay=1 delays gradients, and {name} has none; set gradient_delay=0"
@@ -57,33 +52,3 @@ def validate_spsa(cfg: Config) -> Iterator[str]:
             f"sites.method={cfg.sites.method!r} exchanges the weights of sites, and {name} has no exchange of bytes "
             "between them; leave [sites] out: data-parallel ranks already send two numbers a step"
         )
-
-
-SPSA_RULES = (validate_spsa,)
-
-UNUSED_SPSA_KEYS = (
-    UnusedKeyRule(
-        "train.spsa_eps train.spsa_max_gradient",
-        has_gradients,
-        "only train.optimizer='spsa' reads it",
-        "choose train.optimizer='spsa'",
-    ),
-    UnusedKeyRule(
-        "train.beta1 train.beta2 train.eps train.moment_dtype train.reset_moments_every train.offload_optimizer",
-        lambda cfg: not has_gradients(cfg),
-        "train.optimizer='spsa' has no moments",
-        "choose train.optimizer='adamw'",
-    ),
-    UnusedKeyRule(
-        "train.clip_grad",
-        lambda cfg: not has_gradients(cfg),
-        "train.optimizer='spsa' clamps its projected gradient by train.spsa_max_gradient",
-        "set train.spsa_max_gradient",
-    ),
-    UnusedKeyRule(
-        "train.recompute train.memory_budget_gib train.offload",
-        lambda cfg: not has_gradients(cfg),
-        "train.optimizer='spsa' has no backward pass, for which activations would be saved",
-        "choose train.optimizer='adamw'",
-    ),
-)

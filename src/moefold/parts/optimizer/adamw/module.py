@@ -7,15 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from moefold.config.schema import TrainConfig
 from moefold.model.local_param import local_tensor
+from moefold.optim.build import OptimizerRun
+from moefold.optim.param_groups import group_by_decay
 from moefold.optim.state_offload import StateStore
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-PENDING_GRADIENT = "pending_gradient"
-"""State key of the gradient that `train.gradient_delay` applies in the next step."""
-LAST_UPDATE = "last_update"
-"""State key of what the optimizer subtracted in the last step, for `train.delay_correction`."""
+from moefold.parts.optimizer.adamw.part import MOMENTS, AdamW
 
 
 class LocalShardAdamW(torch.optim.AdamW):
@@ -151,35 +147,28 @@ def _update_low_precision(
     weight.mul_(1 - rate * decay).addcdiv_(first, denominator, value=-rate / (1 - beta1**steps))
 
 
-EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
-MOMENTUM = "momentum"
-"""State key of Muon's momentum."""
-
-
-def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], cfg: TrainConfig, state_store: StateStore | None = None
-) -> torch.optim.Optimizer:
+def build_adamw(part: AdamW, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> torch.optim.Optimizer:
     """Build AdamW with two param groups: weight decay skips norms, sinks and biases.
 
     The moments are allocated here, so that a checkpoint can be loaded into them.
 
     Args:
+        part: the settings.
         parameters: parameters of this rank, by name.
-        cfg: training section of the recipe.
-        state_store: store of the moments; None: on the device.
+        run: learning rate, and the store of the moments.
 
     Raises:
         ConfigError: there is not enough memory or disk space for the moments.
     """
     groups = group_by_decay(parameters)
-    options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    options = {"lr": run.lr, "betas": (part.beta1, part.beta2), "eps": part.eps}
     param_groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0, **options}
+        {"params": params, "weight_decay": part.weight_decay if decays else 0.0, **options}
         for decays, params in groups.items()
     ]
-    dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else None
-    if dtype or state_store:
-        return OffloadableAdamW(param_groups, dtype, state_store or StateStore())
+    dtype = torch.bfloat16 if part.has_bf16_moments else None
+    if dtype or run.state_store:
+        return OffloadableAdamW(param_groups, dtype, run.store)
     optimizer = LocalShardAdamW(param_groups)
     for parameter in parameters.values():
         optimizer.state[parameter] = {
@@ -187,65 +176,3 @@ def build_optimizer(
             **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
         }
     return optimizer
-
-
-def group_by_decay(parameters: Mapping[str, nn.Parameter]) -> dict[bool, list[nn.Parameter]]:
-    """Return the parameters with weight decay (True), and norms, sinks and biases (False); never without a group."""
-    groups: dict[bool, list[nn.Parameter]] = {}
-    if not parameters:
-        # A pipeline stage may have none, in the warm-up of indexers, but torch requires a group.
-        groups[False] = []
-    for name, parameter in parameters.items():
-        # Biases of experts have two dims: one row per expert.
-        decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
-        groups.setdefault(decays, []).append(parameter)
-    return groups
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all param groups for the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the state tensors by name.
-
-    `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`, Muon's `<parameter>.momentum`, and the names of delayed
-    gradients.
-    """
-    return {
-        f"{name}.{moment}": value
-        for name, parameter in parameters.items()
-        for moment, value in optimizer.state[parameter].items()
-        if moment != "step"
-    }
-
-
-@torch.no_grad()
-def reset_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Zero the moments of every parameter, and the step count of the bias correction, in place; local.
-
-    The next step is as in a new optimizer. Offloaded moments are zeroed where they are stored. A pending gradient and
-    the last update are not moments, and stay.
-    """
-    state_store = getattr(optimizer, "state_store", StateStore())
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if name == "step":
-                value.zero_()
-            elif name not in (PENDING_GRADIENT, LAST_UPDATE):
-                state_store.zero(value)
-
-
-def step_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """Return the step count of the moments of each parameter that has one, by name."""
-    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
-    return {name: float(state["step"]) for name, state in states.items() if "step" in state}
-
-
-def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set the step count of the moments, for the bias correction after a resume."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(step)

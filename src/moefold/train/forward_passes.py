@@ -1,52 +1,35 @@
-"""The two forward passes of a step of SPSA, and the gradient projected on its perturbation."""
+"""The forward passes of a step without gradients, whose weights the optimizer perturbs."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moefold.config.schema import TrainConfig
-from moefold.optim.spsa import SPSA, decode_gradient, encode_gradient
+from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.parallel_model import ParallelModel
 
 
-@dataclass(frozen=True)
-class ProjectedGradient:
-    """Gradient of a step, projected on z; equal on all ranks."""
-
-    value: float
-    """Its value before rounding: (l+ - l-) / (2 eps)."""
-    rounded: float
-    """The value of its byte, which the update takes; 0 where the value is not finite."""
-
-
-class SPSAPasses:
+class ForwardPasses:
     """Runs the forward passes of steps on a parallel model whose weights `optimizer` perturbs.
 
     Args:
         model: the model; its MoE layers count their statistics in forward passes from now on.
         optimizer: perturbs and updates the weights.
-        train: section of the recipe.
-        seed: seed of the run.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: SPSA, train: TrainConfig, seed: int) -> None:
+    def __init__(self, model: ParallelModel, optimizer: ForwardOnlyOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._train = train
-        self._seed = seed
         self._losses: list[Tensor] = []
         for layer in model.moe_layers().values():
             layer.counts_without_gradients = True
 
     def run(self, batch: Batch, step: int, begin_step: Callable[[int, Batch], None]) -> Tensor:
-        """Run a batch with weights + eps z and with weights - eps z, which is where the weights stay.
+        """Run a batch with the weights of each pass; the weights stay as the last one has them.
 
-        Collective. Routers and losses are the same as in training: statistics of routing come from the second pass.
+        Collective. Routers and losses are the same as in training: statistics of routing come from the last pass.
 
         Args:
             batch: this rank's shard.
@@ -54,12 +37,12 @@ class SPSAPasses:
             begin_step: called before each pass.
 
         Returns:
-            This rank's loss terms, [terms], mean of both passes.
+            This rank's loss terms, [terms], mean of all passes.
         """
         self._losses.clear()
         terms = []
-        for sign in (1, -1):
-            self._optimizer.perturb(step, sign)
+        for number in range(self._optimizer.num_passes):
+            self._optimizer.perturb(step, number)
             begin_step(step, batch)
             with self._model.cast_copies.fresh(), self._model.weight_cache.step():
                 terms.append(self._model.runner.evaluate(batch))
@@ -78,21 +61,17 @@ class SPSAPasses:
         return total
 
     def local_losses(self) -> Tensor:
-        """Return this rank's parts of l+ and l- of the last step, float64 [2], to be summed over all ranks."""
+        """Return this rank's parts of the losses of the last step, float64 [passes], to be summed over all ranks."""
         return torch.stack(self._losses)
 
     def project(self, losses: Tensor, step: int) -> ProjectedGradient:
-        """Return the projected gradient of a step.
+        """Return the gradient of a step along its perturbation.
 
         Args:
-            losses: l+ and l-, summed over all ranks.
+            losses: loss of each pass, summed over all ranks.
             step: number of the step.
         """
-        plus, minus = losses.tolist()
-        value = (plus - minus) / (2 * self._train.spsa_eps)
-        largest = self._train.spsa_max_gradient
-        code = encode_gradient(value, largest, self._seed, step) if math.isfinite(value) else 0
-        return ProjectedGradient(value, decode_gradient(code, largest))
+        return self._optimizer.project(losses.tolist(), step)
 
     def update(self, projected_gradient: float) -> None:
         """Set the weights back to their values and update them; local."""

@@ -6,21 +6,23 @@ z is drawn again for each use, by name and step: no second copy of the weights i
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.groups import Group
-from moefold.config.schema import Config
 from moefold.model.init import logical_parts, seed_for
 from moefold.model.local_param import local_tensor
-from moefold.optim.adamw import group_by_decay
-from moefold.optim.counter_normal import normal_rows, uniform
-from moefold.optim.state_offload import StateStore
+from moefold.optim.build import OptimizerRun
+from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
+from moefold.optim.param_groups import group_by_decay
+from moefold.parts.optimizer.spsa.counter_normal import normal_rows, uniform
+from moefold.parts.optimizer.spsa.part import Spsa
 
 MAX_CODE = 127
 """Largest magnitude of a code, which is an int8."""
+SIGNS = (1, -1)
+"""Sign of eps z in each pass."""
 CHUNK_NUMBERS = 1 << 16
 """Normal numbers that are in memory at a time, unless one row has more."""
 
@@ -46,43 +48,46 @@ def decode_gradient(code: int, largest: float) -> float:
     return code * (largest / MAX_CODE)
 
 
-class SPSA(torch.optim.Optimizer):
+class SPSA(ForwardOnlyOptimizer):
     """Optimizer without state and gradients; all methods are local.
 
-    A step calls `perturb` before each of the two forward passes, and then `step`, which updates the weights, or
-    `restore`. Each draws the same z again. A weight is back at its value up to the rounding of its type.
+    `perturb` and `step` or `restore` draw the same z again. A weight is back at its value up to the rounding of its
+    type.
 
     Args:
+        part: the settings.
         parameters: parameters of this rank, by their names in the full model.
-        cfg: the recipe.
+        run: learning rate and seed.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], cfg: Config) -> None:
-        train = cfg.train
+    num_passes = len(SIGNS)
+
+    def __init__(self, part: Spsa, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> None:
         groups = group_by_decay(parameters)
         super().__init__(
-            [{"params": p, "weight_decay": train.weight_decay if d else 0.0} for d, p in groups.items()],
-            {"lr": train.lr},
+            [{"params": p, "weight_decay": part.weight_decay if d else 0.0} for d, p in groups.items()], {"lr": run.lr}
         )
-        self._seed = cfg.run.seed
-        self._eps = train.spsa_eps
+        self._seed = run.seed
+        self._part = part
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._step_number = 0
         self._offset = 0.0
-        self.projected_gradient = 0.0
-        """Gradient along z, which the next call of `step` applies."""
 
-    def perturb(self, step_number: int, sign: int) -> None:
-        """Set the weights to their values plus sign * eps * z of a step.
-
-        Args:
-            step_number: number of the step.
-            sign: 1 or -1.
-        """
+    def perturb(self, step_number: int, number: int) -> None:
+        """Set the weights to their values plus eps * z of a step in pass 0, and minus eps * z in pass 1."""
         assert self._offset == 0 or step_number == self._step_number, "the weights still have the z of another step"
         self._step_number = step_number
-        self._shift(sign * self._eps - self._offset)
-        self._offset = sign * self._eps
+        offset = SIGNS[number] * self._part.eps
+        self._shift(offset - self._offset)
+        self._offset = offset
+
+    def project(self, losses: Sequence[float], step_number: int) -> ProjectedGradient:
+        """Return (l+ - l-) / (2 eps), and the value of its byte; 0 where it is not finite."""
+        plus, minus = losses
+        value = (plus - minus) / (2 * self._part.eps)
+        largest = self._part.max_gradient
+        code = encode_gradient(value, largest, self._seed, step_number) if math.isfinite(value) else 0
+        return ProjectedGradient(value, decode_gradient(code, largest))
 
     def restore(self) -> None:
         """Set the weights back to their values, without an update."""
@@ -139,10 +144,3 @@ def _row_indices(shape: tuple[int, ...], index: tuple[slice, ...], device: torch
     for size, span in zip(shape, index, strict=True):
         rows = (rows[:, None] * size + torch.arange(span.start, span.stop, device=device)).flatten()
     return rows
-
-
-def build_spsa(
-    parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, state_store: StateStore | None
-) -> SPSA:
-    """Build SPSA, which has no state to store; local."""
-    return SPSA(parameters, cfg)

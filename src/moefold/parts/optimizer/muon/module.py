@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.groups import Group
 from moefold.config.param_spec import ParamSpec
-from moefold.config.schema import Config, TrainConfig
-from moefold.cost.adapter_spec import training_weights
 from moefold.model.local_param import local_tensor
-from moefold.optim.adamw import MOMENTUM, build_optimizer
-from moefold.optim.matrix_redistribute import MatrixKey, MatrixRedistributor
-from moefold.optim.state_offload import StateStore
+from moefold.optim.build import OptimizerRun
+from moefold.parts.optimizer.adamw.module import build_adamw
+from moefold.parts.optimizer.muon.part import MOMENTUM, Muon
+from moefold.parts.optimizer.muon.redistribute import MatrixKey, MatrixRedistributor
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Keller Jordan): steep at 0, with singular values that end in 0.7 to 1.2."""
@@ -55,7 +53,7 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     return x.t() if is_tall else x
 
 
-class Muon(torch.optim.Optimizer):
+class MuonOptimizer(torch.optim.Optimizer):
     """Muon for some matrices and a fallback optimizer for all other parameters, under one learning rate.
 
     Every rank of the stage has its shard of the momentum, sharded like the parameter. Each full matrix is gathered on
@@ -64,34 +62,33 @@ class Muon(torch.optim.Optimizer):
     Args:
         matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.
         fallback: optimizer of all other parameters.
-        cfg: momentum, steps and weight decay.
+        part: momentum, steps and weight decay.
         split: returns the logical matrices of a full one, as views.
-        stage: the ranks that together hold the parameters; constructor and step are collective over them.
-        state_store: store of the momenta.
+        run: the stage, over which constructor and step are collective; learning rate and store of the momenta.
     """
 
     def __init__(
         self,
         matrices: Mapping[str, nn.Parameter],
         fallback: torch.optim.Optimizer,
-        cfg: TrainConfig,
+        part: Muon,
         split: SplitMatrices,
-        stage: Group,
-        state_store: StateStore,
+        run: OptimizerRun,
     ) -> None:
-        muon_group = {"params": list(matrices.values()), "weight_decay": cfg.weight_decay, "lr": cfg.lr}
+        muon_group = {"params": list(matrices.values()), "weight_decay": part.weight_decay, "lr": run.lr}
         # The param groups of the fallback optimizer are shared, so setting a learning rate here also sets it there.
         super().__init__([muon_group, *fallback.param_groups], {})
         self._matrices = dict(matrices)
         self._fallback = fallback
-        self._cfg = cfg
+        self._part = part
         self._split = split
-        self._redistribution = MatrixRedistributor(stage, self._matrices)
-        self.state_store = state_store
+        assert run.stage is not None
+        self._redistribution = MatrixRedistributor(run.stage, self._matrices)
+        self.state_store = run.store
         self.state.update(fallback.state)
         for parameter in matrices.values():
-            dtype = torch.bfloat16 if cfg.moment_dtype == "bfloat16" else parameter.dtype
-            self.state[parameter] = {MOMENTUM: state_store.zeros(parameter, dtype)}
+            dtype = torch.bfloat16 if part.has_bf16_moments else parameter.dtype
+            self.state[parameter] = {MOMENTUM: run.store.zeros(parameter, dtype)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -102,7 +99,7 @@ class Muon(torch.optim.Optimizer):
         weights = {name: local_tensor(p) for name, p in self._matrices.items()}
         gradients = {}
         prefetched = self.state_store.prefetch([[self.state[p][MOMENTUM]] for p in self._matrices.values()])
-        decay = self._cfg.muon_momentum
+        decay = self._part.momentum
         for (name, parameter), (momentum,) in zip(self._matrices.items(), prefetched, strict=True):
             assert parameter.grad is not None, name
             gradient = gradients[name] = local_tensor(parameter.grad)
@@ -124,32 +121,25 @@ class Muon(torch.optim.Optimizer):
         for part in self._split(key.name, full_matrix):
             rows = part.flatten(0, -2)
             factor = UPDATE_RMS * max(rows.shape) ** 0.5
-            part.copy_(newton_schulz(rows, self._cfg.muon_ns_steps).mul_(factor).view(part.shape))
+            part.copy_(newton_schulz(rows, self._part.ns_steps).mul_(factor).view(part.shape))
         return full_matrix
 
 
-def build_muon(
-    parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, state_store: StateStore | None = None
-) -> Muon:
-    """Build the optimizer of a recipe with `train.optimizer = "muon"`; collective over the stage.
+def build_muon(part: Muon, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> MuonOptimizer:
+    """Build Muon with AdamW for the parameters that it leaves; collective over the stage.
 
     Args:
+        part: the settings.
         parameters: parameters of this rank, by name.
-        cfg: the recipe.
-        stage: the ranks that together hold the parameters.
-        state_store: store of the moments; None: on the device.
+        run: what it is built for.
     """
-    weights = training_weights(cfg.model, cfg.lora)
-    groups = cfg.train.muon_groups
-    matrices = {name: p for name, p in parameters.items() if weights[name].in_muon_groups(groups)}
-    fallback = build_optimizer(
-        {name: p for name, p in parameters.items() if name not in matrices}, cfg.train, state_store
-    )
+    matrices = {name: p for name, p in parameters.items() if part.gathers(run.weights[name])}
+    fallback = build_adamw(part, {name: p for name, p in parameters.items() if name not in matrices}, run)
 
     def split(name: str, matrix: Tensor) -> Sequence[Tensor]:
-        return logical_matrices(weights[name], matrix)
+        return logical_matrices(run.weights[name], matrix)
 
-    return Muon(matrices, fallback, cfg.train, split, stage, state_store or StateStore())
+    return MuonOptimizer(matrices, fallback, part, split, run)
 
 
 def _select_matrix(tensor: Tensor, index: int) -> Tensor:

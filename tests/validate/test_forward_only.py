@@ -1,4 +1,4 @@
-"""What SPSA refuses, as it has no backward pass."""
+"""What an optimizer without a backward pass refuses."""
 
 import pytest
 

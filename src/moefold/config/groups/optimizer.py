@@ -1,0 +1,120 @@
+"""Optimizers: what updates the weights, and the state that it keeps for each."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, get_args
+
+from moefold.config.method_defaults import MethodRates
+from moefold.config.param_spec import ModelPart, ParamSpec
+from moefold.config.part import Part, UnusedKeys
+
+
+class StateSpec(NamedTuple):
+    """State of one weight between two steps: `optimizer.state[parameter][name]`.
+
+    It has the shape of the weight and is sharded as the weight is. It is saved, offloaded and reset like a moment.
+    """
+
+    name: str
+    dtype: str = ""
+    """float32 or bfloat16; empty: the type of the master weights."""
+    is_count: bool = False
+    """Whether it is the count of steps instead, one number on each rank: its name is `step`."""
+
+
+class MatrixWork(NamedTuple):
+    """Work of the rank that has gathered a full matrix for its update."""
+
+    rounds: int
+    gemms: tuple[tuple[int, int, int], ...]
+    """Sizes (m, n, k) of the GEMMs of a round, in the type of the master weights."""
+    num_other_kernels: int
+    """Other kernel launches, for all rounds together."""
+    traffic: float
+    """Bytes that it moves for each number of the matrix, packed and unpacked for communication."""
+
+
+class ForwardOnlyStep(NamedTuple):
+    """One step of the oracle with an optimizer without gradients."""
+
+    number: int
+    """Counted from 1."""
+    rate: float
+    """Learning rate."""
+    specs: Mapping[str, ParamSpec]
+    """Of each trained weight, by name."""
+    weights: Mapping[str, Any]
+    """The trained weights, float64 tensors."""
+    loss: Callable[[], float]
+    """Runs a forward pass of the batch with the weights as they are now."""
+    seed_of: Callable[[str], int]
+    """Returns the seed of the run's random numbers of a name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPart(Part):
+    """Optimizer. Without gradients (`needs_gradients`) it is built as an `optim.forward_only.ForwardOnlyOptimizer`."""
+
+    group: ClassVar[str] = "optimizer"
+    key: ClassVar[str] = "train.optimizer"
+    is_for_training: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = True
+    """Whether a step has a backward pass."""
+    state_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that decide which states there are and of which type: runs that exchange states have them in common."""
+    rates: ClassVar[MethodRates | None] = None
+    """Learning rates of a recipe that leaves `train.lr` out; None: they follow from the method of training."""
+
+    def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
+        """Return the states of a weight, which `build` allocates."""
+        raise NotImplementedError
+
+    def traffic(self, weight: ParamSpec) -> float:
+        """Return the bytes that an update moves for each number of a weight on the rank that holds it."""
+        raise NotImplementedError
+
+    def gathers(self, weight: ParamSpec) -> bool:
+        """Return whether the full matrix is gathered on one rank for its update."""
+        return False
+
+    def matrix_work(self, rows: int, columns: int) -> MatrixWork:
+        """Return the work of the update of one full matrix that is gathered; an expert is a matrix of its own."""
+        raise AssertionError("gathers")
+
+    def build(self, parameters: Mapping[str, Any], run: Any) -> Any:
+        """Return the optimizer, a `torch.optim.Optimizer`, with all states; may be collective over the stage.
+
+        Args:
+            parameters: parameters of this rank, by name, `nn.Parameter`: DTensors where ranks shard them.
+            run: an `optim.build.OptimizerRun`.
+        """
+        raise NotImplementedError
+
+    def formula(self) -> Callable[..., Any] | None:
+        """Return the update written a second time, for the oracle; None: it has no formula.
+
+        With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> what one step
+        subtracts from the weight at learning rate 1, weight decay included. `state` is a dict that the formula fills,
+        empty in step 1. Without gradients it is called once a step, with a `ForwardOnlyStep`,
+        updates the weights in place and returns the norm of the gradient that it found.
+        """
+        return None
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether any weight has a state."""
+        return any(self.states(ParamSpec("", (1, 1, 1), part)) for part in get_args(ModelPart))
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield the keys of moments, and of the backward pass, where there are none."""
+        name = f"{self.key}={self.kind!r}"
+        other = "choose train.optimizer='adamw'"
+        if not self.has_states:
+            yield UnusedKeys("train.reset_moments_every train.offload_optimizer", f"{name} has no moments", other)
+        if not self.needs_gradients:
+            yield UnusedKeys("train.clip_grad", f"{name} has no gradients to clip", other)
+            yield UnusedKeys(
+                "train.recompute train.memory_budget_gib train.offload",
+                f"{name} has no backward pass, for which activations would be saved",
+                other,
+            )

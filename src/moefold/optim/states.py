@@ -1,0 +1,65 @@
+"""States of any optimizer by name: what is saved, reset and set after a resume.
+
+A state is a tensor in `optimizer.state[parameter]`, of the shape and the sharding of the parameter, or the step count.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moefold.optim.state_offload import StateStore
+
+STEP = "step"
+"""State key of the number of updates since the moments were zero."""
+PENDING_GRADIENT = "pending_gradient"
+"""State key of the gradient that `train.gradient_delay` applies in the next step."""
+LAST_UPDATE = "last_update"
+"""State key of what the optimizer subtracted in the last step, for `train.delay_correction`."""
+
+
+def is_moment(name: str) -> bool:
+    """Return whether a state is one of the optimizer itself: a store may offload it, and a reset zeroes it."""
+    return name not in (STEP, PENDING_GRADIENT, LAST_UPDATE)
+
+
+def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the state tensors by name.
+
+    Each is `<parameter>.<state>`; the states of a delay of gradients are among them, and step counts are not.
+    """
+    return {
+        f"{name}.{moment}": value
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state[parameter].items()
+        if moment != STEP
+    }
+
+
+@torch.no_grad()
+def reset_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Zero the moments of every parameter, and the step count of the bias correction, in place; local.
+
+    The next step is as in a new optimizer. Offloaded moments are zeroed where they are stored. A pending gradient and
+    the last update are not moments, and stay.
+    """
+    state_store = getattr(optimizer, "state_store", StateStore())
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name == STEP:
+                value.zero_()
+            elif is_moment(name):
+                state_store.zero(value)
+
+
+def step_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """Return the step count of the moments of each parameter that has one, by name."""
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
+    return {name: float(state[STEP]) for name, state in states.items() if STEP in state}
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Set the step count of the moments, for the bias correction after a resume."""
+    for state in optimizer.state.values():
+        if STEP in state:
+            state[STEP].fill_(step)

@@ -1,0 +1,89 @@
+"""AdamW (arXiv:1711.05101): two moments for each number."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.optimizer import OptimizerPart, StateSpec
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from moefold.config.schema import Config
+    from moefold.optim.build import OptimizerRun
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAX_BF16_MOMENT_DECAY = 0.98
+"""Maximum decay of a bfloat16 moment: bfloat16 rounds to 1 part in 2**9, and a step that would change a moment by a
+tenth still adds (1 - 0.98) / 10 of it."""
+BYTES_PER_PARAM = 34
+"""Memory traffic: gradient 4 twice (norm, update), weight and both moments 4 each read and written, and the bfloat16
+copy written."""
+BF16_MOMENTS_BYTES_PER_PARAM = 118
+"""The same with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded (26 and
+6), the denominator is computed (24) and the weight updated (24), pass by pass, in addition to norm and copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(OptimizerPart):
+    """Move each number by its mean gradient over the root of its mean squared gradient, and decay matrices."""
+
+    state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype",)
+
+    beta1: Annotated[float, FlatKey("train.beta1")]
+    beta2: Annotated[float, FlatKey("train.beta2")]
+    eps: Annotated[float, FlatKey("train.eps")]
+    weight_decay: Annotated[float, FlatKey("train.weight_decay")]
+    moment_dtype: Annotated[str, FlatKey("train.moment_dtype")]
+
+    @property
+    def has_bf16_moments(self) -> bool:
+        """Return whether moments are bfloat16 between steps."""
+        return self.moment_dtype == "bfloat16"
+
+    @property
+    def state_dtype(self) -> str:
+        """Return the type of the moments; empty: the type of the master weights."""
+        return "bfloat16" if self.has_bf16_moments else ""
+
+    def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
+        """Return both moments and the step count of the bias correction."""
+        dtype = self.state_dtype
+        return (StateSpec("step", "float32", is_count=True), *(StateSpec(name, dtype) for name in MOMENTS))
+
+    def traffic(self, weight: ParamSpec) -> float:
+        """Return the bytes that an update moves for each number of a weight."""
+        return BF16_MOMENTS_BYTES_PER_PARAM if self.has_bf16_moments else BYTES_PER_PARAM
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield decays that a bfloat16 moment is too coarse for."""
+        yield from self._imprecise_decays({"train.beta1": self.beta1, "train.beta2": self.beta2})
+
+    def _imprecise_decays(self, decays: Mapping[str, float]) -> Iterator[Problem]:
+        """Yield the decays, by recipe key, with which what a step adds is lost in rounding."""
+        for key, decay in decays.items() if self.has_bf16_moments else ():
+            if decay > MAX_BF16_MOMENT_DECAY:
+                yield Problem(
+                    key,
+                    decay,
+                    f"must be at most {MAX_BF16_MOMENT_DECAY} with train.moment_dtype='bfloat16': what a step adds "
+                    "would be lost in rounding",
+                    f"choose {key.removeprefix('train.')}={MAX_BF16_MOMENT_DECAY} or less, or moment_dtype='float32'",
+                )
+
+    def formula(self) -> Callable[..., "Tensor"]:
+        """Return the update of one weight; see the base class."""
+        from moefold.parts.optimizer.adamw.oracle import update
+
+        return partial(update, self)
+
+    def build(self, parameters: "Mapping[str, nn.Parameter]", run: "OptimizerRun") -> "Optimizer":
+        """Build the optimizer; local."""
+        from moefold.parts.optimizer.adamw.module import build_adamw
+
+        return build_adamw(self, parameters, run)

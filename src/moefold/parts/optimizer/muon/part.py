@@ -1,0 +1,113 @@
+"""Muon (Keller Jordan, 2024; arXiv:2502.16982) for matrices, AdamW for all other parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.optimizer import MatrixWork, StateSpec
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+from moefold.config.schema import MUON_GROUPS, has_dense_layers, has_moe_layers
+from moefold.parts.optimizer.adamw.part import AdamW
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from moefold.config.model import ModelConfig
+    from moefold.config.schema import Config
+    from moefold.optim.build import OptimizerRun
+
+MOMENTUM = "momentum"
+BYTES_PER_PARAM = 58
+"""Memory traffic for the local shard of a matrix: norm 4, decayed weight 8, momentum 20, Nesterov 12, update 12, copy
+2."""
+BF16_MOMENTUM_BYTES_PER_PARAM = 68
+"""The same with a bfloat16 momentum, which is upcast and rounded."""
+OWNER_BYTES_PER_PARAM = 52
+"""Memory traffic on the owner of a full matrix: packed, unpacked, normalised, scaled, and packed again."""
+KERNELS_PER_MATRIX = 8
+"""Kernel launches for a matrix other than GEMMs: copies, norm, scaling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(AdamW):
+    """Move each matrix of `groups` by its orthogonalised momentum, and all other parameters as AdamW does."""
+
+    state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups")
+
+    groups: Annotated[tuple[str, ...], FlatKey("train.muon_groups")]
+    momentum: Annotated[float, FlatKey("train.muon_momentum")]
+    ns_steps: Annotated[int, FlatKey("train.muon_ns_steps")]
+
+    def gathers(self, weight: ParamSpec) -> bool:
+        """Return whether Muon updates a weight, instead of AdamW."""
+        return weight.uses_muon and weight.part in self.groups
+
+    def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
+        """Return the momentum of a matrix, or the states of AdamW."""
+        return (StateSpec(MOMENTUM, self.state_dtype),) if self.gathers(weight) else super().states(weight)
+
+    def traffic(self, weight: ParamSpec) -> float:
+        """Return the bytes that an update moves for each number of a weight on the rank that holds it."""
+        if not self.gathers(weight):
+            return super().traffic(weight)
+        return BF16_MOMENTUM_BYTES_PER_PARAM if self.has_bf16_moments else BYTES_PER_PARAM
+
+    def matrix_work(self, rows: int, columns: int) -> MatrixWork:
+        """Return the work of Newton-Schulz: X X^T, its square, and their sum times X."""
+        small = min(rows, columns)
+        large = max(rows, columns)
+        gemms = (small, small, large), (small, small, small), (small, large, small)
+        return MatrixWork(self.ns_steps, gemms, KERNELS_PER_MATRIX, OWNER_BYTES_PER_PARAM)
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield groups that are unknown, named twice or not in the model, and decays as AdamW does."""
+        yield from super().check(recipe)
+        yield from self._imprecise_decays({"train.muon_momentum": self.momentum})
+        key = "train.muon_groups"
+        names = ", ".join(map(repr, MUON_GROUPS))
+        if not self.groups:
+            yield Problem(key, [], "leaves Muon nothing", f"name some of {names}, or choose optimizer='adamw'")
+        for group in dict.fromkeys(self.groups):
+            if group not in MUON_GROUPS:
+                yield Problem(key, None, f"has {group!r}, which is no group of matrices", f"choose from {names}")
+            elif (count := self.groups.count(group)) > 1:
+                yield Problem(key, None, f"names {group!r} {count} times", "name it once")
+        # The default, all groups, means those that the model has.
+        lacking = {} if set(self.groups) == set(MUON_GROUPS) else _lacking_groups(recipe.model)
+        for group in (group for group in lacking if group in self.groups):
+            yield Problem(
+                key,
+                None,
+                f"has {group!r}, and the model has no such matrices: {lacking[group]}",
+                f"leave {group!r} out, or leave muon_groups out for all groups",
+            )
+
+    def formula(self) -> Callable[..., "Tensor"]:
+        """Return the update of one weight; see the base class."""
+        from moefold.parts.optimizer.muon.oracle import update
+
+        return partial(update, self, super().formula())
+
+    def build(self, parameters: "Mapping[str, nn.Parameter]", run: "OptimizerRun") -> "Optimizer":
+        """Build the optimizer; collective over the stage."""
+        from moefold.parts.optimizer.muon.module import build_muon
+
+        return build_muon(self, parameters, run)
+
+
+def _lacking_groups(model: "ModelConfig") -> dict[str, str]:
+    """Return the groups of matrices that a model lacks, each with the reason."""
+    lacking = {}
+    if not has_dense_layers(model):
+        lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
+    if not has_moe_layers(model):
+        lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
+    elif not model.shared_expert_ffn_hidden_size and not model.moe_hidden_size:
+        lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
+    if not model.mtp_layers:
+        lacking["mtp"] = "model.mtp_layers=0"
+    return lacking

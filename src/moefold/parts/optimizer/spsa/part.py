@@ -1,0 +1,59 @@
+"""SPSA with a gradient of one byte (arXiv:2305.17333, arXiv:2306.10015): two forward passes and no backward pass."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart, StateSpec
+from moefold.config.method_defaults import MethodRates
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey, UnusedKeys
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from moefold.optim.build import OptimizerRun
+
+BYTES_PER_PARAM = 26
+"""Memory traffic: the weight is read and written for each pass and for the update, and the copy written. Normal
+numbers, which stay in the cache of a CPU, are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spsa(OptimizerPart):
+    """Move all weights along normal numbers, by the difference of the losses on both sides."""
+
+    needs_gradients: ClassVar[bool] = False
+    rates: ClassVar[MethodRates | None] = MethodRates("SPSA", 1e-6, 5e-5, "MeZO (arXiv:2305.17333)")
+
+    eps: Annotated[float, FlatKey("train.spsa_eps")]
+    max_gradient: Annotated[float, FlatKey("train.spsa_max_gradient")]
+    weight_decay: Annotated[float, FlatKey("train.weight_decay")]
+
+    def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
+        """Return no state."""
+        return ()
+
+    def traffic(self, weight: ParamSpec) -> float:
+        """Return the bytes that the passes and the update move for each number of a weight."""
+        return BYTES_PER_PARAM
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield what an optimizer without gradients does not read; it has a key of its own in the place of clipping."""
+        reason = f"{self.key}={self.kind!r} clamps its projected gradient by train.spsa_max_gradient"
+        yield UnusedKeys("train.clip_grad", reason, "set train.spsa_max_gradient")
+        yield from super().unused_keys()
+
+    def formula(self) -> Callable[[ForwardOnlyStep], float]:
+        """Return one step; see the base class."""
+        from moefold.parts.optimizer.spsa.oracle import run_step
+
+        return partial(run_step, self)
+
+    def build(self, parameters: "Mapping[str, nn.Parameter]", run: "OptimizerRun") -> "Optimizer":
+        """Build the optimizer; local."""
+        from moefold.parts.optimizer.spsa.module import SPSA
+
+        return SPSA(self, parameters, run)

@@ -1,0 +1,23 @@
+"""The optimizer of a recipe on a rank of its own."""
+
+import torch
+from torch import nn
+
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.optim.build import build_optimizer
+from moefold.optim.state_offload import StateStore
+from moefold.testing.pool import make_group
+
+
+def build_alone(
+    given: dict[str, nn.Parameter],
+    train: TrainConfig,
+    store: StateStore | None = None,
+    *,
+    model: ModelConfig | None = None,
+    seed: int = 0,
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a [train] section; Muon takes the shapes of the parameters from the model."""
+    cfg = Config(model=model or ModelConfig(), train=train, run=RunConfig(seed=seed))
+    return build_optimizer(given, cfg, make_group((0,), 0, None), store)

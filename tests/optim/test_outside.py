@@ -1,0 +1,178 @@
+"""The optimizer of docs/extending.md, in a package of its own: trained, saved, counted, planned and judged."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.comm.groups import ParallelGroups
+from moefold.config import find
+from moefold.config.schema import Config
+from moefold.cost.hardware import load_device
+from moefold.cost.state_memory import StateMemory, rank_state_bytes
+from moefold.errors import ConfigError, NoFormulaError
+from moefold.model.local_param import local_tensor
+from moefold.parallel.parallelize import parallelize
+from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import workload_from_config
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.model_spec import load_model_spec
+from moefold.recipe import load_config
+from moefold.testing.pool import WorkerPool
+from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.checkpoint.test_resharding import _train
+from tests.test_extending import blocks, in_package
+from tests.verify.oracle import TOLERANCE
+from tests.verify.recipes import tiny, without_mapping
+
+pytestmark = pytest.mark.parity
+
+
+def _recipe(**mapping: int) -> Config:
+    """Return a recipe with the optimizer, which is not installed here."""
+    cfg = tiny(train={"lr": 0.05, "clip_grad": 0.0}, **mapping)
+    return replace(cfg, train=replace(cfg.train, optimizer="sgd"))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install the package of the page, with its entry point, into a folder."""
+    folder = tmp_path_factory.mktemp("installed")
+    [code] = blocks("python", "An optimizer")
+    [entry] = re.findall(r"^sgd = \"(.*)\"$", *blocks("toml", "An optimizer"), re.MULTILINE)
+    (folder / "sgd.py").write_text(code)
+    metadata = folder / "moefold_sgd-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moefold-sgd\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(f"[moefold.optimizer]\nsgd = {entry}\n")
+    return str(folder)
+
+
+def _largest_error(cfg: Config, records: list[DistributedRecord]) -> float:
+    return compare_records(run_oracle(without_mapping(cfg), 2), records)[0].error
+
+
+@pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 1, "ep": 2}, {"zero": 3}, {"zero": 2, "tp": 2}], ids=str)
+def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
+    cfg = _recipe(world_size=2, **mapping)
+    records = pool.run(2, in_package, package, run_distributed, cfg, 2)
+    assert pool.run(1, in_package, package, _largest_error, cfg, records)[0] < TOLERANCE
+    other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
+    assert pool.run(1, in_package, package, _largest_error, other, records)[0] > 0.01
+
+
+def _refusal_without_formula(cfg: Config) -> str:
+    part = find.find_part("optimizer", "sgd")
+    del part.formula
+    try:
+        run_oracle(cfg, 1)
+    except NoFormulaError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_without_a_formula_it_is_refused_by_name(pool: WorkerPool, package: str) -> None:
+    [message] = pool.run(1, in_package, package, _refusal_without_formula, _recipe())
+    assert "no formula for train.optimizer='sgd' (moefold-sgd 0.1)," in message
+
+
+def _first_step(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights after a step, and the weights after a step of torch.optim.SGD."""
+    record = run_distributed(cfg, 1)
+    weights = {name: torch.nn.Parameter(record.initial[name].clone()) for name in record.gradients}
+    for name, weight in weights.items():
+        weight.grad = record.gradients[name]
+    torch.optim.SGD(weights.values(), lr=record.steps[0].lr, momentum=0.9, weight_decay=0.1).step()
+    return {name: record.weights[name] for name in weights}, {name: w.detach() for name, w in weights.items()}
+
+
+def test_a_step_equals_torch(pool: WorkerPool, package: str) -> None:
+    [(found, expected)] = pool.run(1, in_package, package, _first_step, _recipe())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, package: str, tmp_path: Path, zero: int) -> None:
+    first = _recipe(world_size=2, ep=2, zero=zero)
+    second = _recipe(world_size=2, tp=2, zero=3 - zero)
+    first, second = (replace(cfg, run=replace(cfg.run, dir=str(tmp_path))) for cfg in (first, second))
+    whole = pool.run(
+        2, in_package, package, _train, replace(first, run=replace(first.run, dir=str(tmp_path / "w"))), 0, 3, ""
+    )
+    losses = pool.run(2, in_package, package, _train, first, 0, 2, "")[0]
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    losses += pool.run(2, in_package, package, _train, second, 2, 3, saved)[0]
+    assert losses == pytest.approx(whole[0], rel=1e-9)
+
+
+def _resume_as_adamw(cfg: Config, saved: str) -> str:
+    try:
+        _train(cfg, 1, 2, saved)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, package: str, tmp_path: Path) -> None:
+    cfg = _recipe()
+    cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path)))
+    pool.run(1, in_package, package, _train, cfg, 0, 1, "")
+    saved = str(tmp_path / "checkpoints" / "step-000001")
+    other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
+    [message] = pool.run(1, _resume_as_adamw, other, saved)
+    assert "is of another optimizer, it has other moments instead of exp_avg" in message
+
+
+def _bytes_of_states(cfg: Config) -> tuple[int, int, int]:
+    """Return the bytes of the states by the formula, of the allocated states, and of moments that are offloaded."""
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    states = TrainingStep(parallelize(cfg, groups), cfg).optimizer.state.values()
+    built = sum(local_tensor(x).numel() * x.element_size() for state in states for x in state.values())
+    offload = replace(cfg.train, offload_optimizer="ssd", offload_dir="/tmp", offload_min_kib=0)
+    moments = StateMemory(replace(cfg, train=offload)).offloaded_moments[0].offloaded
+    return rank_state_bytes(cfg, 0).optimizer, built, moments
+
+
+@pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 3}, {"zero": 1, "tp": 2}], ids=str)
+def test_memory_is_counted_from_its_states(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
+    cfg = _recipe(world_size=2, **mapping)
+    formula, built, moments = pool.run(2, in_package, package, _bytes_of_states, cfg)[0]
+    assert formula == built == moments > 0
+
+
+def _update_seconds() -> list[float]:
+    """Return the planned seconds of an update with both optimizers."""
+    seconds = []
+    for optimizer in ("sgd", "adamw"):
+        cfg = load_config(None, ["model.preset=mixtral-8x7b", f"train.optimizer={optimizer}"])
+        costs = CostModel(load_model_spec("mixtral-8x7b"), load_device("h100"), workload_from_config(cfg, "bf16"))
+        seconds.append(costs.data_parallel_cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
+    return seconds
+
+
+def test_a_plan_prices_its_traffic(pool: WorkerPool, package: str) -> None:
+    [(sgd, adamw)] = pool.run(1, in_package, package, _update_seconds)
+    assert sgd == pytest.approx(adamw * 26 / 34)
+
+
+def _refused_words(words: list[str]) -> str:
+    try:
+        check_config(load_config(None, words))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_keys_of_other_optimizers_are_refused(pool: WorkerPool, package: str) -> None:
+    [message] = pool.run(1, in_package, package, _refused_words, ["train.optimizer=sgd", "train.beta1=0.8"])
+    assert message == (
+        "train.beta1=0.8 has no effect: train.optimizer='sgd' does not read it; choose train.optimizer='adamw' or "
+        "'muon', or leave beta1 out"
+    )
+    assert "must be one of" in pool.run(1, _refused_words, ["train.optimizer=sgd"])[0]
