@@ -60,7 +60,8 @@ def test_the_mean_step_equals_the_mean_of_many_rounds(seconds, updates, rounds_a
     parts = times(*seconds, updates=updates)
     rounds = simulate_rounds(parts, 400, rounds_ahead)
     ends = [end for _, end in spans(rounds, TRAIN)][updates - 1 :: updates]
-    mean = (ends[-1] - ends[199]) / 200 / updates
+    # Rounds repeat with a period of at most rounds_ahead + 1: a mean over whole periods, of which 240 is a multiple.
+    mean = (ends[-1] - ends[159]) / 240 / updates
     assert rounds.step_s == pytest.approx(mean, rel=1e-6)
     for part in (COPY, DECODE, TRAIN):
         found = spans(rounds, part)
