@@ -73,3 +73,12 @@ class ObjectivePart(Part):
     def formula(self) -> Callable[[OracleToken], "Tensor"] | None:
         """Return the loss of one token, 0-dim; None: it has no formula."""
         return None
+
+
+def clipped_loss(tokens: PolicyTokens, low: float, high: float) -> "Tensor":
+    """Return -min(r * A, clamp(r, 1 - low, 1 + high) * A), and record the share of tokens that are clipped."""
+    ratio = tokens.ratio
+    gain = ratio * tokens.advantages
+    clamped_gain = ratio.clamp(1 - low, 1 + high) * tokens.advantages
+    tokens.record_mean("clipped", (clamped_gain < gain).double())
+    return -gain.minimum(clamped_gain)

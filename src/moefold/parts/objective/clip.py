@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens
+from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens, clipped_loss
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
@@ -21,11 +21,7 @@ class Clip(ObjectivePart):
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":
         """Return -min(r * A, clamp(r) * A)."""
-        ratio = tokens.ratio
-        gain = ratio * tokens.advantages
-        clamped_gain = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantages
-        tokens.record_mean("clipped", (clamped_gain < gain).double())
-        return -gain.minimum(clamped_gain)
+        return clipped_loss(tokens, self.clip_low, self.clip_high)
 
     def formula(self) -> Callable[[OracleToken], "Tensor"]:
         """Return the loss by cases: a positive advantage is clipped from above, a negative one from below."""

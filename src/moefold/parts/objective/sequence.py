@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens
+from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens, clipped_loss
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ class RolloutClip(ObjectivePart):
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":
         """Return -min(r * A, clamp(r) * A)."""
-        ratio = tokens.ratio
-        gain = ratio * tokens.advantages
-        clamped_gain = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantages
-        tokens.record_mean("clipped", (clamped_gain < gain).double())
-        return -gain.minimum(clamped_gain)
+        return clipped_loss(tokens, self.clip_low, self.clip_high)
 
     def formula(self) -> Callable[[OracleToken], "Tensor"]:
         """Return the loss with the root of the product of the ratios."""
