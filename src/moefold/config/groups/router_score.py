@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.part import Part
+from moefold.config.part import FlatKey, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,3 +106,22 @@ class RouterScorePart(Part):
     def formula(self) -> ScoreFormula | None:
         """Return the score function in float64; None: it has no formula."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeparateScorePart(RouterScorePart):
+    """Score of each expert by its logit alone; the weights of a token need not sum to 1."""
+
+    normalize: Annotated[bool, FlatKey("model.router_normalize")]
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the scores of the chosen experts, divided by their sum if `normalize`."""
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return weights_TK / (weights_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS) if self.normalize else weights_TK
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Return whether the weights are divided by their sum."""
+        return self.normalize

@@ -2,38 +2,23 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from moefold.config.groups.router_score import SCORE_SUM_EPS, RouterScorePart, ScoreFormula, Softmax
-from moefold.config.part import FlatKey
+from moefold.config.groups.router_score import ScoreFormula, SeparateScorePart, Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class SigmoidScore(RouterScorePart):
+class SigmoidScore(SeparateScorePart):
     """Sigmoid of each logit by itself."""
-
-    normalize: Annotated[bool, FlatKey("model.router_normalize")]
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
         """Return the sigmoids."""
         from moefold.ops.elementwise import sigmoid
 
         return sigmoid(logits_TE)
-
-    def weights(
-        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
-    ) -> "Tensor":
-        """Return the scores of the chosen experts, divided by their sum if `normalize`."""
-        weights_TK = scores_TE.gather(1, ids_TK)
-        return weights_TK / (weights_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS) if self.normalize else weights_TK
-
-    @property
-    def weights_sum_to_one(self) -> bool:
-        """Return whether the weights are divided by their sum."""
-        return self.normalize
 
     def uniform_weight(self, num_experts: int) -> float:
         """Return the sigmoid of 0."""
