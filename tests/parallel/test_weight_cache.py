@@ -50,7 +50,7 @@ def _run(cfg: Config, num_steps: int, weight_cache: WeightCache | None = None) -
     kernels = select_ops.SelectedKernels(
         expert_ops=EmulatedExpertOps(linear), linear_backend=linear, weight_cache=weight_cache
     )
-    select_ops._low_precision_kernels = lambda cfg, device: kernels
+    select_ops._low_precision_kernels = lambda cfg, device, autotuner: kernels
     return run_distributed(cfg, num_steps), len(linear.counted)
 
 
@@ -150,5 +150,6 @@ def _cached_bytes(cfg: Config) -> int:
 def test_the_memory_formula_counts_every_quantised_weight(pool, attention):
     model = {"mtp_layers": 1, "moe_bias": True}
     cfg = CacheCase({"ep": 2}, 0.0, model=model | attention).config()
-    weights = [weight.shard(1, 2, 1) for unit in ("D", "M", "mtp") for weight in unit_weights(cfg, unit)]
+    units = (*cfg.model.layers, "mtp")
+    weights = [weight.shard(1, 2, 1) for unit in units for weight in unit_weights(cfg, unit)]
     assert pool.run(2, _cached_bytes, cfg) == [quantized_copy_bytes(weights)] * 2

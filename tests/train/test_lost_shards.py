@@ -77,7 +77,8 @@ def _by_hand(cfg: Config, batches: list[list[int]], held_out: list[list[int]]) -
                 data.validation, replace(cfg, train=replace(cfg.train, global_batch_size=1)), groups, model.positions
             )
             samples = held_out[step // 3 - 1]
-            evaluated.append(float(np.mean([training.evaluate([one.batch(sample)]) for sample in samples])))
+            by_one = [replace(one.batch(sample), num_micro_batches=1) for sample in samples]
+            evaluated.append(float(np.mean([training.evaluate([batch]) for batch in by_one])))
     return trained, evaluated
 
 

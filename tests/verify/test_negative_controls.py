@@ -166,19 +166,19 @@ def test_a_stale_copy_of_the_embedding_is_noticed(pool):
 
 def _run_with_shards_for_matrices(cfg: Config) -> DistributedRecord:
     """As if each rank made what it holds of a matrix orthogonal by itself."""
-    from moefold.optim import muon
+    from moefold.parts.optimizer.muon import redistribute
 
     def by_shards(self, source, work, sink):
         for name, parameter in self.of_rank.items():
-            values = parameter.to_local()
+            key, values = redistribute.MatrixKey(name), parameter.to_local()
             for place in range(len(values) if values.dim() == 3 else 1):
                 if values.numel():
-                    sink(muon.MatrixKey(name), place, work(muon.MatrixKey(name), source(muon.MatrixKey(name), place)))
+                    sink(key, place, work(key, source(key, place)))
 
     def remember(self, group, tensors):
         self.of_rank = tensors
 
-    muon.MatrixRedistributor.__init__, muon.MatrixRedistributor.run = remember, by_shards
+    redistribute.MatrixRedistributor.__init__, redistribute.MatrixRedistributor.run = remember, by_shards
     return run_distributed(cfg, 1)
 
 

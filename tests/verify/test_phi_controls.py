@@ -35,16 +35,16 @@ def _run_with_noise_of_the_rank(cfg: Config) -> DistributedRecord:
 
 def _run_with_a_reduced_gradient(cfg: Config) -> DistributedRecord:
     """As if the factor of a reduced weight reduced its gradient too."""
-    from moefold.model.moe import router
+    from moefold.parts.router_softmax.sparsemixer import module
 
-    whole = router.mixer_weights
+    whole = module.mixer_weights
 
     def broken(logits: torch.Tensor, ids: torch.Tensor, jitter: float, noise: torch.Tensor | None) -> torch.Tensor:
         weights = whole(logits, ids, jitter, noise)
         full = whole(logits, ids, jitter, None)
         return full * (weights / full).detach()
 
-    router.mixer_weights = broken
+    module.mixer_weights = broken
     return run_distributed(cfg, 1)
 
 

@@ -40,7 +40,7 @@ from moefold.verify.oracle_attention import (
     softmax_scale,
 )
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
-from moefold.verify.oracle_lora import AdaptedWeights
+from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
 from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -508,8 +508,7 @@ class Oracle:
 
     def _linear_attention(self, formula: LinearFormula, name: str, x: Tensor, documents: Tensor) -> Tensor:
         """Return the output of a layer without softmax for x [B, S, H], each document by itself."""
-        prefix = f"{name}."
-        weights = {key.removeprefix(prefix): w for key, w in self._weights.items() if key.startswith(prefix)}
+        weights = ModuleWeights(self._weights, name)
         rows = []
         for sample, numbers in zip(x, documents, strict=True):
             groups = (numbers == number for number in torch.unique_consecutive(numbers))
