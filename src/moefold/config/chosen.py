@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 from moefold.config.find import built_in_kinds, find_part, groups, is_built_in
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.outside import origin_of
 from moefold.config.part import Part, build_part, flat_keys, flat_keys_of
 from moefold.config.problem import Problem
-from moefold.config.schema import Config, MoEConfig
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 AnyPart = TypeVar("AnyPart", bound=Part)

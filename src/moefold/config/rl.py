@@ -1,4 +1,4 @@
-"""Recipe sections of reinforcement learning: [rl], [rollout] and [reward]; see `config/schema.py`."""
+"""The [rl], [rollout] and [reward] sections: reinforcement learning; see docs/rl.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
