@@ -90,3 +90,12 @@ class ParallelConfig:
     def edp(self) -> int:
         """Data-parallel degree of the experts."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def may_pad_batch(self) -> bool:
+        """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
+        return self.elastic
+
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Return the rows of the vocabulary on a rank, V/tp rounded up."""
+        return -(-vocab_size // self.tp)

@@ -82,6 +82,11 @@ class RLConfig:
     """Tokens of a rollout from which its reward falls linearly, by 1 at rollout.max_tokens (DAPO's soft overlong
     punishment); 0: never."""
 
+    @property
+    def is_on(self) -> bool:
+        """Return whether the recipe is reinforcement learning."""
+        return self.group_size > 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:

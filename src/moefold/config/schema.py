@@ -50,17 +50,17 @@ class Config:
     @property
     def is_rl(self) -> bool:
         """Return whether the recipe is reinforcement learning."""
-        return self.rl.group_size > 0
+        return self.rl.is_on
 
     @property
     def trains_indexers_only(self) -> bool:
         """Return whether only the indexers of sparse attention learn: their warm-up stage."""
-        return self.model.index_topk > 0 and self.train.indexer_stage == "warmup"
+        return self.train.trains_indexers_only(self.model)
 
     @property
     def trains_adapters_only(self) -> bool:
         """Return whether only low-rank adapters learn."""
-        return self.lora.rank > 0
+        return self.lora.trains_adapters_only
 
     @property
     def freezes_weights(self) -> bool:
@@ -75,12 +75,12 @@ class Config:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches per data-parallel rank and step, including micro-batches of padding alone."""
-        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.dp))
+        return self.train.num_micro_batches(self.parallel.dp)
 
     @property
     def may_pad_batch(self) -> bool:
         """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
-        return self.parallel.elastic
+        return self.parallel.may_pad_batch
 
     @property
     def num_padding_micro_batches(self) -> int:
@@ -90,7 +90,7 @@ class Config:
     @property
     def vocab_rows(self) -> int:
         """Rows of the vocabulary on a rank, V/tp rounded up."""
-        return -(-self.model.vocab_size // self.parallel.tp)
+        return self.parallel.vocab_rows(self.model.vocab_size)
 
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
@@ -109,4 +109,4 @@ class Config:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per global batch."""
-        return self.train.global_batch_size * self.train.seq_len
+        return self.train.tokens_per_step

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Most, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
+from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part
 
 MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
@@ -136,3 +137,16 @@ class TrainConfig:
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
     eval_samples: Annotated[int, at_least(1), Most(2**26)] = 16
     """Held-out samples per evaluation, each once; all of them if there are fewer."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per global batch."""
+        return self.global_batch_size * self.seq_len
+
+    def num_micro_batches(self, dp: int) -> int:
+        """Return the micro-batches per data-parallel rank and step, including micro-batches of padding alone."""
+        return -(-self.global_batch_size // (self.micro_batch_size * dp))
+
+    def trains_indexers_only(self, model: ModelConfig) -> bool:
+        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
+        return model.index_topk > 0 and self.indexer_stage == "warmup"
