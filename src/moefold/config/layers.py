@@ -20,7 +20,7 @@ from moefold.config.groups.attention import (
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys
+from moefold.config.part import Part, build_part, flat_keys, key_name
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 
 LAYER_KEYS = (
@@ -178,5 +178,8 @@ def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
     """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
     if isinstance(kind, Part):
         return kind
-    keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
-    return build_part(group, kind, tuple(getattr(model, key) for key in keys))
+    values = []
+    for _, key in flat_keys(group, kind):
+        value = getattr(model, key_name(key).removeprefix("model."))
+        values.append(value if isinstance(key, str) else _flat_part(model, key.group, value))
+    return build_part(group, kind, tuple(values))

@@ -91,7 +91,7 @@ class ModelConfig:
     """Inner width of the shared expert, which processes every token; 0: none."""
     moe_bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
-    moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    moe_activation: Annotated[str | Part, KindOf("activation")] = "swiglu"
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     swiglu_alpha: Annotated[float, POSITIVE] = 1.702

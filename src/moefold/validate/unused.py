@@ -9,6 +9,7 @@ from typing import Any
 from moefold.config.chosen import chosen, chosen_in, chosen_parts, layer_readers, read_key, readers
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.model import ModelConfig
+from moefold.config.part import Part
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config, has_moe_layers
@@ -75,22 +76,10 @@ UNUSED_KEY_RULES = (
         "choose run.compile='none'",
     ),
     UnusedKeyRule(
-        "model.swiglu_alpha model.swiglu_limit",
-        lambda cfg: cfg.model.moe_activation != "clamped_swiglu",
-        "only model.moe_activation='clamped_swiglu' reads it",
-        "choose model.moe_activation='clamped_swiglu'",
-    ),
-    UnusedKeyRule(
         "model.upcycle_router model.upcycle_scaling model.upcycle_noise",
         lambda cfg: not cfg.model.upcycle_from,
         "only model.upcycle_from reads it",
         "set model.upcycle_from",
-    ),
-    UnusedKeyRule(
-        "model.shared_expert_gate",
-        lambda cfg: cfg.model.shared_expert_ffn_hidden_size == 0,
-        "model.shared_expert_ffn_hidden_size=0 means no shared expert",
-        "set model.shared_expert_ffn_hidden_size",
     ),
     UnusedKeyRule(
         "moe.drop_policy moe.drop_scope",
@@ -461,7 +450,8 @@ def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
             found.setdefault(name, (rule.reason, rule.remedy))
-    for part in chosen_parts(cfg):
+    of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
+    for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):
         for unused in part.unused_keys():
             for name in unused.names.split():
                 found.setdefault(name, (unused.reason, unused.remedy))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.model import ModelConfig
 from moefold.config.routing import aux_coefficient
@@ -36,7 +37,6 @@ from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import NO_COLUMNS, LocalMicroBatch, MicroBatchGroup, TokenColumns, TokenPositions
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.swiglu import expert_activation
 
 LayerOutput = Tensor | tuple[Tensor, Tensor]
 """Output of a layer; of an MoE layer with `model.moe_shortcut` also the routed part, which is added later."""
@@ -77,7 +77,7 @@ class MoELayer(nn.Module):
             model.num_experts,
             model.expert_hidden_size,
             model.moe_ffn_hidden_size,
-            activation=expert_activation(model),
+            activation=chosen_in(model, ActivationPart).build(),
             has_bias=model.moe_bias,
             applies_probs=moe.weight_in_expert,
             probs_on_input=model.router_probs_on_input,
