@@ -172,10 +172,10 @@ class MoEConfig:
         ),
     ] = -1.0
     """Capacity factor of evaluation; -1: as in training. 0: dropless."""
-    drop_policy: Literal["probs", "position"] = "probs"
+    drop_policy: Annotated[str | Part, KindOf("drop")] = "probs"
     """Routed tokens that an expert over capacity keeps: the most probable ones (a later token may then displace an
     earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
-    drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
+    drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
     """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
     pad_to_capacity: bool = False
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with

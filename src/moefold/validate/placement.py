@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.schema import Config, has_moe_layers
 
 
@@ -36,7 +37,7 @@ def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
     is_balanced = cfg.parallel.placement == "balanced"
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
-        if factor > 0 and (is_balanced or moe.drop_scope == "sub_sequence"):
+        if factor > 0 and (is_balanced or not chosen_in(moe, DropScopePart).is_shared):
             whose = (
                 "of a micro-batch, whose tokens are on all ranks" if is_balanced else "of one rank's part of a sample"
             )

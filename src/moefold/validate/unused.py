@@ -88,7 +88,7 @@ UNUSED_KEY_RULES = (
         "set moe.capacity_factor above 0",
     ),
     UnusedKeyRule(
-        "moe.eval_capacity_factor",
+        "moe.eval_capacity_factor train.eval_samples",
         lambda cfg: cfg.train.eval_every == 0,
         "train.eval_every=0 never evaluates",
         "set train.eval_every",
@@ -141,12 +141,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.model.mtp_layers == 0,
         "model.mtp_layers=0 predicts no additional tokens",
         "set model.mtp_layers",
-    ),
-    UnusedKeyRule(
-        "train.eval_samples",
-        lambda cfg: cfg.train.eval_every == 0,
-        "train.eval_every=0 never evaluates",
-        "set train.eval_every",
     ),
     UnusedKeyRule(
         "data.task data.task_size",

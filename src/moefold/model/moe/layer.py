@@ -10,6 +10,8 @@ from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.balance_scope import BalanceScopePart
+from moefold.config.groups.drop import DropPart
+from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.model import ModelConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import MoEConfig
@@ -352,4 +354,6 @@ def split_zero_experts(routing_map: RoutingMap, num_experts: int) -> tuple[Routi
 
 
 def _build_capacity_policy(moe: MoEConfig, capacity_factor: float) -> CapacityPolicy | None:
-    return CapacityPolicy(capacity_factor, moe.drop_policy, moe.drop_scope) if capacity_factor > 0 else None
+    if capacity_factor <= 0:
+        return None
+    return CapacityPolicy(capacity_factor, chosen_in(moe, DropPart), chosen_in(moe, DropScopePart))
