@@ -182,7 +182,7 @@ class ModelConfig:
     norm: Annotated[str | Part, KindOf("norm", ("rmsnorm", "layernorm"))] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Annotated[str | Part, KindOf("residual")] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
     embedding_multiplier: Annotated[float, POSITIVE] = 1.0

@@ -18,6 +18,7 @@ from torch import Tensor
 from moefold.config.chosen import chosen, chosen_in, read_key
 from moefold.config.groups.attention import LinearFormula
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
+from moefold.config.groups.residual import ResidualFormula
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.param_spec import ParamSpec
@@ -319,23 +320,28 @@ class Oracle:
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         name = f"layers.{i}"
-        factor = self.cfg.model.residual_multiplier
+        layer = self.cfg.model.all_layers[i]
+        stream: ResidualFormula = formula_of(layer.residual)
+
+        def norm(of: str) -> Callable[[Tensor], Tensor]:
+            return partial(self._hidden_norm, f"{name}.{of}_norm")
+
         attended = self._attention(
-            f"{name}.attention", self._input_norm(f"{name}.attention", x), documents, context.is_token, i
+            f"{name}.attention", stream.read(x, norm("attention")), documents, context.is_token, i
         )
-        x = x + factor * self._output_norm(f"{name}.attention", attended)
-        added, late = formula_of(self.cfg.model.all_layers[i].ffn)(
+        x = x + stream.added(attended, norm("attention_output"))
+        output, routed_output = formula_of(layer.ffn)(
             ModuleWeights(self._weights, f"{name}.ffn"),
-            self._input_norm(f"{name}.ffn", x),
+            stream.read(x, norm("ffn")),
             partial(self._route, i, context, routed),
             self._round_dispatched,
         )
         shortcut, self._shortcut = self._shortcut, torch.zeros_like(x)
-        if late is not None and self.cfg.model.moe_shortcut:
-            self._shortcut = factor * late
-        elif late is not None:
-            added = late + added
-        return x + shortcut + factor * self._output_norm(f"{name}.ffn", added)
+        if routed_output is not None and self.cfg.model.moe_shortcut:
+            self._shortcut = stream.added(routed_output, lambda y: y)
+        elif routed_output is not None:
+            output = routed_output + output
+        return x + shortcut + stream.added(output, norm("ffn_output"))
 
     def _route(
         self,
@@ -350,24 +356,6 @@ class Oracle:
         batch = self.router.route(i, x, weight, bias, context)
         routed.setdefault(i, []).append(batch)
         return batch
-
-    def _input_norm(self, name: str, x: Tensor) -> Tensor:
-        match self.cfg.model.norm_placement:
-            case "post":
-                return x
-            case "pre" | "both":
-                return self._hidden_norm(f"{name}_norm", x)
-            case unknown:
-                unknown_kind("model.norm_placement", unknown)
-
-    def _output_norm(self, name: str, x: Tensor) -> Tensor:
-        match self.cfg.model.norm_placement:
-            case "pre":
-                return x
-            case "post" | "both":
-                return self._hidden_norm(f"{name}_output_norm", x)
-            case unknown:
-                unknown_kind("model.norm_placement", unknown)
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
