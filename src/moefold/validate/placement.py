@@ -6,7 +6,8 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.drop_scope import DropScopePart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 
 
 def validate_placed_tokens(cfg: Config) -> Iterator[str]:
