@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from moefold.config.align import AlignConfig
-from moefold.config.field import BELOW_ONE, POSITIVE, SHARE, Bound, Most, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, SHARE, Bound, Most, ReadIf, at_least
 from moefold.config.limits import MAX_RANKS, MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
@@ -120,7 +120,7 @@ class ParallelConfig:
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
-    overlap_tp: bool = False
+    overlap_tp: Annotated[bool, ReadIf("parallel.tp")] = False
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
@@ -134,12 +134,19 @@ class ParallelConfig:
     """Ranks that compute the attention of a token (context "planned"). home: the rank that holds it. balanced: rows of
     queries leave ranks with too much attention work, and their outputs return (arXiv:2510.18121)."""
     attention_tolerance: Annotated[
-        float, Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1)
+        float,
+        Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1),
+        ReadIf("parallel.attention_hosts=balanced"),
     ] = 0.1
     """Attention work above the mean that a rank keeps, over the mean (attention_hosts "balanced")."""
-    attention_pool: Annotated[int, at_least(0, "0: all ranks")] = 0
+    attention_pool: Annotated[int, at_least(0, "0: all ranks"), ReadIf("parallel.attention_hosts=balanced")] = 0
     """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (attention_hosts "balanced")."""
-    attention_block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
+    attention_block: Annotated[
+        int,
+        at_least(1),
+        Most(MAX_SAMPLE_TOKENS),
+        ReadIf("parallel.attention_hosts=balanced parallel.placement=documents"),
+    ] = 128
     """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
     attention_hosts "balanced")."""
     elastic: bool = False
@@ -170,6 +177,7 @@ class MoEConfig:
             "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)",
             lambda factor: factor >= 0 or factor == -1,
         ),
+        ReadIf("train.eval_every"),
     ] = -1.0
     """Capacity factor of evaluation; -1: as in training. 0: dropless."""
     drop_policy: Literal["probs", "position"] = "probs"
@@ -196,7 +204,7 @@ class MoEConfig:
     GPU."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
-    bias_update_rate: Annotated[float, at_least(0, "0: the bias stays")] = 1e-3
+    bias_update_rate: Annotated[float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0")] = 1e-3
     """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
     more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
     choice: Annotated[str | Part, KindOf("choice")] = "topk"
@@ -213,9 +221,9 @@ class MoEConfig:
     sparsemixer_sampling: bool = True
     """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
     evaluation."""
-    router_dtype: Literal["float32", "float64"] = "float32"
+    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64")] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
-    weight_in_expert: bool = False
+    weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false")] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
@@ -304,7 +312,7 @@ class TrainConfig:
     (arXiv:2606.30634). It is the training of a pipeline with two versions of the weights (PipeDream-2BW,
     arXiv:2006.09503), to measure what the delay costs in loss; no communication is hidden by it
     ([design/044](design/044-gradient-delay.md)). 0: no delay."""
-    delay_correction: Annotated[float, at_least(0, "0: none")] = 0.0
+    delay_correction: Annotated[float, at_least(0, "0: none"), ReadIf("train.gradient_delay")] = 0.0
     """Factor c of the correction of a delay: with u(t) what the optimizer subtracts, weights x become
     x - u(t) - c * (u(t) - u(t-1)). 1 in arXiv:2606.30634; 0: none."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
@@ -320,20 +328,20 @@ class TrainConfig:
     offload: tuple[str, ...] = ()
     """Parts of the layers whose activations are offloaded between the passes: norms, core_attention, dense_mlp,
     expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bitwise the same result."""
-    offload_to: Literal["host", "ssd"] = "host"
+    offload_to: Annotated[Literal["host", "ssd"], ReadIf("train.offload")] = "host"
     """host: host memory, for GPUs. ssd: an unnamed file in offload_dir that is deleted with the process."""
     offload_optimizer: Literal["none", "host", "ssd"] = "none"
     """Where the optimizer moments are stored between steps: with the weights, in host memory (for GPUs), or in
     memory-mapped files in offload_dir. Bitwise the same result."""
     offload_dir: str = ""
     """Folder on a local disk (ssd), created if its parent folder exists."""
-    offload_min_kib: Annotated[int, at_least(0, "0: all")] = 1024
+    offload_min_kib: Annotated[int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer")] = 1024
     """Minimum size of an offloaded block of activations, or of one parameter's moment on one rank, in KiB; smaller ones
     stay in memory."""
-    offload_limit_gib: Annotated[float, at_least(0, "0: no limit")] = 0.0
+    offload_limit_gib: Annotated[float, at_least(0, "0: no limit"), ReadIf("train.offload")] = 0.0
     """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
     counts as the power of two that torch allocates for it."""
-    offload_waits: bool = False
+    offload_waits: Annotated[bool, ReadIf("train.offload")] = False
     """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: what
     cannot be copied out and back in time stays in memory."""
     precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
@@ -345,18 +353,18 @@ class TrainConfig:
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
     micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
     above, as many tokens as give 2**28 logits on a GPU and 2**24 on a CPU, at least 256, and the log says so."""
-    mtp_loss: Annotated[float, POSITIVE] = 0.3
+    mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
-    indexer_stage: Literal["sparse", "warmup"] = "sparse"
+    indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.index_topk")] = "sparse"
     """Stage of sparse attention (model.index_topk). warmup: attention is dense, and only the indexers learn, from the
     attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
-    indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn")] = 1.0
+    indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.index_topk")] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
     mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
     do not learn."""
     eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS)] = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
-    eval_samples: Annotated[int, at_least(1), Most(2**26)] = 16
+    eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every")] = 16
     """Held-out samples per evaluation, each once; all of them if there are fewer."""
 
 
@@ -439,19 +447,19 @@ class CheckpointConfig:
     """Save every this many steps; 0: not between the first step and the last. A shorter run saves at its end."""
     at_end: bool = True
     """Save after the last step, unless checkpoint.every has just done so."""
-    keep: Annotated[int, at_least(0, "0: all")] = 10
+    keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10
     """Number of newest complete checkpoints to keep; older ones are deleted after each save. 0 keeps all."""
-    keep_every: Annotated[int, at_least(0, "0: none")] = 0
+    keep_every: Annotated[int, at_least(0, "0: none"), ReadIf("checkpoint.keep!=0")] = 0
     """Also keep the checkpoint of every this many steps, whatever `keep` is; 0: none."""
-    keep_best: bool = False
+    keep_best: Annotated[bool, ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = False
     """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is; RUN/best names it in the commands
     that read a model ([checkpoints.md](checkpoints.md#the-best-checkpoint)). checkpoint.every must be a multiple of
     train.eval_every."""
-    verify: bool = True
+    verify: Annotated[bool, ReadIf("checkpoint.resume!=never")] = True
     """Before a resume, compare every file with the hash recorded when it was written. false: compare only its size."""
-    async_save: bool = False
+    async_save: Annotated[bool, ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = False
     """Write during training from a copy in host memory, which is as large as a rank's weights and moments."""
-    peer_every: Annotated[int, at_least(0, "0: never")] = 0
+    peer_every: Annotated[int, at_least(0, "0: never"), ReadIf("faults.on_loss=regroup")] = 0
     """Copy each rank's state to its host memory, and its shards to the host memory of a rank of another replica, every
     this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
@@ -459,7 +467,7 @@ class CheckpointConfig:
     init_from: str = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
     folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
-    ignore_keys: tuple[str, ...] = ()
+    ignore_keys: Annotated[tuple[str, ...], ReadIf("checkpoint.init_from model.upcycle_from rl.reference")] = ()
     """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change
     nothing ([conversion.md](conversion.md#keys-of-json-files))."""
 
@@ -483,20 +491,22 @@ class MetricsConfig:
             "must have at most 128 characters, and none of / \\ # ? % :",
             lambda name: len(name) <= 128 and not set(name) & set("/\\#?%:"),
         ),
+        ReadIf("metrics.wandb"),
     ] = ""
     """Weights & Biases project; empty: environment variable WANDB_PROJECT, else moefold."""
-    wandb_entity: str = ""
+    wandb_entity: Annotated[str, ReadIf("metrics.wandb")] = ""
     """User or team that owns the project; empty: WANDB_ENTITY, else the account's default."""
-    wandb_name: str = ""
+    wandb_name: Annotated[str, ReadIf("metrics.wandb")] = ""
     """Display name of the run; empty: WANDB_NAME, else the name of the folder run.dir."""
-    wandb_group: str = ""
+    wandb_group: Annotated[str, ReadIf("metrics.wandb")] = ""
     """Group of the run; empty: WANDB_RUN_GROUP, else none."""
     wandb_tags: Annotated[
         tuple[str, ...],
         Bound("must be a list of tags of 1 to 64 characters", lambda tags: all(1 <= len(tag) <= 64 for tag in tags)),
+        ReadIf("metrics.wandb"),
     ] = ()
     """Tags of the run; empty: WANDB_TAGS (separated by commas), else none."""
-    per_layer: bool = False
+    per_layer: Annotated[bool, ReadIf("metrics.tensorboard metrics.wandb")] = False
     """Send TensorBoard and Weights & Biases one curve per MoE layer, besides the mean and the maximum over the
     layers."""
     peak_tflops: Annotated[float, at_least(0, "0: look the device up")] = 0.0
@@ -507,7 +517,7 @@ class MetricsConfig:
     expert_counts_every: Annotated[int, at_least(0, "0: never")] = 1
     """Write each expert's routed tokens to RUN_DIR/expert_counts.bin every this many steps, for `moefold inspect`; 0:
     never."""
-    rollouts_every: Annotated[int, at_least(0, "0: never")] = 10
+    rollouts_every: Annotated[int, at_least(0, "0: never"), ReadIf("rl.group_size")] = 10
     """Write prompts, completions and rewards to RUN_DIR/rollouts.jsonl every this many steps of reinforcement learning;
     0: never."""
 
@@ -528,21 +538,23 @@ class FaultsConfig:
     spike: Literal["ignore", "log", "skip", "rollback", "stop"] = "log"
     """Handling of a loss or gradient norm far above the last steps' values, as in `nonfinite`; log: report it and
     continue."""
-    spike_factor: Annotated[float, POSITIVE] = 10.0
+    spike_factor: Annotated[float, POSITIVE, ReadIf("faults.spike!=ignore")] = 10.0
     """Spike threshold: standard deviations above the median of the last steps; the deviation is estimated from the
     median absolute deviation (Hampel identifier), and is at least 1 % of the median."""
-    spike_window: Annotated[int, at_least(3), Most(10**6)] = 50
+    spike_window: Annotated[int, at_least(3), Most(10**6), ReadIf("faults.spike!=ignore")] = 50
     """Number of last steps that a spike is compared with; no detection before there are as many."""
-    max_skips: Annotated[int, at_least(1)] = 10
+    max_skips: Annotated[int, at_least(1), ReadIf("faults.nonfinite=skip faults.spike=skip")] = 10
     """Maximum number of consecutive skipped steps; the next one stops the run."""
-    max_rollbacks: Annotated[int, at_least(1)] = 3
+    max_rollbacks: Annotated[int, at_least(1), ReadIf("faults.nonfinite=rollback faults.spike=rollback")] = 3
     """Maximum number of rollbacks of a run; the next one stops it."""
     straggler_factor: Annotated[
-        float, Bound("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0)
+        float,
+        Bound("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0),
+        ReadIf("parallel.world_size"),
     ] = 1.3
     """Report a rank whose own work takes more than this factor times the median of its pipeline stage in 12 of 16
     steps; 0 turns it off, and the timing of ranks in metrics.jsonl with it."""
-    replica_check_every: Annotated[int, at_least(0, "0: never")] = 0
+    replica_check_every: Annotated[int, at_least(0, "0: never"), ReadIf("parallel.world_size")] = 0
     """Compare replicas every this many steps: whether ranks that should hold identical bytes do, and how far losses and
     gradients of data-parallel replicas diverge; 0: never. The bytes are also compared before each save. A difference of
     bytes ends the run and names the rank."""
@@ -550,7 +562,7 @@ class FaultsConfig:
     """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
     resumes. regroup: the other ranks go on in their processes, with fewer data-parallel replicas and the same global
     batch, from memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
-    min_ranks: Annotated[int, at_least(1)] = 1
+    min_ranks: Annotated[int, at_least(1), ReadIf("faults.on_loss=regroup")] = 1
     """Fewest ranks to go on with after a regroup; with fewer, the job ends."""
 
     @property
@@ -575,13 +587,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, ReadIf("lora.rank")] = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    rl: RLConfig = field(default_factory=RLConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    rl: Annotated[RLConfig, ReadIf("rl.group_size")] = field(default_factory=RLConfig)
+    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size")] = field(default_factory=RolloutConfig)
+    reward: Annotated[RewardConfig, ReadIf("rl.group_size")] = field(default_factory=RewardConfig)
     sites: SitesConfig = field(default_factory=SitesConfig)
 
     @property

@@ -136,11 +136,4 @@ UNUSED_SPARSE_KEYS = (
         "all layers of model.attention_pattern are L, without keys to select",
         "choose a pattern with F",
     ),
-    UnusedKeyRule(
-        "model.index_heads model.index_head_dim model.index_rope_interleaved model.index_pattern "
-        "train.indexer_stage train.indexer_loss",
-        lambda cfg: not cfg.model.index_topk,
-        "model.index_topk=0 attends to all keys",
-        "set model.index_topk",
-    ),
 )
