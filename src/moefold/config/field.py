@@ -34,7 +34,7 @@ class ReadIf:
 
     conditions: str
     """Separated by spaces; one of them suffices. "section.key": the key has another value than its default.
-    "section.key=WORD", "section.key!=WORD": it has this value, or another one."""
+    "section.key=WORD|WORD", "section.key!=WORD": it has one of these values, or another one."""
 
 
 class Trait(Enum):

@@ -135,6 +135,11 @@ class RolloutConfig:
     """What latent attention (model.attention="mla") caches. latents: small. heads: keys and values of all heads,
     computed as in training."""
 
+    @property
+    def uses_server(self) -> bool:
+        """Return whether a server outside of the job samples."""
+        return self.engine == "vllm"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:

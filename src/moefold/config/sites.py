@@ -161,6 +161,11 @@ class SitesConfig:
         return self.lr != 1.0 or self.momentum > 0 or self.penalty
 
     @property
+    def in_pairs(self) -> bool:
+        """Return whether a site exchanges with one other site of a round."""
+        return self.topology == "pairs"
+
+    @property
     def overlaps_whole_round(self) -> bool:
         """Return whether a round is exchanged during the whole next one (CO2)."""
         return self.overlap == self.every

@@ -9,7 +9,7 @@ from moefold.topology.rollout_mapping import has_rollout_mapping
 def validate_vllm(cfg: Config) -> Iterator[str]:
     """Check that the recipe names the server's folder, and leaves the mapping of sampling to the server."""
     rollout = cfg.rollout
-    if not cfg.is_rl or rollout.engine != "vllm":
+    if not cfg.is_rl or not rollout.uses_server:
         return
     if not rollout.folder:
         yield (

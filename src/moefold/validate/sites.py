@@ -46,17 +46,17 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
     sites = cfg.sites
     if not sites.is_active:
         return
-    if sites.topology == "pairs" and sites.count == 1:
+    if sites.in_pairs and sites.count == 1:
         yield (
             f"sites.topology='pairs' (sites.method={sites.method!r}) exchanges between two sites, and sites.count=1; "
             "set sites.count, or choose sites.method='diloco'"
         )
-    if sites.topology == "pairs" and sites.owns_experts:
+    if sites.in_pairs and sites.owns_experts:
         yield (
             "sites.topology='pairs' exchanges with one other site, and sites.experts='own' needs the experts of all "
             "sites; choose topology='all', or experts='average'"
         )
-    if sites.topology == "pairs" and sites.overlaps_whole_round:
+    if sites.in_pairs and sites.overlaps_whole_round:
         yield (
             f"sites.topology='pairs' needs a sites.overlap below sites.every={sites.every}, as the pull between the "
             "outer weights of a pair is the pull of one round; choose a lower overlap, or topology='all'"

@@ -21,7 +21,7 @@ from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
-from moefold.validate.train import PACKED_KINDS, compiles_parts, has_validation_split
+from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rope import ROPE_RULES
@@ -99,12 +99,6 @@ UNUSED_KEY_RULES = (
     ),
     *PLANNED_ATTENTION_RULES,
     UnusedKeyRule(
-        "data.task data.task_size",
-        lambda cfg: cfg.data.kind != "task",
-        "only data.kind='task' reads it",
-        "choose data.kind='task'",
-    ),
-    UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
         "training has the same degrees, and its model samples",
@@ -147,30 +141,6 @@ UNUSED_KEY_RULES = (
         "set reward.use='FILE.py:FUNCTION'",
     ),
     UnusedKeyRule(
-        "data.path",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
-        "data.kind reads no files",
-        "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
-    ),
-    UnusedKeyRule(
-        "data.validation_fraction data.document_end data.shuffle",
-        lambda cfg: cfg.data.kind == "program",
-        "a program passes the samples, in order and with their documents",
-        "choose another data.kind",
-    ),
-    UnusedKeyRule(
-        "data.weights data.corrupt",
-        lambda cfg: cfg.data.kind in ("python-docs", "synthetic", "program", "task"),
-        "data.kind has no paths",
-        "choose data.kind='text', 'tokens', 'huggingface', 'sft' or 'preference'",
-    ),
-    UnusedKeyRule(
-        "data.column data.split data.validation_split data.subset data.revision data.streaming",
-        lambda cfg: cfg.data.kind != "huggingface",
-        "only data.kind='huggingface' reads it",
-        "choose data.kind='huggingface'",
-    ),
-    UnusedKeyRule(
         "data.validation_fraction",
         lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
         "data.validation_split is evaluated on",
@@ -181,54 +151,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.data.kind == "huggingface" and cfg.data.streaming and cfg.data.validation_fraction > 0,
         "a stream has no held-out part",
         "set data.validation_split",
-    ),
-    UnusedKeyRule(
-        "data.document_end",
-        lambda cfg: cfg.data.kind in ("sft", "preference", "task", "prompts") or cfg.data.document_index,
-        "the documents are known already",
-        "choose another data.kind, or data.document_index=false",
-    ),
-    UnusedKeyRule(
-        "data.packing",
-        lambda cfg: cfg.data.kind not in PACKED_KINDS,
-        "only data.kind='python-docs', 'text', 'tokens' and 'huggingface' read it",
-        "choose one of these; conversations, pairs and rollouts are packed by best fit always",
-    ),
-    UnusedKeyRule(
-        "data.overlong",
-        lambda cfg: cfg.data.kind not in ("sft", "preference"),
-        "only data.kind='sft' and 'preference' read it",
-        "choose one of these",
-    ),
-    UnusedKeyRule(
-        "data.skip_bad_rows",
-        lambda cfg: cfg.data.skip_bad_rows and cfg.data.kind not in ("sft", "preference", "prompts"),
-        "only data.kind='sft', 'preference' and 'prompts' read it",
-        "choose one of these",
-    ),
-    UnusedKeyRule(
-        "data.chat_template",
-        lambda cfg: cfg.data.kind not in ("sft", "preference", "prompts"),
-        "only data.kind='sft', 'preference' and 'prompts' read it",
-        "choose one of these",
-    ),
-    UnusedKeyRule(
-        "data.weights data.corrupt",
-        lambda cfg: cfg.data.kind == "prompts",
-        "data.kind='prompts' reads all lines of all paths, once an epoch",
-        "choose another data.kind",
-    ),
-    UnusedKeyRule(
-        "data.shuffle",
-        lambda cfg: cfg.data.kind == "task",
-        "problems are drawn from run.seed",
-        "choose data.kind='prompts'",
-    ),
-    UnusedKeyRule(
-        "data.token_dtype data.document_index",
-        lambda cfg: cfg.data.kind != "tokens",
-        "only data.kind='tokens' reads it",
-        "choose data.kind='tokens'",
     ),
     UnusedKeyRule(
         "faults.straggler_factor",

@@ -9,6 +9,9 @@ from moefold.config.chosen import read_key
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, join_with_or
 
+MOST_CHOICES = 4
+"""Values of a key that a remedy lists."""
+
 
 @dataclass(frozen=True)
 class UnusedKeyRule:
@@ -45,27 +48,28 @@ def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _parse(condition: str) -> tuple[str, str, bool]:
-    """Return key and word of a condition, and whether the key must have the word; "": another than its default."""
-    key, _, word = condition.partition("=")
-    return key.removesuffix("!"), word, not key.endswith("!")
+def _parse(condition: str) -> tuple[str, list[str], bool]:
+    """Return key and words of a condition, and whether the key must have one of them; none: not its default."""
+    key, _, words = condition.partition("=")
+    return key.removesuffix("!"), list(filter(None, words.split("|"))), not key.endswith("!")
 
 
 def _holds(condition: str, value: Any) -> bool:
     """Return whether the value of the key of a condition meets it."""
-    key, word, must_equal = _parse(condition)
-    if not word:
+    key, words, must_equal = _parse(condition)
+    if not words:
         return bool(value != default_of(*key.split(".")))
-    return (format_value(value).strip("'") == word) is must_equal
+    return (format_value(value).strip("'") in words) is must_equal
 
 
 def _way_out(condition: str) -> str:
     """Return a key with the values that meet a condition; the key alone if it has many."""
-    key, word, must_equal = _parse(condition)
+    key, words, must_equal = _parse(condition)
     default = default_of(*key.split("."))
-    if isinstance(default, bool):
-        return f"{key}={word or format_value(not default)}"
-    if word and must_equal:
-        return f"{key}={word!r}" if isinstance(default, str) else f"{key}={word}"
-    others = [repr(choice) for choice in choices_of(*key.split(".")) if choice != (word or default)]
-    return f"{key}={join_with_or(others)}" if others else key
+    if isinstance(default, bool) and not words:
+        words = [format_value(not default)]
+    elif not words or not must_equal:
+        others = [choice for choice in choices_of(*key.split(".")) if choice not in (words or [default])]
+        words = others if len(others) <= MOST_CHOICES else []
+    values = [repr(word) if isinstance(default, str) else str(word) for word in words]
+    return f"{key}={join_with_or(values)}" if values else key
