@@ -19,7 +19,8 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import layer_readers, readers
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.part import Part
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError

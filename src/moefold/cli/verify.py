@@ -9,8 +9,9 @@ from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.chosen import chosen
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError, reworded_errors

@@ -368,3 +368,13 @@ class ModelConfig:
     def last_stage_needs_embedding(self) -> bool:
         """Return whether the last pipeline stage also needs the embedding (tied embeddings or MTP)."""
         return self.tie_embeddings or self.mtp_layers > 0
+
+
+def has_moe_layers(model: ModelConfig) -> bool:
+    """Return whether any layer of a legal layer pattern is an MoE layer."""
+    return any(layer.ffn.is_routed for layer in model.layers)
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Return whether any layer of a legal layer pattern is dense (SwiGLU)."""
+    return not all(layer.ffn.is_routed for layer in model.layers)

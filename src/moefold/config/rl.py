@@ -1,4 +1,4 @@
-"""Recipe sections of reinforcement learning: [rl], [rollout] and [reward]; see `config/schema.py`."""
+"""The [rl], [rollout] and [reward] sections: reinforcement learning; see docs/rl.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -83,6 +83,11 @@ class RLConfig:
     length_penalty_from: Annotated[int, at_least(0, "0: off")] = 0
     """Tokens of a rollout from which its reward falls linearly, by 1 at rollout.max_tokens (DAPO's soft overlong
     punishment); 0: never."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the recipe is reinforcement learning."""
+        return self.group_size > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, checkpoint_folder
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_folder import (

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from moefold.config.model import ModelConfig
-from moefold.config.schema import RECOMPUTE_PARTS, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.train import RECOMPUTE_PARTS
 
 AUTO = "auto"
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.schema import DataConfig
 from moefold.data.best_fit import (
     BestFitSamples,
     DocumentBoundaries,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.bounded_read import open_regular
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import skipped_files

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.file_formats import is_jsonl
 from moefold.data.input_paths import ENDS_SUFFIXES, existing_path, files_below, name_below
 from moefold.data.text_source import python_docs_corpus

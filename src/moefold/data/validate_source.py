@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moefold.bounded_read import open_regular, parse_json
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.dataset import check_enough_tokens, check_no_data_path
 from moefold.data.file_formats import is_jsonl

@@ -13,7 +13,7 @@ from moefold.comm.collectives import all_gather, differentiable_all_reduce
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import ParallelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.causal_blocks import zigzag
 from moefold.model.indexer import LightningIndexer

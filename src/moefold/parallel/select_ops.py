@@ -10,7 +10,8 @@ import torch
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError

@@ -19,7 +19,8 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.data import Dataset, ProgramData, Sampler, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED

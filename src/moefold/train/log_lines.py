@@ -14,8 +14,10 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.model import has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, ParallelConfig, has_moe_layers
+from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")

@@ -2,7 +2,8 @@
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.wire import WirePart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.topology.rollout_mapping import has_rollout_mapping
 
 EXACT_LIMIT = 1e-6

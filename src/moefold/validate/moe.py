@@ -10,8 +10,9 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
-from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from moefold.config.chosen import chosen
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 
 
 def validate_placed_tokens(cfg: Config) -> Iterator[str]:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.model import has_moe_layers
 from moefold.config.param_spec import expert_dp_dim
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.sites import NUM_SIMILAR
 from moefold.cost.adapter_spec import expert_names, training_weights
 from moefold.remote_path import is_remote

@@ -9,10 +9,10 @@ from typing import Any
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, chosen_in, chosen_parts, layer_readers, read_key, readers
 from moefold.config.groups.choice import ChoicePart
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, join_with_or
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping

@@ -44,7 +44,7 @@ PLANNED_ATTENTION_RULES = (
 def without_idle_attention_keys(cfg: Config) -> Config:
     """Return a recipe whose keys of planned attention without effect have their defaults."""
     part = chosen(cfg, ContextPart)
-    read = {key for _, key in flat_keys(part.group, part.kind)}
+    read = {str(key) for _, key in flat_keys(part.group, part.kind)}
     idle = [key for key, owners in readers().items() if owners[0][0] is ContextPart and key not in read]
     cfg = _with_defaults(cfg, idle)
     for rule in PLANNED_ATTENTION_RULES:

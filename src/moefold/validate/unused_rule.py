@@ -1,4 +1,4 @@
-"""Keys without effect: rules, and conditions beside the fields (`ReadIf`)."""
+"""Keys without effect: rules, and the conditions of fields (`ReadIf`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,16 +7,20 @@ from math import lcm, prod
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import RoutingSections, chosen, chosen_in, with_part
+from moefold.config.data import DataConfig
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.patterns import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors

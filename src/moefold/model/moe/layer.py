@@ -10,8 +10,8 @@ from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import MoEConfig
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap

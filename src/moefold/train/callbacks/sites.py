@@ -14,7 +14,8 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
