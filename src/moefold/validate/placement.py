@@ -12,10 +12,9 @@ from moefold.config.schema import Config
 
 def validate_placed_tokens(cfg: Config) -> Iterator[str]:
     """Check that what needs whole samples, or the tokens of one micro-batch on one group of ranks, is off."""
-    p = cfg.parallel
-    if not chosen(cfg, ContextPart).is_planned or p.placement == "samples":
+    if not chosen(cfg, ContextPart).moves_tokens:
         return
-    name = f"parallel.placement={p.placement!r}"
+    name = f"parallel.placement={cfg.parallel.placement!r}"
     way_out = "choose parallel.placement='samples'"
     if cfg.is_rl:
         yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"

@@ -20,12 +20,6 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 LAYER_RULES = (
     UnusedKeyRule(
-        "moe.weight_in_expert",
-        lambda cfg: cfg.model.router_probs_on_input,
-        "model.router_probs_on_input=true applies the routing weights before",
-        "leave one of them out",
-    ),
-    UnusedKeyRule(
         "model.active_experts",
         lambda cfg: (
             not (cfg.model.zero_experts and cfg.model.expert_bias and chosen_in(cfg.moe, ChoicePart).scores_decide)
@@ -44,12 +38,6 @@ LAYER_RULES = (
         lambda cfg: not has_nope(cfg.model) or not any(part.has_temperature for part in _attentions(cfg.model)),
         "no layer of model.rope_pattern is N, or model.attention='mla' has no temperature",
         "choose a pattern with N and model.attention='gqa'",
-    ),
-    UnusedKeyRule(
-        "model.nope_temperature_tokens",
-        lambda cfg: cfg.model.nope_temperature_scale == 0,
-        "model.nope_temperature_scale=0.0 changes no temperature",
-        "set model.nope_temperature_scale",
     ),
     UnusedKeyRule(
         "model.linear_attention",

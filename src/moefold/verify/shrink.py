@@ -165,7 +165,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         model=_shrink_model(cfg.model, parallel, tp=cfg.parallel.tp),
         moe=replace(cfg.moe, replay=""),
         train=_shrink_train(cfg, parallel),
-        data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
+        data=DataConfig(kind="synthetic", document_end=0 if cfg.data.has_documents else -1),
         align=AlignConfig(),
         rl=RLConfig(),
         rollout=RolloutConfig(),
@@ -207,12 +207,6 @@ def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
         attention_block=min(p.attention_block, MAX_ATTENTION_BLOCK),
         attention_pool=p.attention_pool if is_legal_pool else 0,
     )
-
-
-def _has_documents(cfg: Config) -> bool:
-    """Return whether attention is masked at document boundaries."""
-    kinds = ("sft", "preference", "task", "prompts")
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in kinds
 
 
 def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig:

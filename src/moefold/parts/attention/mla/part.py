@@ -155,8 +155,8 @@ class MlaPart(SoftmaxAttentionPart):
     def _saved_head_widths(self, sizes: "BlockSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
         p = sizes.cfg.parallel
-        shares_work = chosen_in(p, ContextPart).is_planned and "balanced" in (p.attention_hosts, p.placement)
-        attends_in_blocks = shares_work or (p.cp > 1 and not chosen_in(p, ContextPart).shards_heads)
+        context = chosen_in(p, ContextPart)
+        attends_in_blocks = context.shares_work or (p.cp > 1 and not context.shards_heads)
         has_windows = any(layer.window for layer in sizes.cfg.model.layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
