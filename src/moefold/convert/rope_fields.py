@@ -80,8 +80,10 @@ class RopeParameters:
         part = chosen_in(model, RopeScalingPart)
         if _kinds().get(part.hf_type) != part.kind:
             raise ConfigError(f"transformers has no rope_type for {describe_part(part)}")
-        values: dict[str, Any] = {"rope_type": part.hf_type, "rope_theta": model.rope_theta}
-        values |= {"partial_rotary_factor": model.rope_fraction} if self.fraction else {}
+        fraction = {"partial_rotary_factor": model.rope_fraction} if self.fraction else {}
+        if part.hf_type == "default":
+            return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"} | fraction}
+        values: dict[str, Any] = {"rope_type": part.hf_type, "rope_theta": model.rope_theta} | fraction
         if part.hf_type == LONGROPE:
             return {"rope_parameters": values | self._write_longrope(model)}
         if part.hf_type == "dynamic":
