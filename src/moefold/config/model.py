@@ -214,7 +214,7 @@ class ModelConfig:
     multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
     nope_temperature_tokens: Annotated[int, at_least(1), ReadIf("model.nope_temperature_scale")] = 8192
     """See nope_temperature_scale; positions below this number have temperature 1."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk", "longrope"] = "none"
+    rope_scaling: Annotated[str | Part, KindOf("rope_scaling")] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims. longrope: each pair of dims has a divisor of its frequency, and
     another one in sequences longer than the original context (arXiv:2402.13753)."""

@@ -25,12 +25,10 @@ from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
-from moefold.validate.unused_rope import ROPE_RULES
 from moefold.validate.unused_rule import UnusedKeyRule, format_value, why_unread
 
 UNUSED_KEY_RULES = (
     *LAYER_RULES,
-    *ROPE_RULES,
     *UNUSED_SPARSE_KEYS,
     *UNUSED_SITES_KEYS,
     UnusedKeyRule(

@@ -52,4 +52,10 @@ LAYER_RULES = (
         "all layers of model.attention_pattern are L, without softmax attention",
         "choose a pattern with F",
     ),
+    UnusedKeyRule(
+        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.has_rope,
+        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
+        "choose patterns with such a layer",
+    ),
 )

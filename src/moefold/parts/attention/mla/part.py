@@ -24,6 +24,7 @@ class MlaPart(SoftmaxAttentionPart):
 
     chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
+    has_score_factor: ClassVar[bool] = True
     refuses: ClassVar[frozenset[str]] = frozenset(
         {"model.qkv_bias", "model.attention_output_bias", "model.attention_sinks"}
     )
