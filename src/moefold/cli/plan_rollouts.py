@@ -32,11 +32,11 @@ def rollout_lengths(
             )
         if value is not None and value < 1:
             raise ConfigError(f"--{name}-tokens {value} must be at least 1")
-        if value is not None and rollout.engine == "vllm":
+        if value is not None and rollout.uses_server:
             raise ConfigError(
                 f"--{name}-tokens {value} has no effect: a server of rollout.engine='vllm' is not priced; leave it out"
             )
-    if not rl.is_on or rollout.engine == "vllm":
+    if not rl.is_on or rollout.uses_server:
         return None
     default = default_lengths(train, rollout)
     return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)

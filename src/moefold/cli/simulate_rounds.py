@@ -42,7 +42,7 @@ def check_round_options(rl: RLConfig, rollout: RolloutConfig, args: argparse.Nam
     Raises:
         ConfigError: an option is out of its range, or has no effect.
     """
-    if rl.is_on and rollout.engine == "vllm":
+    if rl.is_on and rollout.uses_server:
         raise ConfigError(
             "rollout.engine='vllm' samples on a server, whose time is not simulated; leave out rollout.engine, url, "
             "folder and timeout_s to simulate the own engine"

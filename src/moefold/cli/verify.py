@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -167,7 +168,7 @@ def _notes(align: AlignConfig, rl: RLConfig, sites: SitesConfig, *, is_shrunk: b
     notes = {
         SITES_NOTE: sites.is_active,
         RL_NOTE: rl.is_on,
-        ALIGN_NOTE: is_shrunk and align.method != "none",
+        ALIGN_NOTE: is_shrunk and chosen_in(align, AlignmentPart).changes_training,
     }
     return tuple(note for note, applies in notes.items() if applies)
 

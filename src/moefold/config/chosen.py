@@ -11,7 +11,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.outside import origin_of
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
 from moefold.config.problem import Problem
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -135,7 +135,7 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     for group in groups():
         for kind in built_in_kinds(group.group):
             for _, key in flat_keys(group.group, kind):
-                name = key.key if isinstance(key, type) else key
+                name = key_name(key)
                 found[name] = (*found.get(name, ()), (group, kind))
     return found
 
@@ -154,6 +154,6 @@ def layer_readers() -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     for owner in (*owners, OutputGate, QueryKeyNorm):
         for _, key in flat_keys_of(owner):
-            name = str(key)
+            name = key_name(key)
             found[name] = (*found.get(name, ()), owner)
     return found

@@ -19,17 +19,23 @@ from moefold.config.groups.attention import (
 )
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
+from moefold.config.groups.residual import ResidualPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys
+from moefold.config.part import Part, build_part, flat_keys, key_name
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 
 LAYER_KEYS = (
     "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
-    "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+    "model.attention_pattern", "model.rope_pattern", "model.index_pattern", "model.qk_norm", "model.attention_gate",
+    "model.norm_placement",
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
 SPANS = {"W": "window", "C": "chunk"}
 """Kind of the span of a letter of `model.attention_pattern`."""
+NORM_WIDTHS = {"head": False, "all_heads": True}
+"""Whether norms are over all heads, by `model.qk_norm_width`."""
+GATE_WIDTHS = {"dim": False, "head": True}
+"""Whether a gate belongs to a whole head, by `model.attention_gate_width`."""
 FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}
 """Kind of the feed-forward network of a letter of `model.layer_pattern`."""
 
@@ -43,10 +49,7 @@ class Layer:
     ffn: FeedForwardPart
     norm: NormPart
     """Norm of the residual stream."""
-    norms_input: bool = True
-    """Whether the inputs of attention and of the feed-forward network have a norm."""
-    norms_output: bool = False
-    """Whether their outputs have one."""
+    residual: ResidualPart
 
     def __hash__(self) -> int:
         """Return the hash, which is computed once: layers are keys of dictionaries."""
@@ -64,12 +67,12 @@ class Layer:
     def params(self) -> tuple[ParamSpec, ...]:
         """Unsharded parameters, by their names in the layer and in the order of the module."""
         return (
-            *self._norm_params("attention_norm", self.norms_input),
+            *self._norm_params("attention_norm", self.residual.norms_input),
             *prefixed("attention", self.attention.params(self.hidden_size)),
-            *self._norm_params("attention_output_norm", self.norms_output),
-            *self._norm_params("ffn_norm", self.norms_input),
+            *self._norm_params("attention_output_norm", self.residual.norms_output),
+            *self._norm_params("ffn_norm", self.residual.norms_input),
             *prefixed("ffn", self.ffn.params(self.hidden_size)),
-            *self._norm_params("ffn_output_norm", self.norms_output),
+            *self._norm_params("ffn_output_norm", self.residual.norms_output),
         )
 
     @cached_property
@@ -92,6 +95,7 @@ class Layer:
     def parts(self) -> Iterator[Any]:
         """Yield the parts of the layer, and their parts."""
         yield self.norm
+        yield self.residual
         for part in (self.attention, self.ffn):
             yield part
             yield from (value for field in fields(part) if is_dataclass(value := getattr(part, field.name)))
@@ -132,14 +136,14 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
     norm = _flat_part(model, "norm", model.norm)
+    residual = _flat_part(model, "residual", model.norm_placement)
     built = {
         row: Layer(
             hidden_size=model.hidden_size,
             attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
             ffn=_flat_part(model, "ffn", FEED_FORWARD_KINDS[row[0]]),
             norm=norm,
-            norms_input=model.norm_placement != "post",
-            norms_output=model.norm_placement != "pre",
+            residual=residual,
         )
         for row in dict.fromkeys(rows)
     }
@@ -156,7 +160,7 @@ def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> A
     part = replace(part, span=span, has_rope=has_rope)
     if not isinstance(part, SoftmaxAttentionPart):
         return part
-    gate = OutputGate(width=model.attention_gate_width) if model.attention_gate else None
+    gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
     indexer = _flat_part(model, "indexer", "shared" if is_shared else "lightning") if model.index_topk else None
     part = replace(part, gate=gate, indexer=indexer)
     return part.with_heads(model.head_size, _qk_norm(model))
@@ -167,7 +171,7 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
     if not model.qk_norm:
         return None
     return QueryKeyNorm(
-        width=model.qk_norm_width,
+        over_all_heads=NORM_WIDTHS[model.qk_norm_width],
         after_rope=model.qk_norm_after_rope,
         has_weight=model.qk_norm_weight,
         in_nope=model.qk_norm_nope,
@@ -178,5 +182,8 @@ def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
     """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
     if isinstance(kind, Part):
         return kind
-    keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
-    return build_part(group, kind, tuple(getattr(model, key) for key in keys))
+    values = []
+    for _, key in flat_keys(group, kind):
+        value = getattr(model, key_name(key).removeprefix("model."))
+        values.append(value if isinstance(key, str) else _flat_part(model, key.group, value))
+    return build_part(group, kind, tuple(values))

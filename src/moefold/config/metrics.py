@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from moefold.config.field import Bound, at_least
+from moefold.config.field import Bound, ReadIf, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,20 +20,22 @@ class MetricsConfig:
             "must have at most 128 characters, and none of / \\ # ? % :",
             lambda name: len(name) <= 128 and not set(name) & set("/\\#?%:"),
         ),
+        ReadIf("metrics.wandb"),
     ] = ""
     """Weights & Biases project; empty: environment variable WANDB_PROJECT, else moefold."""
-    wandb_entity: str = ""
+    wandb_entity: Annotated[str, ReadIf("metrics.wandb")] = ""
     """User or team that owns the project; empty: WANDB_ENTITY, else the account's default."""
-    wandb_name: str = ""
+    wandb_name: Annotated[str, ReadIf("metrics.wandb")] = ""
     """Display name of the run; empty: WANDB_NAME, else the name of the folder run.dir."""
-    wandb_group: str = ""
+    wandb_group: Annotated[str, ReadIf("metrics.wandb")] = ""
     """Group of the run; empty: WANDB_RUN_GROUP, else none."""
     wandb_tags: Annotated[
         tuple[str, ...],
         Bound("must be a list of tags of 1 to 64 characters", lambda tags: all(1 <= len(tag) <= 64 for tag in tags)),
+        ReadIf("metrics.wandb"),
     ] = ()
     """Tags of the run; empty: WANDB_TAGS (separated by commas), else none."""
-    per_layer: bool = False
+    per_layer: Annotated[bool, ReadIf("metrics.tensorboard metrics.wandb")] = False
     """Send TensorBoard and Weights & Biases one curve per MoE layer, besides the mean and the maximum over the
     layers."""
     peak_tflops: Annotated[float, at_least(0, "0: look the device up")] = 0.0
@@ -44,6 +46,6 @@ class MetricsConfig:
     expert_counts_every: Annotated[int, at_least(0, "0: never")] = 1
     """Write each expert's routed tokens to RUN_DIR/expert_counts.bin every this many steps, for `moefold inspect`; 0:
     never."""
-    rollouts_every: Annotated[int, at_least(0, "0: never")] = 10
+    rollouts_every: Annotated[int, at_least(0, "0: never"), ReadIf("rl.group_size")] = 10
     """Write prompts, completions and rewards to RUN_DIR/rollouts.jsonl every this many steps of reinforcement learning;
     0: never."""

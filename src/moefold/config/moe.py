@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import SHARE, Bound, Most, at_least
+from moefold.config.field import SHARE, Bound, Most, ReadIf, at_least
 from moefold.config.part import KindOf, Part
 
 
@@ -20,12 +20,13 @@ class MoEConfig:
             "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)",
             lambda factor: factor >= 0 or factor == -1,
         ),
+        ReadIf("train.eval_every"),
     ] = -1.0
     """Capacity factor of evaluation; -1: as in training. 0: dropless."""
-    drop_policy: Literal["probs", "position"] = "probs"
+    drop_policy: Annotated[str | Part, KindOf("drop")] = "probs"
     """Routed tokens that an expert over capacity keeps: the most probable ones (a later token may then displace an
     earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
-    drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
+    drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
     """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
     pad_to_capacity: bool = False
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
@@ -46,7 +47,7 @@ class MoEConfig:
     GPU."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
-    bias_update_rate: Annotated[float, at_least(0, "0: the bias stays")] = 1e-3
+    bias_update_rate: Annotated[float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0")] = 1e-3
     """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
     more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
     choice: Annotated[str | Part, KindOf("choice")] = "topk"
@@ -63,9 +64,9 @@ class MoEConfig:
     sparsemixer_sampling: bool = True
     """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
     evaluation."""
-    router_dtype: Literal["float32", "float64"] = "float32"
+    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64")] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
-    weight_in_expert: bool = False
+    weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false")] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Bound, Most, at_least
+from moefold.config.field import Bound, Most, ReadIf, at_least
 from moefold.config.limits import MAX_RANKS, MAX_SAMPLE_TOKENS
 from moefold.config.part import KindOf, Part
 from moefold.config.patterns import MAX_LAYERS
@@ -55,7 +55,7 @@ class ParallelConfig:
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
-    overlap_tp: bool = False
+    overlap_tp: Annotated[bool, ReadIf("parallel.tp")] = False
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
@@ -69,12 +69,19 @@ class ParallelConfig:
     """Ranks that compute the attention of a token (context "planned"). home: the rank that holds it. balanced: rows of
     queries leave ranks with too much attention work, and their outputs return (arXiv:2510.18121)."""
     attention_tolerance: Annotated[
-        float, Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1)
+        float,
+        Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1),
+        ReadIf("parallel.attention_hosts=balanced"),
     ] = 0.1
     """Attention work above the mean that a rank keeps, over the mean (attention_hosts "balanced")."""
-    attention_pool: Annotated[int, at_least(0, "0: all ranks")] = 0
+    attention_pool: Annotated[int, at_least(0, "0: all ranks"), ReadIf("parallel.attention_hosts=balanced")] = 0
     """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (attention_hosts "balanced")."""
-    attention_block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
+    attention_block: Annotated[
+        int,
+        at_least(1),
+        Most(MAX_SAMPLE_TOKENS),
+        ReadIf("parallel.attention_hosts=balanced parallel.placement=documents"),
+    ] = 128
     """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
     attention_hosts "balanced")."""
     elastic: bool = False

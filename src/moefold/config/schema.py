@@ -4,11 +4,13 @@ The docstring under each field is the help of its recipe key. Torch-free, so tha
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
+from moefold.config.field import ReadIf
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -38,13 +40,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, ReadIf("lora.rank")] = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    rl: RLConfig = field(default_factory=RLConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    rl: Annotated[RLConfig, ReadIf("rl.group_size")] = field(default_factory=RLConfig)
+    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size")] = field(default_factory=RolloutConfig)
+    reward: Annotated[RewardConfig, ReadIf("rl.group_size")] = field(default_factory=RewardConfig)
     sites: SitesConfig = field(default_factory=SitesConfig)
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Most, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Most, ReadIf, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part
@@ -83,7 +83,7 @@ class TrainConfig:
     (arXiv:2606.30634). It is the training of a pipeline with two versions of the weights (PipeDream-2BW,
     arXiv:2006.09503), to measure what the delay costs in loss; no communication is hidden by it
     ([design/044](design/044-gradient-delay.md)). 0: no delay."""
-    delay_correction: Annotated[float, at_least(0, "0: none")] = 0.0
+    delay_correction: Annotated[float, at_least(0, "0: none"), ReadIf("train.gradient_delay")] = 0.0
     """Factor c of the correction of a delay: with u(t) what the optimizer subtracts, weights x become
     x - u(t) - c * (u(t) - u(t-1)). 1 in arXiv:2606.30634; 0: none."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
@@ -99,20 +99,20 @@ class TrainConfig:
     offload: tuple[str, ...] = ()
     """Parts of the layers whose activations are offloaded between the passes: norms, core_attention, dense_mlp,
     expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bitwise the same result."""
-    offload_to: Literal["host", "ssd"] = "host"
+    offload_to: Annotated[Literal["host", "ssd"], ReadIf("train.offload")] = "host"
     """host: host memory, for GPUs. ssd: an unnamed file in offload_dir that is deleted with the process."""
     offload_optimizer: Literal["none", "host", "ssd"] = "none"
     """Where the optimizer moments are stored between steps: with the weights, in host memory (for GPUs), or in
     memory-mapped files in offload_dir. Bitwise the same result."""
     offload_dir: str = ""
     """Folder on a local disk (ssd), created if its parent folder exists."""
-    offload_min_kib: Annotated[int, at_least(0, "0: all")] = 1024
+    offload_min_kib: Annotated[int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer")] = 1024
     """Minimum size of an offloaded block of activations, or of one parameter's moment on one rank, in KiB; smaller ones
     stay in memory."""
-    offload_limit_gib: Annotated[float, at_least(0, "0: no limit")] = 0.0
+    offload_limit_gib: Annotated[float, at_least(0, "0: no limit"), ReadIf("train.offload")] = 0.0
     """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
     counts as the power of two that torch allocates for it."""
-    offload_waits: bool = False
+    offload_waits: Annotated[bool, ReadIf("train.offload")] = False
     """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: what
     cannot be copied out and back in time stays in memory."""
     precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
@@ -124,18 +124,18 @@ class TrainConfig:
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
     micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
     above, as many tokens as give 2**28 logits on a GPU and 2**24 on a CPU, at least 256, and the log says so."""
-    mtp_loss: Annotated[float, POSITIVE] = 0.3
+    mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
-    indexer_stage: Literal["sparse", "warmup"] = "sparse"
+    indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.index_topk")] = "sparse"
     """Stage of sparse attention (model.index_topk). warmup: attention is dense, and only the indexers learn, from the
     attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
-    indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn")] = 1.0
+    indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.index_topk")] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
     mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
     do not learn."""
     eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS)] = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
-    eval_samples: Annotated[int, at_least(1), Most(2**26)] = 16
+    eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every")] = 16
     """Held-out samples per evaluation, each once; all of them if there are fewer."""
 
     @property

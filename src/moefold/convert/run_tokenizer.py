@@ -106,7 +106,7 @@ def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
     advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
     if ours.process.content_hash() != theirs.process.content_hash() or ours.end_of_text()[0] != theirs.end_of_text()[0]:
         raise ConfigError(f"data.tokenizer={name!r} makes other ids of a text than the tokenizer of the run: {advice}")
-    if data.kind in CHAT_KINDS and not data.chat_template and ours.templates != theirs.templates:
+    if data.reads_rows and not data.chat_template and ours.templates != theirs.templates:
         raise ConfigError(f"data.tokenizer={name!r} has another chat template than the tokenizer of the run: {advice}")
 
 

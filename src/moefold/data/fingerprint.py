@@ -40,7 +40,7 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
         try:
             found[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
         except ConfigError:
-            if data.kind != "tokens" or data.corrupt == "fatal":
+            if not data.drops_files:
                 raise
             found[name] = SKIPPED
     if data.kind == "python-docs":

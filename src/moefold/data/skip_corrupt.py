@@ -110,7 +110,7 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
     try:
         if data.kind == "text":
             check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
-        elif data.kind in ("sft", "preference"):
+        elif data.has_conversations:
             for _ in jsonl_records(file):
                 pass
         else:

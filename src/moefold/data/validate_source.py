@@ -42,7 +42,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         check_no_data_path(data)
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
         return
-    if data.kind in ("sft", "preference", "prompts"):
+    if data.reads_rows:
         conversation_files(data)
         load_chat_template(data, tokenizer)
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.model import ModelConfig
@@ -210,7 +211,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
-    has_swiglu = cfg.model.moe_activation == "swiglu"
+    has_swiglu = chosen_in(cfg.model, ActivationPart).is_swiglu
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
     parts["linear attention"] = has_linear

@@ -142,7 +142,7 @@ class DataLoader:
         self.message = ""
         """A message about files dropped earlier or moved, or why the data restarts at sample 0; may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
-        self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
+        self._can_drop_files = cfg.data.drops_files
 
     def open(self, meta: CheckpointMeta | None) -> None:
         """Open the samples of a run, continuing a checkpoint's samples if its data is the same; collective.
@@ -357,7 +357,7 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
     reasons = dict(on_rank0.skip_reasons)
     for rank, differences in enumerate(world.all_gather_object(size_differences)):
         reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
-        if differences and not (data.kind == "tokens" and data.corrupt == "skip"):
+        if differences and not data.drops_files:
             raise ConfigError(f"{reason}; give all machines the same files")
         for name in differences:
             fingerprints[name] = SKIPPED

@@ -30,15 +30,15 @@ class RoundPlacer:
     """
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
-        is_planned = chosen_in(parallel, ContextPart).is_planned and parallel.dp * parallel.cp > 1
-        self._shares_work = is_planned and parallel.attention_hosts == "balanced"
+        context = chosen_in(parallel, ContextPart)
+        self._shares_work = context.balances_hosts and parallel.dp * parallel.cp > 1
         self._kind = parallel.placement
         self._block = parallel.attention_block
         self._groups = groups
         self._shape = RoundShape(
             dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
         )
-        self.moves_tokens = is_planned and parallel.placement != "samples"
+        self.moves_tokens = context.moves_tokens and parallel.dp * parallel.cp > 1
         """Whether ranks hold other tokens than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:

@@ -36,7 +36,7 @@ def mismatch_limit(cfg: Config, *, is_exact: bool, is_stale: bool = False) -> fl
 
 def mismatch_advice(cfg: Config) -> str:
     """Return the likely causes of a larger mismatch, and the ways out."""
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.uses_server:
         causes = (
             f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or "
             f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has "

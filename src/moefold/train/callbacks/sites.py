@@ -244,7 +244,7 @@ class SiteRounds(Callback):
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
-        in_pairs = self._sites.topology == "pairs"
+        in_pairs = self._sites.in_pairs
         # Before the other sites wait for this one.
         probe = self._probe.read(run) if is_probed(self._cfg.run, self._cfg.model, self._cfg.sites, step) else None
         question = self._position(step, outer) | {
@@ -414,7 +414,7 @@ class SiteRounds(Callback):
 
     def _is_merge(self, step: int) -> bool:
         """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
-        return self._sites.topology == "pairs" and step == self._cfg.run.steps
+        return self._sites.in_pairs and step == self._cfg.run.steps
 
     def _merge_experts(self, run: TrainingContext, step: int) -> None:
         """Merge similar experts after the round of a step, if it is due; collective."""
