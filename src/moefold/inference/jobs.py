@@ -225,7 +225,9 @@ def prepare_evaluation(
         batch_size = min(options.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
         cfg = launched_config(source, replace(inference, batch_size=batch_size), "evaluate", rank_env)
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
-    device_type = choose_inference_device(cfg, source, rank_env, {batch: batch_bytes(cfg)}, EVAL_OOM_HINT)
+    device_type = choose_inference_device(
+        cfg, source, rank_env, {batch: batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)}, EVAL_OOM_HINT
+    )
     return EvalJob(
         source=source,
         cfg=cfg,
