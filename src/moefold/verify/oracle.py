@@ -305,13 +305,14 @@ class Oracle:
         """
         for key in LAYER_KEYS:
             read_key(cfg, key)
-        for layer in cfg.model.all_layers:
-            for part in layer.parts():
-                if not isinstance(part, Part) or part.formula() is not None:
-                    owner: Any = type(part)
-                    for field, flat_key in flat_keys_of(owner):
-                        if field not in part.framed:
-                            read_key(cfg, key_name(flat_key))
+        for part in (part for layer in cfg.model.all_layers for part in layer.parts()):
+            # Norms of heads and output gates belong to the formula of their attention.
+            if not isinstance(part, Part) or part.formula() is not None:
+                owner: Any = type(part)
+                framed = part.framed if isinstance(part, Part) else ()
+                for field, flat_key in flat_keys_of(owner):
+                    if field not in framed:
+                        read_key(cfg, key_name(flat_key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
