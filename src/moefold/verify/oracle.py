@@ -309,9 +309,8 @@ class Oracle:
             for part in layer.parts():
                 if not isinstance(part, Part) or part.formula() is not None:
                     owner: Any = type(part)
-                    for field, flat_key in flat_keys_of(owner):
-                        if field not in part.framed:
-                            read_key(cfg, key_name(flat_key))
+                    for flat_key in (at for field, at in flat_keys_of(owner) if field not in part.framed):
+                        read_key(cfg, key_name(flat_key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
