@@ -72,7 +72,7 @@ def _mapping(cfg: Config) -> Iterator[str]:
         degree = getattr(p, axis)
         if degree > MAX_COMMUTING_RANKS:
             yield f"parallel.{axis}={degree}: sums of more than two ranks depend on the number of tokens; set 2 or 1"
-        sampling = rollout_degrees(cfg)[axis]
+        sampling = rollout_degrees(cfg.parallel, cfg.rollout)[axis]
         if cfg.is_rl and sampling != degree:
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:

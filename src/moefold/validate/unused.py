@@ -93,7 +93,7 @@ UNUSED_KEY_RULES = (
     *PLANNED_ATTENTION_RULES,
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
-        lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg),
+        lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout),
         "training has the same degrees, and its model samples",
         "choose another degree",
     ),
