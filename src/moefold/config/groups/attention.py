@@ -15,7 +15,7 @@ epsilon of norms -> its output [S, H]."""
 
 
 class SoftmaxInput(NamedTuple):
-    """What the formula of softmax attention is given: a micro-batch of B samples of S tokens, in float64."""
+    """Input of the formula of softmax attention: a micro-batch of B samples of S tokens, in float64."""
 
     weights: Mapping[str, Any]
     """By their names in the module."""
@@ -30,7 +30,7 @@ class SoftmaxInput(NamedTuple):
 
 
 class SoftmaxHeads(NamedTuple):
-    """What the formula of softmax attention returns; the oracle has the mask, the softmax and `wo`."""
+    """Result of the formula of softmax attention; the oracle has the mask, the softmax and `wo`."""
 
     queries: Any
     """[B, S, A, D]."""
