@@ -223,17 +223,15 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
         num_layers = sum(stage_sizes)
     attention_pattern = _keep_kinds(spell(model.attention_pattern, ATTENTION_KINDS, model.num_layers), num_layers)
-    key_value_heads = model.num_key_value_heads
+    weights = model.softmax_attention.params(model.hidden_size)
+    key_value_heads = max(weight.tp_heads for weight in weights) or model.num_attention_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if chosen_in(p, ContextPart).shards_heads:
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)
-    rotary_dim = HEAD_SIZE // 2 if model.attention == "mla" else round(HEAD_SIZE * model.rope_fraction)
-    return replace(
+    small = replace(
         model,
-        rope_short_factors=_spread(model.rope_short_factors, rotary_dim // 2),
-        rope_long_factors=_spread(model.rope_long_factors, rotary_dim // 2),
         sparsemixer_jitter=max(model.sparsemixer_jitter, MIN_MIXER_JITTER)
         if chosen(RoutingSections(model, MoEConfig()), RouterScorePart).chooses
         else model.sparsemixer_jitter,
@@ -274,6 +272,12 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
+    )
+    pairs = small.rotary_dim // 2
+    return replace(
+        small,
+        rope_short_factors=_spread(model.rope_short_factors, pairs),
+        rope_long_factors=_spread(model.rope_long_factors, pairs),
     )
 
 
