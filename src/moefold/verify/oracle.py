@@ -306,15 +306,14 @@ class Oracle:
 
         A test shows that a formula reads each field of its part.
         """
-        for key in LAYER_KEYS:
-            read_key(cfg, key)
-        for layer in cfg.model.all_layers:
-            for part in layer.parts():
-                if isinstance(part, Part) and part.formula() is not None:
-                    owner: Any = type(part)
-                    for field, key in flat_keys_of(owner):
-                        if field not in part.framed:
-                            read_key(cfg, key_name(key))
+        for name in LAYER_KEYS:
+            read_key(cfg, name)
+        for part in dict.fromkeys(part for layer in cfg.model.all_layers for part in layer.parts()):
+            if isinstance(part, Part) and part.formula() is not None:
+                owner: Any = type(part)
+                for setting, key in flat_keys_of(owner):
+                    if setting not in part.framed:
+                        read_key(cfg, key_name(key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
