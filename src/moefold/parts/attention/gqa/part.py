@@ -2,9 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.attention import QueryKeyNorm, SoftmaxAttentionPart, SoftmaxCore, gate_bytes, prefixed
+from moefold.config.groups.attention import (
+    QueryKeyNorm,
+    SoftmaxAttentionPart,
+    SoftmaxCore,
+    SoftmaxFormula,
+    gate_bytes,
+    prefixed,
+)
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
@@ -135,3 +143,9 @@ class GqaPart(SoftmaxAttentionPart):
         from moefold.model.attention import Attention
 
         return Attention(model, self.window)
+
+    def formula(self) -> SoftmaxFormula:
+        """Return the heads; see base class."""
+        from moefold.parts.attention.gqa.oracle import heads
+
+        return partial(heads, self)

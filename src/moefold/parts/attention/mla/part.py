@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore, gate_bytes, norm_param, prefixed
+from moefold.config.groups.attention import (
+    SoftmaxAttentionPart,
+    SoftmaxCore,
+    SoftmaxFormula,
+    gate_bytes,
+    norm_param,
+    prefixed,
+)
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
@@ -192,3 +200,9 @@ class MlaPart(SoftmaxAttentionPart):
         from moefold.model.mla import LatentAttention
 
         return LatentAttention(model, self.window)
+
+    def formula(self) -> SoftmaxFormula:
+        """Return the heads; see base class."""
+        from moefold.parts.attention.mla.oracle import heads
+
+        return partial(heads, self)
