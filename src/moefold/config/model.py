@@ -61,7 +61,9 @@ class ModelConfig:
     zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
-    active_experts: Annotated[float, at_least(0, "0: as all choices"), SAME_TENSORS] = 0.0
+    active_experts: Annotated[
+        float, at_least(0, "0: as all choices"), SAME_TENSORS, ReadIf("model.zero_experts"), ReadIf("model.expert_bias")
+    ] = 0.0
     """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
     (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
     moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 512
