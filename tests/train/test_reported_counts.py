@@ -18,11 +18,11 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, ParallelConfig
 from moefold.cost.flops import train_flops_per_token
 from moefold.data import open_dataset
-from moefold.metrics.definitions import undefined
 from moefold.recipe import load_config
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.undefined import undefined
 from tests.train.test_trainer import _train_loudly
 
 pytestmark = pytest.mark.parity
