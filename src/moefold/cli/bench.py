@@ -1,4 +1,4 @@
-"""`moefold bench`: time our step, part by part and beside the limits of the hardware."""
+"""`moefold bench`: time our step, part by part and next to the limits of the hardware."""
 
 import argparse
 import importlib
