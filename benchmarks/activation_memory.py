@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.linear import linear
 from moefold.model.loss import chunked_cross_entropy, cross_entropy
 from moefold.model.moe.layer import MoELayer

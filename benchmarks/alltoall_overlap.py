@@ -21,8 +21,12 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.comm.groups import ParallelGroups
+from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, DataConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data import open_dataset
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.moe.layer import MoELayer

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.comm.comm_timer import CommTimer
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_messages import PipelineMessages

@@ -23,9 +23,10 @@ import torch
 from moefold.api import build_model, load_config, train_model
 from moefold.cli.main import main
 from moefold.config import find, outside
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.pipeline_action import find_deadlock
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.stage_memory import max_in_flight
 from moefold.data import ProgramData

@@ -19,7 +19,7 @@ def recipe_page() -> str:
     lines = [
         "# The recipe: every key",
         "",
-        "<!-- From src/moefold/config/schema.py by `python -m tools.recipe_page > docs/recipe.md`. -->",
+        "<!-- From the sections in src/moefold/config by `python -m tools.recipe_page > docs/recipe.md`. -->",
         "",
         "A recipe is a TOML file. Every key has a default, so that a recipe holds only what differs. On the command",
         "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",

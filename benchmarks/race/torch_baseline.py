@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
@@ -38,11 +40,7 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         return "it supports only RMSNorm, and a head without a bias"
     if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
         return "it has no multipliers"
-    return (
-        ""
-        if model.rope_scaling == "none" and all(layer.attention.has_rope for layer in model.layers)
-        else "its RoPE has no scaling and no pattern"
-    )
+    return "" if all(layer.attention.has_rope for layer in model.layers) else "its RoPE has no pattern"
 
 
 class TorchBaseline:
@@ -140,8 +138,10 @@ class TorchBaseline:
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self._cfg.model.norm_eps)
 
     def _apply_rope(self, x_BSAD: Tensor) -> Tensor:
+        model, seq_len = self._cfg.model, self._cfg.train.seq_len
         position = torch.arange(x_BSAD.shape[1], dtype=torch.float64)
-        angle_SD = torch.outer(position, rope_frequencies(self._cfg.model)).repeat(1, 2)
-        cos, sin = (f.to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
+        angle_SD = torch.outer(position, rope_frequencies(model, seq_len)).repeat(1, 2)
+        factor = chosen_in(model, RopeScalingPart).rotated_factor(seq_len)
+        cos, sin = ((factor * f).to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
         first, second = x_BSAD.chunk(2, dim=-1)
         return x_BSAD * cos + torch.cat((-second, first), dim=-1) * sin

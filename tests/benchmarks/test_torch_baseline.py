@@ -20,6 +20,7 @@ KINDS = {
         "model.shared_expert_ffn_hidden_size=40",
         "model.shared_expert_gate=true",
     ],
+    "yarn": ["model.rope_scaling=yarn", "model.rope_scaling_factor=4", "model.rope_original_seq_len=8"],
 }
 
 

@@ -23,9 +23,13 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RLConfig
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=2)

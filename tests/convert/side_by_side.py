@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefold.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MoEConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights

@@ -13,7 +13,10 @@ from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_
 from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups, World
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import UpcycledSource, load_initial_weights

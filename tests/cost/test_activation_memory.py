@@ -11,10 +11,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
+from moefold.config.data import DataConfig
 from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.expert_memory import ExpertMemory

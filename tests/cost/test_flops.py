@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.flops import count_parameters, step_flops_per_token, train_flops_per_token
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model

@@ -4,8 +4,10 @@ from itertools import combinations, pairwise
 import pytest
 
 from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import load_preset
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory

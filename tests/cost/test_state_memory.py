@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.state_memory import StateMemory, rank_state_bytes
 from moefold.errors import ConfigError

@@ -8,7 +8,9 @@ from torch.nn import functional as F
 
 from moefold.comm.collectives import all_gather_uneven, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.loss import (
     PLAIN_SOFTMAX,
     ChunkOptions,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.schema import TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
 from moefold.optim.state_offload import MmapStore, PinnedStore

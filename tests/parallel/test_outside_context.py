@@ -10,7 +10,8 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.model.attention import CausalAttention
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, run_distributed

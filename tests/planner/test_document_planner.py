@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, DataConfig, MoEConfig
+from moefold.config.data import DataConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import workload_from_config

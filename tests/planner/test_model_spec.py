@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import preset_names
-from moefold.config.schema import ParallelConfig
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import (

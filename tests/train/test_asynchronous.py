@@ -17,7 +17,8 @@ import torch.distributed as dist
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, read_meta, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.model.local_param import local_tensor
 from moefold.parallel.batch import Batch
 from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.data import open_dataset
 from moefold.errors import ConfigError, RunError

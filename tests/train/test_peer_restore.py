@@ -13,7 +13,9 @@ from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import set_aside_process_groups
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

@@ -15,7 +15,8 @@ import torch
 from moefold.checkpoint.checkpoint_dir import META_FILE, complete_checkpoints, read_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import train_flops_per_token
 from moefold.data import open_dataset
 from moefold.recipe import load_config

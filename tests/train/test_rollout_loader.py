@@ -14,18 +14,16 @@ import torch
 
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.comm.groups import ParallelGroups
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MetricsConfig,
-    MoEConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import cache_bytes, kv_cache_bytes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.data.prompts import Prompt

@@ -17,7 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, FaultsConfig, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.errors import RunError
 from moefold.metrics.writer import read_faults

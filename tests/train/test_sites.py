@@ -14,8 +14,12 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, RunConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format

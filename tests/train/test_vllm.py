@@ -11,7 +11,8 @@ import pytest
 from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cli.simulate_rounds import check_round_options
 from moefold.comm.groups import World
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import Completion, Request

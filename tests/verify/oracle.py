@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.ranks.pool import WorkerPool

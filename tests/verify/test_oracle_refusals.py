@@ -16,10 +16,12 @@ from moefold.cli.main import main
 from moefold.cli.verify import verify
 from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import layer_readers, readers
+from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.find import built_in_kinds, groups
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.part import Part
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError
@@ -182,7 +184,7 @@ def test_a_parameter_without_a_formula_is_refused(settings):
 
 def test_a_parameter_that_is_read_and_leads_nowhere_is_refused(monkeypatch):
     """Its gradient would be zero in silence."""
-    monkeypatch.setattr(Oracle, "_shared_expert", lambda self, name, x: 0 * x)
+    monkeypatch.setattr("moefold.parts.ffn.moe.oracle.shared_expert", lambda part, weights, x: 0 * x)
     read = Oracle._check_parameters
     monkeypatch.setattr(
         Oracle, "_check_parameters", lambda self: self._weights.reads.update(self.weights) or read(self)
@@ -219,6 +221,13 @@ def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
     monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.attention_scale=0\.5"):
         _train(_small(model={"attention_scale": 0.5}))
+
+
+def test_an_activation_without_a_formula_is_refused_by_its_name():
+    cfg = _small()
+    unknown = _without_formula(chosen(cfg, ActivationPart))
+    with pytest.raises(NoFormulaError, match="no formula for model.moe_activation="):
+        _train(_with(cfg, "model.moe_activation", unknown), cfg)
 
 
 def test_sizes_of_an_idle_part_are_no_reason_to_refuse():

@@ -21,7 +21,7 @@ from moefold.config.bounds import keys_with
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
 from moefold.config.patterns import (
     INDEX_KINDS,
@@ -35,7 +35,7 @@ from moefold.config.patterns import (
     shared_selections,
     spell,
 )
-from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations

@@ -29,11 +29,11 @@ def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths | N
             )
         if value is not None and value < 1:
             raise ConfigError(f"--{name}-tokens {value} must be at least 1")
-        if value is not None and cfg.rollout.engine == "vllm":
+        if value is not None and cfg.rollout.uses_server:
             raise ConfigError(
                 f"--{name}-tokens {value} has no effect: a server of rollout.engine='vllm' is not priced; leave it out"
             )
-    if not cfg.is_rl or cfg.rollout.engine == "vllm":
+    if not cfg.is_rl or cfg.rollout.uses_server:
         return None
     default = default_lengths(cfg)
     return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)

@@ -39,7 +39,7 @@ def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option is out of its range, or has no effect.
     """
-    if cfg.is_rl and cfg.rollout.engine == "vllm":
+    if cfg.is_rl and cfg.rollout.uses_server:
         raise ConfigError(
             "rollout.engine='vllm' samples on a server, whose time is not simulated; leave out rollout.engine, url, "
             "folder and timeout_s to simulate the own engine"

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.chosen import chosen
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError, reworded_errors
@@ -162,7 +164,7 @@ def _notes(cfg: Config, *, is_shrunk: bool) -> tuple[str, ...]:
     notes = {
         SITES_NOTE: cfg.sites.is_active,
         RL_NOTE: cfg.is_rl,
-        ALIGN_NOTE: is_shrunk and cfg.align.method != "none",
+        ALIGN_NOTE: is_shrunk and chosen(cfg, AlignmentPart).changes_training,
     }
     return tuple(note for note, applies in notes.items() if applies)
 

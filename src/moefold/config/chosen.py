@@ -8,16 +8,18 @@ from typing import Any, NamedTuple, TypeVar
 from moefold.config.find import built_in_kinds, find_part, groups, is_built_in
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.outside import origin_of
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of
+from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
 from moefold.config.problem import Problem
-from moefold.config.schema import Config, MoEConfig
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def chosen(recipe: "Config | RoutingSections", group: type[AnyPart]) -> AnyPart:
+def chosen(recipe: "Config | Sections", group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses.
 
     Args:
@@ -70,6 +72,16 @@ class RoutingSections(NamedTuple):
     moe: MoEConfig
 
 
+class DispatchSections(NamedTuple):
+    """The sections that the dispatchers read."""
+
+    parallel: ParallelConfig
+    moe: MoEConfig
+
+
+Sections = RoutingSections | DispatchSections
+
+
 def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
     value = read(group.key)
     if isinstance(value, str):
@@ -107,7 +119,7 @@ def describe_part(part: Part) -> str:
     return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
 
 
-def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
+def read_key(recipe: "Config | Sections", name: str) -> Any:
     """Return the value of a recipe key, named as "section.key"."""
     section, _, key = name.partition(".")
     return getattr(getattr(recipe, section), key)
@@ -123,7 +135,7 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     for group in groups():
         for kind in built_in_kinds(group.group):
             for _, key in flat_keys(group.group, kind):
-                name = key.key if isinstance(key, type) else key
+                name = key_name(key)
                 found[name] = (*found.get(name, ()), (group, kind))
     return found
 
@@ -142,6 +154,6 @@ def layer_readers() -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     for owner in (*owners, OutputGate, QueryKeyNorm):
         for _, key in flat_keys_of(owner):
-            name = str(key)
+            name = key_name(key)
             found[name] = (*found.get(name, ()), owner)
     return found

@@ -19,13 +19,14 @@ from moefold.config.groups.attention import (
 )
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
+from moefold.config.groups.residual import ResidualPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys
+from moefold.config.part import Part, build_part, flat_keys, key_name
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 
 LAYER_KEYS = (
     "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
-    "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+    "model.attention_pattern", "model.rope_pattern", "model.index_pattern", "model.norm_placement",
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
 SPANS = {"W": "window", "C": "chunk"}
@@ -43,10 +44,7 @@ class Layer:
     ffn: FeedForwardPart
     norm: NormPart
     """Norm of the residual stream."""
-    norms_input: bool = True
-    """Whether the inputs of attention and of the feed-forward network have a norm."""
-    norms_output: bool = False
-    """Whether their outputs have one."""
+    residual: ResidualPart
 
     def __hash__(self) -> int:
         """Return the hash, which is computed once: layers are keys of dictionaries."""
@@ -64,12 +62,12 @@ class Layer:
     def params(self) -> tuple[ParamSpec, ...]:
         """Unsharded parameters, by their names in the layer and in the order of the module."""
         return (
-            *self._norm_params("attention_norm", self.norms_input),
+            *self._norm_params("attention_norm", self.residual.norms_input),
             *prefixed("attention", self.attention.params(self.hidden_size)),
-            *self._norm_params("attention_output_norm", self.norms_output),
-            *self._norm_params("ffn_norm", self.norms_input),
+            *self._norm_params("attention_output_norm", self.residual.norms_output),
+            *self._norm_params("ffn_norm", self.residual.norms_input),
             *prefixed("ffn", self.ffn.params(self.hidden_size)),
-            *self._norm_params("ffn_output_norm", self.norms_output),
+            *self._norm_params("ffn_output_norm", self.residual.norms_output),
         )
 
     @cached_property
@@ -92,6 +90,7 @@ class Layer:
     def parts(self) -> Iterator[Any]:
         """Yield the parts of the layer, and their parts."""
         yield self.norm
+        yield self.residual
         for part in (self.attention, self.ffn):
             yield part
             yield from (value for field in fields(part) if is_dataclass(value := getattr(part, field.name)))
@@ -132,14 +131,14 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
     norm = _flat_part(model, "norm", model.norm)
+    residual = _flat_part(model, "residual", model.norm_placement)
     built = {
         row: Layer(
             hidden_size=model.hidden_size,
             attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
             ffn=_flat_part(model, "ffn", FEED_FORWARD_KINDS[row[0]]),
             norm=norm,
-            norms_input=model.norm_placement != "post",
-            norms_output=model.norm_placement != "pre",
+            residual=residual,
         )
         for row in dict.fromkeys(rows)
     }
@@ -178,5 +177,8 @@ def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
     """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
     if isinstance(kind, Part):
         return kind
-    keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
-    return build_part(group, kind, tuple(getattr(model, key) for key in keys))
+    values = []
+    for _, key in flat_keys(group, kind):
+        value = getattr(model, key_name(key).removeprefix("model."))
+        values.append(value if isinstance(key, str) else _flat_part(model, key.group, value))
+    return build_part(group, kind, tuple(values))

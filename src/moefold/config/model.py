@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
+from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, ReadIf, at_least
 from moefold.config.groups.attention import AttentionPart, RecurrentCore
 from moefold.config.layers import Layer, layers_of
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
@@ -91,7 +91,7 @@ class ModelConfig:
     """Inner width of the shared expert, which processes every token; 0: none."""
     moe_bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
-    moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    moe_activation: Annotated[str | Part, KindOf("activation")] = "swiglu"
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     swiglu_alpha: Annotated[float, POSITIVE] = 1.702
@@ -105,7 +105,7 @@ class ModelConfig:
     moe_shortcut: bool = False
     """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
     output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
-    shared_expert_gate: bool = False
+    shared_expert_gate: Annotated[bool, ReadIf("model.shared_expert_ffn_hidden_size")] = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
     """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
@@ -169,20 +169,20 @@ class ModelConfig:
     index_topk: Annotated[int, at_least(0, "0: all keys"), Most(MAX_SAMPLE_TOKENS)] = 0
     """Most keys that a query of softmax attention attends to, selected by an indexer (sparse attention,
     arXiv:2512.02556); 0: all keys."""
-    index_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    index_heads: Annotated[int, at_least(1), Most(MAX_WIDTH), ReadIf("model.index_topk")] = 4
     """Heads of the indexer of sparse attention, J."""
-    index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH), ReadIf("model.index_topk")] = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
-    index_pattern: Annotated[str, SAME_TENSORS] = "F"
+    index_pattern: Annotated[str, SAME_TENSORS, ReadIf("model.index_topk")] = "F"
     """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
     them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
     have no indexer under either letter, MTP layers always have one."""
-    index_rope_interleaved: bool = False
+    index_rope_interleaved: Annotated[bool, ReadIf("model.index_topk")] = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
     norm: Annotated[str | Part, KindOf("norm", ("rmsnorm", "layernorm"))] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Annotated[str | Part, KindOf("residual")] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
     embedding_multiplier: Annotated[float, POSITIVE] = 1.0
@@ -212,9 +212,9 @@ class ModelConfig:
     nope_temperature_scale: Annotated[float, at_least(0, "0: none")] = 0.0
     """Factor a of the attention temperature of layers without RoPE: queries at position p of their document are
     multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
-    nope_temperature_tokens: Annotated[int, at_least(1)] = 8192
+    nope_temperature_tokens: Annotated[int, at_least(1), ReadIf("model.nope_temperature_scale")] = 8192
     """See nope_temperature_scale; positions below this number have temperature 1."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk", "longrope"] = "none"
+    rope_scaling: Annotated[str | Part, KindOf("rope_scaling")] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims. longrope: each pair of dims has a divisor of its frequency, and
     another one in sequences longer than the original context (arXiv:2402.13753)."""
@@ -255,12 +255,12 @@ class ModelConfig:
     upcycle_from: Annotated[str, SAME_TENSORS] = ""
     """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
     layers."""
-    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS] = "group"
+    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS, ReadIf("model.upcycle_from")] = "group"
     """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
     zeros."""
-    upcycle_scaling: Annotated[bool, SAME_TENSORS] = True
+    upcycle_scaling: Annotated[bool, SAME_TENSORS, ReadIf("model.upcycle_from")] = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
-    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS] = 0.0
+    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS, ReadIf("model.upcycle_from")] = 0.0
     """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
     @property
@@ -368,3 +368,13 @@ class ModelConfig:
     def last_stage_needs_embedding(self) -> bool:
         """Return whether the last pipeline stage also needs the embedding (tied embeddings or MTP)."""
         return self.tie_embeddings or self.mtp_layers > 0
+
+
+def has_moe_layers(model: ModelConfig) -> bool:
+    """Return whether any layer of a legal layer pattern is an MoE layer."""
+    return any(layer.ffn.is_routed for layer in model.layers)
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Return whether any layer of a legal layer pattern is dense (SwiGLU)."""
+    return not all(layer.ffn.is_routed for layer in model.layers)

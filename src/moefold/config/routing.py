@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.model import has_moe_layers
+from moefold.config.moe import MoEConfig
 from moefold.config.problem import Problem
-from moefold.config.schema import Config, MoEConfig, has_moe_layers
+from moefold.config.schema import Config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,10 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.config.chosen import RoutingSections, chosen
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.load import config_from_dict
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.moe import MoEConfig
 from moefold.config.outside import MissingPartError
-from moefold.config.schema import Config, MoEConfig, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (

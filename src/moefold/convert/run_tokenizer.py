@@ -13,7 +13,8 @@ from typing import Any
 
 from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, checkpoint_folder
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_folder import (
@@ -105,7 +106,7 @@ def check_run_tokenizer(cfg: Config, checkpoint: Path) -> None:
     advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
     if ours.process.content_hash() != theirs.process.content_hash() or ours.end_of_text()[0] != theirs.end_of_text()[0]:
         raise ConfigError(f"data.tokenizer={name!r} makes other ids of a text than the tokenizer of the run: {advice}")
-    if cfg.data.kind in CHAT_KINDS and not cfg.data.chat_template and ours.templates != theirs.templates:
+    if cfg.data.reads_rows and not cfg.data.chat_template and ours.templates != theirs.templates:
         raise ConfigError(f"data.tokenizer={name!r} has another chat template than the tokenizer of the run: {advice}")
 
 

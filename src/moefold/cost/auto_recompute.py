@@ -7,7 +7,8 @@ from itertools import combinations
 
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.schema import RECOMPUTE_PARTS, Config
+from moefold.config.schema import Config
+from moefold.config.train import RECOMPUTE_PARTS
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import IMPLIED_BY, missing_reason

@@ -75,9 +75,9 @@ class BlockSizes:
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
         layer = self.cfg.model.layers[0]
-        if layer.norms_output:
+        if layer.residual.norms_output:
             saved["norms"] += self.hidden_norm() + self.hidden_bytes
-        if "norms" not in self.recompute and layer.norms_input:
+        if "norms" not in self.recompute and layer.residual.norms_input:
             saved["norms"] += self.hidden_norm()
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:

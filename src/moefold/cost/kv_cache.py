@@ -39,7 +39,7 @@ def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind =
 
 def rollouts_at_once(cfg: Config) -> int:
     """Return the largest number of rollouts that a rank decodes in one pass; 0 where a server samples."""
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.uses_server:
         return 0
     p = (rollout_config(cfg) if has_rollout_mapping(cfg) else cfg).parallel
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))

@@ -168,7 +168,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
-    if cfg.sites.topology == "pairs":
+    if cfg.sites.in_pairs:
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
         largest_plain += largest
     of_rank = [

@@ -12,7 +12,8 @@ from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
-from moefold.config.schema import Config, DataConfig
+from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
 from moefold.data.reward_prompt import override_want

@@ -12,10 +12,13 @@ from moefold.config.find import built_in_kinds
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import describe_type, nearest_numbers
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, raise_all, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from moefold.bounded_read import bounded_lines, open_regular, parse_json
-from moefold.config.schema import MetricsConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.metrics.auxiliary import AuxiliaryOutputs
 from moefold.metrics.step_metrics import METRICS_FILE, StepMetrics, read_records
 from moefold.metrics.tracker import Tracker, tracker_starters

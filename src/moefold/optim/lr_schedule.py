@@ -14,7 +14,8 @@ from moefold.config.find import built_in_kinds
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import build_part
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
@@ -206,7 +208,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
-    has_swiglu = cfg.model.moe_activation == "swiglu"
+    has_swiglu = chosen_in(cfg.model, ActivationPart).is_swiglu
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
     parts["linear attention"] = has_linear

@@ -259,7 +259,7 @@ def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
         zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
-        activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
+        activation_passes=1.0 if layer.ffn.activation.is_swiglu and not model.moe_bias else CLAMPED_SWIGLU_PASSES,
         num_groups=model.num_groups,
         top_groups=model.top_groups,
     )

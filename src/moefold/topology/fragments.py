@@ -3,7 +3,8 @@
 import re
 from bisect import bisect_left
 
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 
 PROBED_ROUNDS = 10
 """Rounds from one comparison of the routing to the next."""

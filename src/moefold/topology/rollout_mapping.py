@@ -6,7 +6,8 @@ It has the ranks of training, or `rollout.ranks` ranks of its own, which follow 
 from dataclasses import replace
 
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 
 ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 """Degrees of sampling that a recipe may set; all other ranks sample prompts of their own (dp)."""

@@ -5,9 +5,11 @@ from functools import cache, lru_cache
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import built_in_kinds, find_part, is_built_in
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.model import has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
-from moefold.config.schema import Config, ParallelConfig, has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 DEFAULT_SCHEDULE = ParallelConfig().schedule

@@ -19,7 +19,8 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.data import Dataset, ProgramData, Sampler, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
@@ -140,7 +141,7 @@ class DataLoader:
         self.message = ""
         """A message about files dropped earlier or moved, or why the data restarts at sample 0; may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
-        self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
+        self._can_drop_files = cfg.data.drops_files
 
     def open(self, meta: CheckpointMeta | None) -> None:
         """Open the samples of a run, continuing a checkpoint's samples if its data is the same; collective.
@@ -355,7 +356,7 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
     reasons = dict(on_rank0.skip_reasons)
     for rank, differences in enumerate(world.all_gather_object(size_differences)):
         reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
-        if differences and not (data.kind == "tokens" and data.corrupt == "skip"):
+        if differences and not data.drops_files:
             raise ConfigError(f"{reason}; give all machines the same files")
         for name in differences:
             fingerprints[name] = SKIPPED

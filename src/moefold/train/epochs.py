@@ -76,7 +76,7 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
     seq_len = cfg.train.seq_len
     vocab_size = cfg.model.vocab_size
     seed = cfg.run.seed
-    if is_first and (data.kind != "tokens" or data.corrupt == "fatal"):
+    if is_first and not data.drops_files:
         prepare(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align)
     samples = open_dataset(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align).train
     sites = cfg.sites

@@ -14,8 +14,10 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.model import has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, ParallelConfig, has_moe_layers
+from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
@@ -90,7 +92,7 @@ def _describe_sites(cfg: Config) -> str:
     num_rounds = 1 + -(-(rounds_until(cfg, cfg.run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if count > 1 else ""
-    pairs = " of random pairs" if sites.topology == "pairs" else ""
+    pairs = " of random pairs" if sites.in_pairs else ""
     resting = ", in which one site rests" if pairs and sites.count % 2 else ""
     text = f"{number}a round{pairs} every {sites.every} steps{fragments}{resting}, learning rate {sites.lr:g}"
     if sites.momentum:
@@ -231,8 +233,8 @@ def next_commands(cfg: Config) -> list[str]:
     overrides, effect = continuation(cfg, 2 * cfg.run.steps)
     train_on = f"or train on: the same command with {' '.join(overrides)}{f' ({effect})' if effect else ''}"
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
-    chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
-    if cfg.data.kind in ("task", "prompts"):
+    chat = " --chat" if cfg.data.has_conversations else ""
+    if cfg.data.has_prompts:
         return [f"next: {_rollout_command(cfg)}", train_on]
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", train_on]

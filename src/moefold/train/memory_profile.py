@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes, dispatch_sizes
 from moefold.data import open_dataset

@@ -128,7 +128,7 @@ class RolloutLoader(DataLoader):
         replays, replay_message = replays_routing(cfg, is_exact=is_exact)
         self._is_exact = is_exact
         self._begins_round = False
-        decoding = "" if cfg.rollout.engine == "vllm" else modules_notice(sampling.model)
+        decoding = "" if cfg.rollout.uses_server else modules_notice(sampling.model)
         self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message, decoding)))
         self._replay: RolloutReplay | None = None
         if replays:

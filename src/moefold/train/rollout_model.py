@@ -39,7 +39,7 @@ class RolloutModel:
         Raises:
             ConfigError: rollout.folder is of another model, or cannot be written to.
         """
-        if self.cfg.rollout.engine == "vllm" and self._vllm is None:
+        if self.cfg.rollout.uses_server and self._vllm is None:
             assert isinstance(self.model, ParallelModel), "checked before the run"
             self._vllm = VllmEngine(self.cfg, self.groups, self.model, records_routing=records_routing)
         return self._vllm

@@ -31,15 +31,15 @@ class RoundPlacer:
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         p = cfg.parallel
-        is_planned = chosen_in(p, ContextPart).is_planned and p.dp * p.cp > 1
-        self._shares_work = is_planned and p.attention_hosts == "balanced"
+        context = chosen_in(p, ContextPart)
+        self._shares_work = context.balances_hosts and p.dp * p.cp > 1
         self._kind = p.placement
         self._block = p.attention_block
         self._groups = groups
         self._shape = RoundShape(
             dp=p.dp, cp=p.cp, micro_batch_size=cfg.train.micro_batch_size, seq_len=cfg.train.seq_len
         )
-        self.moves_tokens = is_planned and p.placement != "samples"
+        self.moves_tokens = context.moves_tokens and p.dp * p.cp > 1
         """Whether ranks hold other tokens than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:

@@ -404,12 +404,12 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         from moefold.rl.preflight import check_rollout_data
 
         longest = check_rollout_data(cfg)
-        if cfg.rollout.engine == "vllm":
+        if cfg.rollout.uses_server:
             check_vllm(cfg, rank_env, max_tokens=longest)
         else:
             check_rollout_cache(cfg)
         check_saved_rollouts(setup)
-    elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
+    elif cfg.data.kind != "program" and not cfg.data.drops_files:
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
         prepare(
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align

@@ -122,4 +122,6 @@ def check_model(model: ModelConfig) -> None:
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg))
-    raise_all(message for rule in MODEL_RULES for message in rule(cfg))
+    parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
+    messages = [message for rule in MODEL_RULES for message in rule(cfg)]
+    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))

@@ -37,7 +37,7 @@ def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = Tru
         has_c_kernels: whether the ranks compute with the C kernels; False only where they were selected and this
             machine has no compiler, or its libraries are faster, see `uses_c_kernels` in parallel/select_ops.py.
     """
-    if cfg.is_rl and cfg.rollout.engine == "vllm":
+    if cfg.is_rl and cfg.rollout.uses_server:
         return ("rollout.engine='vllm': it computes with kernels of its own; choose 'own'",)
     return (*_kernels(cfg, device_type, has_c_kernels), *_mapping(cfg), *_model(cfg), *_routing(cfg))
 

@@ -15,10 +15,10 @@ from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.param_spec import shard_rows
 from moefold.config.pipeline_action import find_deadlock
-from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout

@@ -20,12 +20,6 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 LAYER_RULES = (
     UnusedKeyRule(
-        "moe.weight_in_expert",
-        lambda cfg: cfg.model.router_probs_on_input,
-        "model.router_probs_on_input=true applies the routing weights before",
-        "leave one of them out",
-    ),
-    UnusedKeyRule(
         "model.active_experts",
         lambda cfg: (
             not (cfg.model.zero_experts and cfg.model.expert_bias and chosen_in(cfg.moe, ChoicePart).scores_decide)
@@ -46,12 +40,6 @@ LAYER_RULES = (
         "choose a pattern with N and model.attention='gqa'",
     ),
     UnusedKeyRule(
-        "model.nope_temperature_tokens",
-        lambda cfg: cfg.model.nope_temperature_scale == 0,
-        "model.nope_temperature_scale=0.0 changes no temperature",
-        "set model.nope_temperature_scale",
-    ),
-    UnusedKeyRule(
         "model.linear_attention",
         lambda cfg: not cfg.model.has_linear_attention,
         "no layer of model.attention_pattern is L",
@@ -63,5 +51,11 @@ LAYER_RULES = (
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without softmax attention",
         "choose a pattern with F",
+    ),
+    UnusedKeyRule(
+        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.has_rope,
+        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
+        "choose patterns with such a layer",
     ),
 )

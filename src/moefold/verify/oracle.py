@@ -18,10 +18,11 @@ from torch import Tensor
 from moefold.config.chosen import chosen, chosen_in, read_key
 from moefold.config.groups.attention import LinearFormula
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
+from moefold.config.groups.residual import ResidualFormula
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, flat_keys_of
+from moefold.config.part import Part, flat_keys_of, key_name
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import format_list
@@ -311,61 +312,50 @@ class Oracle:
             for part in layer.parts():
                 if isinstance(part, Part) and part.formula() is not None:
                     owner: Any = type(part)
-                    for _, name in flat_keys_of(owner):
-                        read_key(cfg, str(name))
+                    for field, key in flat_keys_of(owner):
+                        if field not in part.framed:
+                            read_key(cfg, key_name(key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         name = f"layers.{i}"
-        factor = self.cfg.model.residual_multiplier
+        layer = self.cfg.model.all_layers[i]
+        stream: ResidualFormula = formula_of(layer.residual)
+
+        def norm(of: str) -> Callable[[Tensor], Tensor]:
+            return partial(self._hidden_norm, f"{name}.{of}_norm")
+
         attended = self._attention(
-            f"{name}.attention", self._input_norm(f"{name}.attention", x), documents, context.is_token, i
+            f"{name}.attention", stream.read(x, norm("attention")), documents, context.is_token, i
         )
-        x = x + factor * self._output_norm(f"{name}.attention", attended)
-        normed = self._input_norm(f"{name}.ffn", x)
-        match self.cfg.model.all_layers[i].ffn.kind:
-            case "swiglu":
-                shortcut = self._shortcut
-                self._shortcut = torch.zeros_like(x)
-                return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
-            case "moe":
-                return self._moe_layer(i, x, normed, context, routed)
-            case unknown:
-                no_formula(f"ffn {unknown!r}")
+        x = x + stream.added(attended, norm("attention_output"))
+        output, routed_output = formula_of(layer.ffn)(
+            ModuleWeights(self._weights, f"{name}.ffn"),
+            stream.read(x, norm("ffn")),
+            partial(self._route, i, context, routed),
+            self._round_dispatched,
+        )
+        shortcut, self._shortcut = self._shortcut, torch.zeros_like(x)
+        if routed_output is not None and self.cfg.model.moe_shortcut:
+            self._shortcut = stream.added(routed_output, lambda y: y)
+        elif routed_output is not None:
+            output = routed_output + output
+        return x + shortcut + stream.added(output, norm("ffn_output"))
 
-    def _moe_layer(
-        self, i: int, x: Tensor, normed: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
-    ) -> Tensor:
-        name = f"layers.{i}"
-        factor = self.cfg.model.residual_multiplier
-        weight = self._weights[f"{name}.ffn.router.weight"]
-        bias = self._weights[f"{name}.ffn.router.bias"] if self.cfg.model.router_bias else None
-        batch = self.router.route(i, normed, weight, bias, context)
+    def _route(
+        self,
+        i: int,
+        context: RoutingContext,
+        routed: dict[int, list[RoutedBatch]],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> RoutedBatch:
+        """Route the tokens of a layer, and append the result to its routing."""
+        batch = self.router.route(i, x, weight, bias, context)
         routed.setdefault(i, []).append(batch)
-        if self.cfg.model.moe_shortcut:
-            self._shortcut = factor * self._routed_experts(f"{name}.ffn", normed, batch)
-            return x + factor * self._shared_expert(f"{name}.ffn", normed)
-        output = self._routed_experts(f"{name}.ffn", normed, batch) + self._shared_expert(f"{name}.ffn", normed)
-        return x + factor * self._output_norm(f"{name}.ffn", output)
-
-    def _input_norm(self, name: str, x: Tensor) -> Tensor:
-        match self.cfg.model.norm_placement:
-            case "post":
-                return x
-            case "pre" | "both":
-                return self._hidden_norm(f"{name}_norm", x)
-            case unknown:
-                unknown_kind("model.norm_placement", unknown)
-
-    def _output_norm(self, name: str, x: Tensor) -> Tensor:
-        match self.cfg.model.norm_placement:
-            case "pre":
-                return x
-            case "post" | "both":
-                return self._hidden_norm(f"{name}_output_norm", x)
-            case unknown:
-                unknown_kind("model.norm_placement", unknown)
+        return batch
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
@@ -434,11 +424,6 @@ class Oracle:
                 return y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
             case unknown:
                 unknown_kind("model.qk_norm_width", unknown)
-
-    def _swiglu(self, name: str, x: Tensor) -> Tensor:
-        gate, up, down = (self._weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
-        gated = x @ gate.T
-        return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
@@ -532,53 +517,6 @@ class Oracle:
         index.score(x.detach(), source.detach(), masked)
         self._indexers[layer] = index
         return index
-
-    def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
-        model = self.cfg.model
-        y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
-        expert_input = x @ self._weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
-        expert_input = self._round_dispatched(expert_input)
-        for expert in range(model.num_experts):
-            gate, up, down = (self._weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
-            scaled_input = weight * expert_input if model.router_probs_on_input else expert_input
-            gated = scaled_input @ gate
-            raised = scaled_input @ up
-            if model.moe_bias:
-                gated = gated + self._weights[f"{name}.experts.b_gate"][expert]
-                raised = raised + self._weights[f"{name}.experts.b_up"][expert]
-            gain = 1.0
-            match model.moe_activation:
-                case "swiglu":
-                    pass
-                case "clamped_swiglu":
-                    limit = model.swiglu_limit
-                    gain = model.swiglu_alpha
-                    gated = torch.where(gated > limit, limit, gated)
-                    raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
-                case unknown_activation:
-                    unknown_kind("model.moe_activation", unknown_activation)
-            result = (gated * torch.sigmoid(gain * gated) * raised) @ down
-            if model.moe_bias:
-                result = result + self._weights[f"{name}.experts.b_down"][expert]
-            if model.router_probs_on_input:
-                # An expert that a token has not chosen computes 0 of 0, unless it has biases.
-                weight = (weight != 0).to(weight)
-            y = y + weight * result
-        if model.moe_hidden_size:
-            y = y @ self._weights[f"{name}.latent_up.weight"].T
-        is_zero = routed.experts >= model.num_experts
-        return y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
-
-    def _shared_expert(self, name: str, x: Tensor) -> Tensor:
-        """Return the output of the shared expert; zeros if there is none."""
-        model = self.cfg.model
-        if not model.shared_expert_ffn_hidden_size:
-            return torch.zeros_like(x)
-        shared = self._swiglu(f"{name}.shared", x)
-        if model.shared_expert_gate:
-            shared = shared * torch.sigmoid(x @ self._weights[f"{name}.shared_gate"].T)
-        return shared
 
 
 def _is_trained(cfg: Config, name: str) -> bool:

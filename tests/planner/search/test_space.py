@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import (

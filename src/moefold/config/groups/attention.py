@@ -149,6 +149,8 @@ class AttentionPart(Part):
     """Whether its module adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
     """Whether layers without RoPE have an attention temperature (`model.nope_temperature_scale`)."""
+    has_score_factor: ClassVar[bool] = False
+    """Whether its scores have the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
     rotary_dim: ClassVar[Any] = 0

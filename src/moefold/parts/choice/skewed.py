@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
-from moefold.config.schema import has_moe_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,9 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError

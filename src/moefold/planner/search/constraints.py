@@ -15,12 +15,14 @@ from typing import Any, Protocol
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
+from moefold.config.groups.drop import DropPart
+from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing
+from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
     DEGREE_RULES,
     validate_batch_size,
@@ -115,6 +117,11 @@ def _validate_selection_split(cfg: Config) -> Iterator[str]:
     return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
 
 
+def _validate_drop_scope(cfg: Config) -> Iterator[str]:
+    """Check the tokens that share a capacity, as `check_config` does."""
+    return map(str, chosen(cfg, DropScopePart).check(cfg))
+
+
 def _validate_dispatcher(cfg: Config) -> Iterator[str]:
     """Check the dispatcher, as `check_config` does."""
     return map(str, chosen(cfg, DispatcherPart).check(cfg))
@@ -143,7 +150,7 @@ TP_RULES = (_axis_rule("tp", "tp"),)
 CP_RULES = (
     _axis_rule("cp", "tp", "cp"),
     MappingRule(validate_sequence_length, ("tp", "cp")),
-    MappingRule(validate_routing, ("tp", "cp")),
+    MappingRule(_validate_drop_scope, ("tp", "cp")),
     MappingRule(validate_attention_pool, ("dp", "cp")),
 )
 EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
@@ -215,8 +222,7 @@ class MappingConstraints:
         raise_all(range_problems(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
         raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
-        uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
-        raise_all(validate_routing(uncut))
+        raise_all(map(str, chosen(cfg, DropPart).check(cfg)))
         self.base_config = cfg
         self._cache: dict[tuple[Any, ...], bool] = {}
 

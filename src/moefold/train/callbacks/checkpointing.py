@@ -21,7 +21,8 @@ from moefold.checkpoint.save_load import (
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter

@@ -14,7 +14,8 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
@@ -239,7 +240,7 @@ class SiteRounds(Callback):
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
-        in_pairs = self._sites.topology == "pairs"
+        in_pairs = self._sites.in_pairs
         # Before the other sites wait for this one.
         probe = self._probe.read(run) if is_probed(self._cfg, step) else None
         question = self._position(step, outer) | {
@@ -409,7 +410,7 @@ class SiteRounds(Callback):
 
     def _is_merge(self, step: int) -> bool:
         """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
-        return self._sites.topology == "pairs" and step == self._cfg.run.steps
+        return self._sites.in_pairs and step == self._cfg.run.steps
 
     def _merge_experts(self, run: TrainingContext, step: int) -> None:
         """Merge similar experts after the round of a step, if it is due; collective."""

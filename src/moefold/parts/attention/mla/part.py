@@ -24,6 +24,7 @@ class MlaPart(SoftmaxAttentionPart):
 
     chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
+    has_score_factor: ClassVar[bool] = True
     refuses: ClassVar[frozenset[str]] = frozenset(
         {"model.qkv_bias", "model.attention_output_bias", "model.attention_sinks"}
     )
@@ -155,8 +156,8 @@ class MlaPart(SoftmaxAttentionPart):
     def _saved_head_widths(self, sizes: "BlockSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
         p = sizes.cfg.parallel
-        shares_work = chosen_in(p, ContextPart).is_planned and "balanced" in (p.attention_hosts, p.placement)
-        attends_in_blocks = shares_work or (p.cp > 1 and not chosen_in(p, ContextPart).shards_heads)
+        context = chosen_in(p, ContextPart)
+        attends_in_blocks = context.shares_work or (p.cp > 1 and not context.shards_heads)
         has_windows = any(layer.window for layer in sizes.cfg.model.layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
