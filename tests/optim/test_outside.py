@@ -20,11 +20,11 @@ from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.checkpoint.test_resharding import _train
 from tests.test_extending import blocks, in_package
 from tests.verify.oracle import TOLERANCE

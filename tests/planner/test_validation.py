@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import COLUMNS, mean_abs_error_pct, validate_predictions
 from moefold.errors import ConfigError
-from moefold.planner.validation import COLUMNS, STATED_ERROR, mean_abs_error_pct, validate_predictions
+from moefold.planner.stated_error import STATED_ERROR
 
 PUBLISHED = Path(__file__).parent / "published"
 METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")

@@ -26,7 +26,6 @@ COMMANDS = {
     "layout": "show how attention and experts fold over the same ranks",
     "simulate": "simulate one step of a recipe: numbers, a trace, a picture",
     "lengths": "show how evenly placements share the attention of documents",
-    "plan-accuracy": "compare the planner's predictions with published measurements",
     "memory": "show the memory of a step on each rank, measured or by formula",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",
     "checkpoint": "list, show, verify, compare and remove checkpoints",
@@ -46,7 +45,7 @@ COMMANDS = {
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
     "completion": "print a script that completes commands and recipe keys in a shell",
     "probe": "measure this machine and write a device file for the planner",
-    "bench": "measure the training step against a plain implementation",
+    "bench": "measure the training step, its parts and its mappings",
 }
 
 EXIT_FAILED = 1
