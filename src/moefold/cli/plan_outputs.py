@@ -28,7 +28,7 @@ from moefold.planner.simulator.round_export import site_chart, write_rounds
 from moefold.planner.simulator.simulate import Noise, simulate_mapping
 from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.sites import with_site_settings
-from moefold.planner.stated_error import STATED_ERROR
+from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped, printable
 
 

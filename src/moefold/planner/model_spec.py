@@ -547,7 +547,7 @@ def load_model_spec(name: str) -> ModelSpec:
 
 
 def plannable_model_names() -> tuple[str, ...]:
-    """Return the names of models that the runtime can train; benchmarks/plan_accuracy.py prices the others."""
+    """Return the names of models that the runtime can train; others are priced by `moefold plan-accuracy` alone."""
     return (
         *preset_names(),
         *(name for name in unsupported_model_names() if unsupported_model_spec(name).config is not None),

@@ -302,8 +302,8 @@ def read_model(name: str) -> tuple[Config, ModelSpec]:
     shape = load_model_spec(name)
     if shape.config is None:
         raise ConfigError(
-            f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; in a checkout, "
-            "benchmarks/plan_accuracy.py prices given mappings of it"
+            f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
+            "plan-accuracy` prices given mappings of it"
         )
     return replace(config_from_dict({}), model=shape.config), shape
 

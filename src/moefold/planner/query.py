@@ -27,7 +27,7 @@ from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
-from moefold.planner.stated_error import STATED_ERROR
+from moefold.planner.validation import STATED_ERROR
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens per sample of a model without a recipe."""
