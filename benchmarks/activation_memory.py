@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
@@ -22,8 +23,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
-from moefold.testing.pool import make_group
-from moefold.testing.saved_memory import measure_saved_bytes
+from moefold.verify.ranks.pool import make_group
 
 RUNS = 12
 MODEL = ModelConfig(

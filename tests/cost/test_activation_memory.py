@@ -40,10 +40,10 @@ from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.linear_attention import CHUNK_SIZE
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher
-from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_memory
 from tests.slow import slow
 

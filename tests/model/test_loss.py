@@ -22,7 +22,7 @@ from moefold.model.loss import (
 )
 from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
-from moefold.testing.pool import make_group
+from moefold.verify.ranks.pool import make_group
 
 H, V = 6, 23
 

@@ -20,11 +20,11 @@ from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.checkpoint.test_resharding import _train
 from tests.test_extending import blocks, in_package
 from tests.verify.oracle import TOLERANCE
@@ -151,7 +151,11 @@ def _update_seconds() -> list[float]:
     seconds = []
     for optimizer in ("sgd", "adamw"):
         cfg = load_config(None, ["model.preset=mixtral-8x7b", f"train.optimizer={optimizer}"])
-        costs = CostModel(load_model_spec("mixtral-8x7b"), load_device("h100"), workload_from_config(cfg, "bf16"))
+        costs = CostModel(
+            load_model_spec("mixtral-8x7b"),
+            load_device("h100"),
+            workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"),
+        )
         seconds.append(costs.data_parallel_cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
     return seconds
 

@@ -253,7 +253,7 @@ def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> Tok
 def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
     if not layer.ffn.is_routed:
         return FeedForward(kind="dense", width=model.ffn_hidden_size)
-    is_plain = chosen_in(model, ActivationPart).is_swiglu and not model.moe_bias
+    is_swiglu = chosen_in(model, ActivationPart).is_swiglu
     return FeedForward(
         kind="moe",
         width=model.moe_ffn_hidden_size,
@@ -262,7 +262,7 @@ def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
         zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
-        activation_passes=1.0 if is_plain else CLAMPED_SWIGLU_PASSES,
+        activation_passes=1.0 if is_swiglu and not model.moe_bias else CLAMPED_SWIGLU_PASSES,
         num_groups=model.num_groups,
         top_groups=model.top_groups,
     )
