@@ -97,7 +97,7 @@ def trace_layer(
     tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
     top_k = cfg.model.top_k
     trace = Trace(tokens * top_k, top_k, runs_all_candidates=runs_all_candidates, event_seconds=event_seconds)
-    with fake_rank(cfg, 0) as groups, trace_cuda(trace, device):
+    with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)
         with _symmetric_memory(trace):
             (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages

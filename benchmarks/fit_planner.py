@@ -1,6 +1,6 @@
 """Fit the planner's constants on published measurements: damped least squares of log errors, with priors.
 
-    python -m benchmarks.fit_planner calibration.csv [dense_calibration.csv] [--leave-out TEXT] [--folds N]
+    python benchmarks/fit_planner.py calibration.csv [dense_calibration.csv] [--leave-out TEXT] [--folds N]
 
 Every constant belongs to a device or a kernel, none to a model or a row. Each starts from a physical value, which is
 also the mean of its prior, so constants that the rows do not determine stay there. `--leave-out` fits without the rows
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.published import Prediction, PublishedCase, parse_case, validate_predictions
 from moefold.cost.hardware import Device, load_device
 from moefold.planner import model_spec
 from moefold.planner.cost_model import gemm, layer, step, workload
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.model_spec import load_model_spec
+from moefold.planner.validation import Prediction, PublishedCase, parse_case, validate_predictions
 
 HOPPER = ("h100", "h200", "h800")
 GRACE = ("gb200", "gb300")

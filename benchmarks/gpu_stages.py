@@ -327,7 +327,9 @@ def planned_step_s(cfg: Config, device: Device) -> float:
     from moefold.planner.model_spec import model_spec_from_config
 
     cfg, precision = resolve_precision(cfg, None, device)
-    cost_model = CostModel(model_spec_from_config(cfg.model), device, workload_from_config(cfg, precision))
+    cost_model = CostModel(
+        model_spec_from_config(cfg.model), device, workload_from_config(cfg.run, cfg.moe, cfg.train, precision)
+    )
     return cost_model.step_time(mapping_from_config(cfg)).total_s
 
 

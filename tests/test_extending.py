@@ -296,7 +296,7 @@ def _refusal_of(heading: str, cfg: Config) -> str:
     ("heading", "section", "keys", "refused"),
     [
         ("A dispatcher", "parallel", {"dispatcher": "gathering"}, ""),
-        ("A block", "model", {}, "model.attention='extension:GatedPart'"),
+        ("A block", "model", {}, ""),
         ("A loss and its data", "model", {}, "the loss PolicyGradientLoss"),
     ],
 )

@@ -138,7 +138,7 @@ def flop_lines(recipe: Recipe) -> Iterator[str]:
     for causal in (False, True):
         counted = train_flops_per_token(recipe.cfg.model, recipe.cfg.train.seq_len, causal=causal)
         yield from (f"causal={causal} {line}" for line in flat(asdict(counted)))
-    yield f"step {rounded(step_flops_per_token(recipe.cfg))}"
+    yield f"step {rounded(step_flops_per_token(recipe.cfg.model, recipe.cfg.train, recipe.cfg.lora))}"
 
 
 def cache_lines(recipe: Recipe) -> Iterator[str]:

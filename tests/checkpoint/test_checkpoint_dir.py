@@ -70,8 +70,10 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_folder_is_the_runs_own_unless_one_is_named():
-    assert checkpoint_folder(Config(run=RunConfig(dir="runs/a"))) == Path("runs/a/checkpoints")
-    assert checkpoint_folder(recipe(Path("/scratch/x"))) == Path("/scratch/x")
+    cfg = Config(run=RunConfig(dir="runs/a"))
+    assert checkpoint_folder(cfg.run, cfg.checkpoint) == Path("runs/a/checkpoints")
+    given = recipe(Path("/scratch/x"))
+    assert checkpoint_folder(given.run, given.checkpoint) == Path("/scratch/x")
 
 
 def test_steps_sort_by_number():

@@ -44,6 +44,7 @@ CASES = {
     "schedule": Case(
         TRAIN + "parallel.schedule=csv parallel.world_size=2 parallel.pp=2 parallel.schedule_csv={f}/x.csv", "x.csv"
     ),
+    "published table": Case("plan-accuracy {f}/x.csv", "x.csv"),
     "model to plan": Case(PLAN.replace("mixtral-8x7b", "{f}/config.json") + "h100", "config.json"),
     "report": Case("bench plot {f}/x.json {f}/x.png", "x.json"),
     "tokenizer": Case(TRAIN + "data.kind=text data.path={f}/a.txt data.tokenizer={f}/x.json", "x.json"),

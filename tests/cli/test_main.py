@@ -93,7 +93,7 @@ def test_every_command_has_help(capsys, name):
     assert capsys.readouterr().out.startswith(f"usage: moefold {name}")
 
 
-@pytest.mark.parametrize(("given", "name"), [("lm_eval", "lm-eval")])
+@pytest.mark.parametrize(("given", "name"), [("lm_eval", "lm-eval"), ("plan_accuracy", "plan-accuracy")])
 def test_a_command_is_known_with_underscores_too(capsys, given, name):
     assert main([given, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: moefold {name}")

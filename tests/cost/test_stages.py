@@ -43,7 +43,11 @@ def _config(
 @pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
 def test_the_parts_cost_what_the_model_costs(model):
     cfg = _config(model=model)
-    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    loads = [
+        embedding_cost(cfg.model, cfg.parallel),
+        *(layer_cost(cfg, i) for i in range(6)),
+        loss_cost(cfg.model, cfg.parallel, cfg.train),
+    ]
     assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward
     # For MTP the last stage has a copy of the embedding.
     copy = count_parameters(cfg.model).embedding if cfg.model.mtp_layers else 0
@@ -96,7 +100,11 @@ def test_no_other_cut_is_better(name, num_stages):
     """Of all cuts none has a smaller product of operations squared and bytes, within the pace that is allowed."""
     model, train, parallel = ORACLE[name]
     cfg = _config(model=model, train=train, world_size=num_stages, pp=num_stages, **parallel)
-    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    loads = [
+        embedding_cost(cfg.model, cfg.parallel),
+        *(layer_cost(cfg, i) for i in range(6)),
+        loss_cost(cfg.model, cfg.parallel, cfg.train),
+    ]
     sizes = unit_bytes(cfg, num_stages)
 
     def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
@@ -117,7 +125,11 @@ def test_no_other_cut_is_better(name, num_stages):
 @pytest.mark.parametrize("vocab_size", [256, 5000, 200_000])
 def test_no_other_cut_is_faster_and_none_as_fast_has_a_lighter_fullest_stage(num_stages, vocab_size):
     cfg = _config(model={"vocab_size": vocab_size}, world_size=num_stages, pp=num_stages)
-    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    loads = [
+        embedding_cost(cfg.model, cfg.parallel),
+        *(layer_cost(cfg, i) for i in range(6)),
+        loss_cost(cfg.model, cfg.parallel, cfg.train),
+    ]
 
     def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
         stages = [loads[a:b] for a, b in pairwise(bounds)]

@@ -66,7 +66,7 @@ def counts(name: str) -> dict[str, object]:
     mode = name.partition(",")[0]
     cfg = layer_config("qwen3-30b-a3b", TOKENS, **CASES[name])
     trace = Trace(TOKENS * cfg.model.top_k, cfg.model.top_k)
-    with fake_rank(cfg, 0) as groups, trace_cuda(trace):
+    with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace):
         groups = replace(groups, device=CUDA)
         (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
         apply_kernels(stage, select_kernels(cfg, CUDA))

@@ -151,7 +151,11 @@ def _update_seconds() -> list[float]:
     seconds = []
     for optimizer in ("sgd", "adamw"):
         cfg = load_config(None, ["model.preset=mixtral-8x7b", f"train.optimizer={optimizer}"])
-        costs = CostModel(load_model_spec("mixtral-8x7b"), load_device("h100"), workload_from_config(cfg, "bf16"))
+        costs = CostModel(
+            load_model_spec("mixtral-8x7b"),
+            load_device("h100"),
+            workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"),
+        )
         seconds.append(costs.data_parallel_cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
     return seconds
 

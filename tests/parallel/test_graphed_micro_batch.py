@@ -132,7 +132,7 @@ def test_a_count_that_the_host_reads_is_noticed(pool):
 def test_the_recipe_chooses_what_is_captured(mode, is_graphed):
     cfg = tiny()
     cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
-    with fake_rank(cfg, 0) as groups:
+    with fake_rank(cfg.parallel, 0) as groups:
         sharded = build_sharded_stages(cfg, groups, for_training=True)
         runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
         inference = build_sharded_stages(cfg, groups, for_training=False)

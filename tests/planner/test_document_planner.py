@@ -39,7 +39,7 @@ def request(world_size: int, **fixed) -> PlanRequest:
         base_config=cfg,
         model_spec=model_spec_from_config(model),
         device=load_device("h100"),
-        workload=workload_from_config(cfg, "bf16", attention=loads),
+        workload=workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16", attention=loads),
         restriction=Restriction({**FIXED, **fixed}),
     )
 

@@ -13,7 +13,6 @@ from random import Random
 
 import pytest
 
-from benchmarks.published import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -28,6 +27,7 @@ from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restr
 from moefold.planner.search.pipeline_search import MicroBatchChoice, build_mapping
 from moefold.planner.search.search import Search
 from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
+from moefold.planner.validation import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.validate.config import check_config
 
 SAMPLE, LEAST_SAMPLE = 4000, 100

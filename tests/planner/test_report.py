@@ -21,7 +21,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.report import PlanReport, ReportSource, format_compact_mapping, render_report, write_report
-from moefold.planner.stated_error import STATED_ERROR
+from moefold.planner.validation import STATED_ERROR
 from moefold.recipe import load_config
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")

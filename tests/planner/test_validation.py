@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import COLUMNS, mean_abs_error_pct, validate_predictions
 from moefold.errors import ConfigError
-from moefold.planner.stated_error import STATED_ERROR
+from moefold.planner.validation import COLUMNS, STATED_ERROR, mean_abs_error_pct, validate_predictions
 
 PUBLISHED = Path(__file__).parent / "published"
 METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")

@@ -324,15 +324,18 @@ def test_a_function_that_reads_standard_input_gets_none(module):
     ],
 )
 def test_a_wrong_function_is_refused_before_the_run(module, use, reason):
+    cfg = config(tuple(use.replace("MODULE", str(module)).split()))
     with pytest.raises(ConfigError) as error:
-        check_reward(config(tuple(use.replace("MODULE", str(module)).split())), [PROMPT])
+        check_reward(cfg.data, cfg.reward, [PROMPT])
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_what_a_check_accepts(module):
-    check_reward(config(f"{module}:fine"), [PROMPT])
-    check_reward(config("exact"), [PROMPT])
+    cfg = config(f"{module}:fine")
+    check_reward(cfg.data, cfg.reward, [PROMPT])
+    recipe = config("exact")
+    check_reward(recipe.data, recipe.reward, [PROMPT])
 
 
 def data(tmp_path: Path, rows: list[object], **train: int) -> Config:

@@ -135,11 +135,12 @@ def test_a_checkpoint_has_every_row(sizes, seed):
 
 def test_rounds_of_other_sizes_are_refused():
     headers = RolloutTable([round_of([0, 1], 0)]).headers()
-    check_headers(headers, Config(rl=RLConfig(group_size=2), train=TrainConfig(global_batch_size=4)))
+    cfg = Config(rl=RLConfig(group_size=2), train=TrainConfig(global_batch_size=4))
+    check_headers(headers, cfg.train, cfg.rl)
     for group_size, batch in ((4, 4), (2, 8)):
         other = Config(rl=RLConfig(group_size=group_size), train=TrainConfig(global_batch_size=batch))
         with pytest.raises(ConfigError, match=f"4 a round in groups of 2, and the recipe needs {batch} in groups of"):
-            check_headers(headers, other)
+            check_headers(headers, other.train, other.rl)
 
 
 @pytest.mark.parametrize(

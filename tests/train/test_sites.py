@@ -98,11 +98,11 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
     The last round of sites that met in pairs is one of all sites, which send their weights.
     """
     in_pairs = cfg.sites.topology == "pairs" and not is_last
-    code = recipe_format(cfg)
+    code = recipe_format(cfg.run, cfg.sites)
     if cfg.sites.topology == "pairs" and is_last:
         # The vector has the blocks of the code, and is sent as it is.
         cfg = replace(cfg, sites=replace(cfg.sites, topology="all"))
-        code = wire_format("float32", difference_itemsize(cfg))
+        code = wire_format("float32", difference_itemsize(cfg.run))
     traffic = site_traffic(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
     return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)

@@ -11,7 +11,7 @@ from moefold.planner.compare import FoldingComparison, compare_by_seq_len
 from moefold.planner.planner import PlanRequest, format_axis_value, format_mapping
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, FOLDED
 from moefold.planner.search.search import PlannedMapping
-from moefold.planner.stated_error import STATED_ERROR
+from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped
 
 TEXT_WIDTH = 80

@@ -26,11 +26,16 @@ from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, R
 
 LAYER_KEYS = (
     "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
-    "model.attention_pattern", "model.rope_pattern", "model.index_pattern", "model.norm_placement",
+    "model.attention_pattern", "model.rope_pattern", "model.index_pattern", "model.qk_norm", "model.attention_gate",
+    "model.norm_placement",
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
 SPANS = {"W": "window", "C": "chunk"}
 """Kind of the span of a letter of `model.attention_pattern`."""
+NORM_WIDTHS = {"head": False, "all_heads": True}
+"""Whether norms are over all heads, by `model.qk_norm_width`."""
+GATE_WIDTHS = {"dim": False, "head": True}
+"""Whether a gate belongs to a whole head, by `model.attention_gate_width`."""
 FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}
 """Kind of the feed-forward network of a letter of `model.layer_pattern`."""
 
@@ -145,20 +150,25 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     return tuple(built[row] for row in rows)
 
 
+def softmax_attention(model: Any) -> Any:
+    """Return `model.attention` with resolved widths, without what differs between layers: span, RoPE and indexer."""
+    part = _flat_part(model, "attention", model.attention)
+    if not isinstance(part, SoftmaxAttentionPart):
+        return part
+    gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
+    return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
+
+
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
     """Return the attention of a layer with a letter of `model.attention_pattern`."""
     if letter == "L":
         linear: AttentionPart = _flat_part(model, "attention", model.linear_attention)
         return linear
-    part: AttentionPart = _flat_part(model, "attention", model.attention)
     span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
-    part = replace(part, span=span, has_rope=has_rope)
-    if not isinstance(part, SoftmaxAttentionPart):
+    part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=has_rope)
+    if not isinstance(part, SoftmaxAttentionPart) or not model.index_topk:
         return part
-    gate = OutputGate(width=model.attention_gate_width) if model.attention_gate else None
-    indexer = _flat_part(model, "indexer", "shared" if is_shared else "lightning") if model.index_topk else None
-    part = replace(part, gate=gate, indexer=indexer)
-    return part.with_heads(model.head_size, _qk_norm(model))
+    return replace(part, indexer=_flat_part(model, "indexer", "shared" if is_shared else "lightning"))
 
 
 def _qk_norm(model: Any) -> QueryKeyNorm | None:
@@ -166,7 +176,7 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
     if not model.qk_norm:
         return None
     return QueryKeyNorm(
-        width=model.qk_norm_width,
+        over_all_heads=NORM_WIDTHS[model.qk_norm_width],
         after_rope=model.qk_norm_after_rope,
         has_weight=model.qk_norm_weight,
         in_nope=model.qk_norm_nope,

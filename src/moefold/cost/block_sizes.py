@@ -25,7 +25,7 @@ class BlockSizes:
         self.recompute = recompute
         self.kernels = kernels
         self.imbalance = imbalance
-        self.item_bytes = compute_dtype_bytes(cfg)
+        self.item_bytes = compute_dtype_bytes(cfg.run)
         self.high_precision_bytes = max(4, self.item_bytes)
         self.gathered_tokens = train.seq_len // p.cp * train.micro_batch_size
         self.tokens = self.gathered_tokens // p.tp

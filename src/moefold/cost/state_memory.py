@@ -126,7 +126,7 @@ class StateMemory(UnitMemory):
         p = self._cfg.parallel
         return {
             column: self.shard_spec.prefetched_bytes(
-                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)
+                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg.model, self._cfg.lora, name)
             )
             for column, name in self._units.items()
         }
@@ -140,7 +140,7 @@ class StateMemory(UnitMemory):
             return (OptimizerOffloadMemory(),) * p.pp
         sizes: dict[int, list[int]] = {}
         for column, name in self._units.items():
-            weights = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
+            weights = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg.model, cfg.lora, name))
             sizes[column] = list(offloaded_moment_sizes(self.shard_spec, weights, cfg.train.offload_min_kib))
         if cfg.model.last_stage_needs_embedding:
             columns = recipe_columns(cfg.model)

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from moefold.bounded_read import check_regular_file
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
@@ -251,6 +253,7 @@ def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> Tok
 def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
     if not layer.ffn.is_routed:
         return FeedForward(kind="dense", width=model.ffn_hidden_size)
+    is_swiglu = chosen_in(model, ActivationPart).is_swiglu
     return FeedForward(
         kind="moe",
         width=model.moe_ffn_hidden_size,
@@ -259,7 +262,7 @@ def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
         zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
-        activation_passes=1.0 if layer.ffn.activation.is_swiglu and not model.moe_bias else CLAMPED_SWIGLU_PASSES,
+        activation_passes=1.0 if is_swiglu and not model.moe_bias else CLAMPED_SWIGLU_PASSES,
         num_groups=model.num_groups,
         top_groups=model.top_groups,
     )
@@ -544,7 +547,7 @@ def load_model_spec(name: str) -> ModelSpec:
 
 
 def plannable_model_names() -> tuple[str, ...]:
-    """Return the names of models that the runtime can train; benchmarks/plan_accuracy.py prices the others."""
+    """Return the names of models that the runtime can train; others are priced by `moefold plan-accuracy` alone."""
     return (
         *preset_names(),
         *(name for name in unsupported_model_names() if unsupported_model_spec(name).config is not None),

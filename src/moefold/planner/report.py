@@ -26,7 +26,6 @@ from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.simulate import Noise, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
-from moefold.planner.stated_error import STATED_ERROR
 from moefold.planner.svg_chart import (
     MEMORY_COLOURS,
     TIME_COLOURS,
@@ -39,6 +38,7 @@ from moefold.planner.svg_chart import (
     stacked_bars,
     view_chart,
 )
+from moefold.planner.validation import STATED_ERROR
 from moefold.topology.layout import Layout, fold
 
 BANDWIDTH_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)

@@ -249,7 +249,7 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
         precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
     sites = cfg.sites
-    code = recipe_format(cfg, precision)
+    code = recipe_format(cfg.run, cfg.sites, precision)
     name = precision or sites.precision
     is_sparse = precision is None and sites.density < 1
     encode_s, decode_s = TOP_K_CODING_S if is_sparse else CODING_S[name]
@@ -298,7 +298,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         options=options,
         chosen=chosen,
         further=_further_keys(sites, chosen.settings),
-        data_parallel=cost.data_parallel(num_trained(cfg) * difference_itemsize(cfg)),
+        data_parallel=cost.data_parallel(num_trained(cfg.model, cfg.train, cfg.lora) * difference_itemsize(cfg.run)),
     )
 
 

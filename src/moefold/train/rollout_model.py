@@ -26,7 +26,7 @@ class RolloutModel:
         self.cfg = cfg
         self._transfer: WeightTransfer | None = None
         self._vllm: VllmEngine | None = None
-        if has_rollout_mapping(cfg) and not cfg.rollout.ranks:
+        if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
             self.groups = ParallelGroups.create(layout, groups.device, groups.recorder)

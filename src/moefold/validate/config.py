@@ -101,12 +101,12 @@ def check_rollout_mapping(cfg: Config) -> None:
     Raises:
         ConfigError: it does not fit the ranks or the model.
     """
-    if not has_rollout_mapping(cfg):
+    if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         return
     try:
         check_config(rollout_config(cfg), is_training=False)
     except ConfigError as error:
-        degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg).items())
+        degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg.parallel, cfg.rollout).items())
         rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
         if cfg.rollout.ranks:
             rules = rules.replace("parallel.world_size", "rollout.ranks")

@@ -65,7 +65,7 @@ def _own_engine(cfg: Config) -> tuple[str, str]:
     if cfg.rl.replay != "on" and not cfg.rl.staleness and has_moe_layers(cfg.model):
         causes.append("training chooses other experts than sampling")
         ways_out.append("set rl.replay='on'")
-    if has_rollout_mapping(cfg):
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         causes.append("stale weights in the copy that samples")
         ways_out.append("leave rollout.ranks, tp, pp, ep and etp out")
     return "; ".join(causes), ", or ".join(ways_out) or "report it with mismatch.jsonl"

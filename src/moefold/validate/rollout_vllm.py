@@ -16,7 +16,7 @@ def validate_vllm(cfg: Config) -> Iterator[str]:
             "rollout.folder='' must name the Hugging Face folder that the vLLM server was started with; write one by "
             "moefold export CHECKPOINT FOLDER"
         )
-    if has_rollout_mapping(cfg):
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         yield (
             "rollout.engine='vllm' samples under the mapping of the server (vllm serve --tensor-parallel-size), so "
             "rollout.ranks, tp, pp, ep, etp and experts have no effect; leave them out, or choose rollout.engine='own'"

@@ -74,7 +74,7 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.every={sites.every} is above run.steps={cfg.run.steps}, so that only the round after the last "
             f"step is left; set sites.first={cfg.run.steps} if that is meant, or a lower sites.every"
         )
-    count = recipe_fragments(cfg)
+    count = recipe_fragments(cfg.model, cfg.sites)
     if sites.every < count:
         yield (
             f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
@@ -124,7 +124,7 @@ def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
             f"sites.moments='average' would replace moments by the moments of sites.overlap={sites.overlap} steps ago; "
             "choose overlap=0, or moments='keep'"
         )
-    if sites.moments == "reset" and recipe_fragments(cfg) > 1:
+    if sites.moments == "reset" and recipe_fragments(cfg.model, cfg.sites) > 1:
         yield (
             f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
             " has a round for a part of them; choose fragment_layers=0, or moments='keep'"

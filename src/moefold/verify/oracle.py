@@ -1,9 +1,9 @@
 """Oracle: single-process float64 reference training, sharing no code with the trainer, that every mapping must equal.
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
-every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
-FP8 rounding, `oracle_linear` linear attention, `oracle_indexer` the selection of sparse attention, `oracle_optimizer`
-the frame of the optimizers.
+every token. Parameters are addressed by name only. Parts have their formulas in files of their own; `oracle_routing`
+has the router, `oracle_attention` RoPE, `oracle_indexer` the selection of sparse attention, `oracle_optimizer` the
+frame of the optimizers.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.chosen import chosen, chosen_in, read_key
-from moefold.config.groups.attention import LinearFormula
+from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
 from moefold.config.groups.residual import ResidualFormula
 from moefold.config.groups.wire import WirePart
@@ -29,16 +29,13 @@ from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
-from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
+from moefold.verify.no_formula import formula_of, no_formula
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
-    has_a_gate_per_head,
     hidden_keys,
-    latent_queries,
-    mla_heads,
     nope_temperature,
-    softmax_scale,
+    rope_formula,
 )
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
@@ -306,15 +303,16 @@ class Oracle:
 
         A test shows that a formula reads each field of its part.
         """
-        for key in LAYER_KEYS:
-            read_key(cfg, key)
-        for layer in cfg.model.all_layers:
-            for part in layer.parts():
-                if isinstance(part, Part) and part.formula() is not None:
-                    owner: Any = type(part)
-                    for field, key in flat_keys_of(owner):
-                        if field not in part.framed:
-                            read_key(cfg, key_name(key))
+        for name in LAYER_KEYS:
+            read_key(cfg, name)
+        for part in dict.fromkeys(part for layer in cfg.model.all_layers for part in layer.parts()):
+            if isinstance(part, Part) and part.formula() is None:
+                continue
+            framed = part.framed if isinstance(part, Part) else frozenset()
+            owner: Any = type(part)
+            for setting, key in flat_keys_of(owner):
+                if setting not in framed:
+                    read_key(cfg, key_name(key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -405,91 +403,54 @@ class Oracle:
         normalized: Tensor = self._residual_norm(x, self._weights[f"{name}.weight"], bias)
         return normalized
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        mean_square = x.square().mean(-1, keepdim=True)
-        weight = self._weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
-        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * weight
-
-    def _head_norm(self, name: str, y: Tensor, *, has_rope: bool) -> Tensor:
-        """Return queries or keys of all heads [B, S, heads, D] after their norm, if they have one."""
-        model = self.cfg.model
-        if not model.qk_norm or not (has_rope or model.qk_norm_nope):
-            return y
-        match model.qk_norm_width:
-            case "all_heads":
-                return self._norm(name, y.flatten(2)).view(y.shape)
-            case "head":
-                if model.qk_norm_weight:
-                    return self._norm(name, y)
-                return y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
-            case unknown:
-                unknown_kind("model.qk_norm_width", unknown)
+    def _head_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return an RMSNorm of queries or keys over their last dim."""
+        normed = x / (x.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
+        return normed if weight is None else normed * (weight + float(self.cfg.model.zero_centered_norms))
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
         part = model.all_layers[layer].attention
+        formula = formula_of(part)
         if part.is_recurrent:
-            return self._linear_attention(formula_of(part), name, x, documents)
-        batch, length, _ = x.shape
-        has_rope = part.has_rope
+            return self._linear_attention(formula, name, x, documents)
         positions = document_positions(documents)
 
-        def heads(letter: str, count: int) -> Tensor:
-            y = x @ self._weights[f"{name}.w{letter}"].T
-            if model.qkv_bias:
-                y = y + self._weights[f"{name}.b{letter}"]
-            return y.view(batch, length, count, model.head_size)
+        def rotate(y: Tensor, dims: int) -> Tensor:
+            return apply_rope(model, y, dims, positions) if part.has_rope else y
 
-        def rotate(y: Tensor) -> Tensor:
-            return apply_rope(model, y, model.rotary_dim, positions) if has_rope else y
-
-        def position_heads(letter: str, count: int, norm: str) -> Tensor:
-            y = heads(letter, count)
-            if model.qk_norm_after_rope:
-                return self._head_norm(f"{name}.{norm}", rotate(y), has_rope=has_rope)
-            return rotate(self._head_norm(f"{name}.{norm}", y, has_rope=has_rope))
-
-        match part.kind:
-            case "mla":
-                query, key, value = mla_heads(model, self._weights, name, x, positions if has_rope else None)
-            case "gqa":
-                query = position_heads("q", model.num_attention_heads, "query_norm")
-                key = position_heads("k", model.num_query_groups, "key_norm")
-                value = heads("v", model.num_query_groups)
-                if not has_rope:
-                    query = query * nope_temperature(model, positions)[:, :, None, None]
-            case unknown:
-                no_formula(f"model.attention={unknown!r}")
-        scale = softmax_scale(model)
+        weights = ModuleWeights(self._weights, name)
+        score_factor = rope_formula(model).score_factor
+        heads: SoftmaxHeads = formula(SoftmaxInput(weights, x, rotate, self._head_norm, score_factor))
+        query = heads.queries
+        if part.has_temperature and not part.has_rope:
+            query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
         if model.index_topk:
-            index = self._index(name, x, masked, positions, layer)
+            source = x if heads.index_source is None else heads.index_source
+            index = self._index(name, x, source, masked, positions, layer)
             masked = index.masked
         outputs = []
         probabilities = []
-        for head in range(model.num_attention_heads):
-            group = head * key.shape[2] // model.num_attention_heads
-            scores = query[:, :, head] @ key[:, :, group].mT * scale
+        num_heads = query.shape[2]
+        for head in range(num_heads):
+            group = head * heads.keys.shape[2] // num_heads
+            scores = query[:, :, head] @ heads.keys[:, :, group].mT * heads.scale
             scores = scores.masked_fill(masked, -math.inf)
-            if model.attention_sinks:
-                sink = self._weights[f"{name}.sinks"][head].expand(batch, length, 1)
+            if heads.sinks is not None:
+                sink = heads.sinks[head].expand(*x.shape[:2], 1)
                 probabilities.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1])
             else:
                 probabilities.append(scores.softmax(-1))
-            outputs.append(probabilities[-1] @ value[:, :, group])
+            attended = probabilities[-1] @ heads.values[:, :, group]
+            outputs.append(attended if heads.gates is None else attended * heads.gates[:, :, head])
         if index is not None:
             divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
             num_layers = selection_sources(model).count(selection_sources(model)[layer])
             self._index_losses.append(divergence[is_token].sum() / num_layers)
-        attended = torch.cat(outputs, -1)
-        if model.attention_gate:
-            gates = 1 / (1 + torch.exp(-x @ self._weights[f"{name}.wg"].T))
-            if has_a_gate_per_head(model):
-                gates = gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
-            attended = attended * gates
-        result = attended @ self._weights[f"{name}.wo"].T
-        return result + self._weights[f"{name}.bo"] if model.attention_output_bias else result
+        result = torch.cat(outputs, -1) @ weights["wo"].T
+        return result if heads.bias is None else result + heads.bias
 
     def _linear_attention(self, formula: LinearFormula, name: str, x: Tensor, documents: Tensor) -> Tensor:
         """Return the output of a layer without softmax for x [B, S, H], each document by itself."""
@@ -500,20 +461,15 @@ class Oracle:
             rows.append(torch.cat([formula(weights, sample[group], self.cfg.model.norm_eps) for group in groups]))
         return torch.stack(rows)
 
-    def _index(self, name: str, x: Tensor, masked: Tensor, positions: Tensor, layer: int) -> OracleIndexer:
+    def _index(
+        self, name: str, x: Tensor, source: Tensor, masked: Tensor, positions: Tensor, layer: int
+    ) -> OracleIndexer:
         """Return the selection of a layer: its own, or the selection of an earlier layer in the same micro-batch."""
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]
         rope_positions = positions if model.all_layers[layer].attention.has_rope else None
         index = OracleIndexer(self.cfg, self._weights, f"{name}.indexer", rope_positions)
-        match model.all_layers[layer].attention.kind:
-            case "mla":
-                source = latent_queries(model, self._weights, name, x)
-            case "gqa":
-                source = x
-            case unknown:
-                no_formula(f"model.attention={unknown!r}")
         index.score(x.detach(), source.detach(), masked)
         self._indexers[layer] = index
         return index

@@ -37,7 +37,7 @@ class Skewed(ChoicePart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read, and too few experts."""
-        yield from no_bias_problems(recipe, self.kind, "reads no score")
+        yield from no_bias_problems(recipe.model, self.kind, "reads no score")
         model = recipe.model
         if not has_moe_layers(model) or model.top_k < model.num_experts:
             return

@@ -1,11 +1,11 @@
-"""The comparison with published measurements from the command line."""
+"""`moefold plan-accuracy` from the command line."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_accuracy import main
+from moefold.cli.main import main
 
 TABLE = Path(__file__).parents[1] / "planner" / "published" / "calibration.csv"
 
@@ -19,7 +19,7 @@ def short_table(tmp_path):
 
 
 def test_json_is_one_object(short_table, capsys):
-    assert main([str(short_table), "--json"]) == 0
+    assert main(["plan-accuracy", str(short_table), "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert len(tree["rows"]) == 8
     assert tree["rows"][5]["measured"] == tree["rows"][5]["predicted"] == "OOM"
@@ -29,12 +29,12 @@ def test_json_is_one_object(short_table, capsys):
 
 
 def test_table_lists_what_was_skipped(short_table, capsys):
-    assert main([str(short_table)]) == 0
+    assert main(["plan-accuracy", str(short_table)]) == 0
     text = capsys.readouterr().out
     assert "skipped 1 rows" in text
     assert "mean absolute error" in text
 
 
 def test_a_file_that_is_not_there_is_one_message(capsys):
-    assert main(["absent.csv"]) == 2
+    assert main(["plan-accuracy", "absent.csv"]) == 2
     assert "absent.csv" in capsys.readouterr().err

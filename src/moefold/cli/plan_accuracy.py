@@ -1,24 +1,15 @@
-"""Compare the planner's predictions with a table of published measurements.
-
-    python -m benchmarks.plan_accuracy tests/planner/published/calibration.csv [--json]
-
-`--help` lists the columns of the table.
-"""
+"""`moefold plan-accuracy`: compare the planner's predictions with a table of published measurements."""
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published import Accuracy, Prediction, validate_predictions
 from moefold.cli.command_parser import CommandParser
-from moefold.console import PrintableConsole
-from moefold.errors import ConfigError
+from moefold.planner.validation import Accuracy, Prediction
 
 EPILOG = """the table is CSV with the columns
   source model gpu n_gpus precision seq_len gbs mbs tp etp cp ep pp vpp metric value method note
@@ -27,28 +18,32 @@ does not give it. Rows without a complete mapping are skipped and counted; the p
 virtual stages that the source does not give.
 
 example:
-  python -m benchmarks.plan_accuracy published.csv --json
+  moefold plan-accuracy published.csv --json
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the error of each row and the means; return 2 if the table cannot be read."""
+def run(argv: list[str]) -> int:
+    """Print the error of each row and the means.
+
+    Raises:
+        ConfigError: the table cannot be read.
+    """
     arguments = _parser().parse_args(argv)
-    try:
-        accuracy = validate_predictions(arguments.table)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    from moefold.planner.validation import validate_predictions
+
+    accuracy = validate_predictions(arguments.table)
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0
+    from moefold.console import PrintableConsole
+
     print_accuracy(PrintableConsole(), accuracy)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m benchmarks.plan_accuracy",
+        prog="moefold plan-accuracy",
         description="Compare the planner's predictions with published measurements.",
         epilog=EPILOG,
     )
@@ -108,7 +103,3 @@ def _value(value: float | str) -> str:
 
 def _percent(value: float | None, *, sign: bool = False) -> str:
     return "" if value is None else f"{value:+.1f} %" if sign else f"{value:.1f} %"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
