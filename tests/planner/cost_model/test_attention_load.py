@@ -11,11 +11,12 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import load_distribution
-from moefold.planner.lengths.samples import StreamedSamples, equal_documents
+from moefold.planner.lengths.samples import StreamedSamples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.simulator.simulate import simulate_mapping
+from tests.planner.lengths.equal_documents import equal_documents
 
 SEQ_LEN = 32768
 WORK = TrainingWorkload(seq_len=SEQ_LEN, global_batch_size=32)
