@@ -31,9 +31,9 @@ from moefold.parallel.pipeline_schedule import MicroBatch, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
-from moefold.testing.pool import WorkerPool
 from moefold.topology.message_plan import plan_messages
 from moefold.topology.schedules import runtime_slots, schedule_named, stage_ranks
+from moefold.verify.ranks.pool import WorkerPool
 
 TimeSpans = list[tuple[float, float]]
 

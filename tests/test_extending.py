@@ -38,7 +38,6 @@ from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
-from moefold.testing.pool import WorkerPool
 from moefold.topology.schedules import runtime_slots
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -46,6 +45,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, gather_full_tensors, run_distributed
 from moefold.verify.oracle_objectives import objective_of
+from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
 

@@ -28,8 +28,8 @@ from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.remote_path import RemotePath
-from moefold.testing.pool import WorkerError
 from moefold.train.run_folder import choose_run_folder
+from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.test_trainer import _train, losses, recipe
 

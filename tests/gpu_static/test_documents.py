@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.cuda_layers import layer_config
+from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.parallelize import build_sharded_stages
-from moefold.testing.cuda_layers import layer_config
-from moefold.testing.cuda_trace import CUDA, Trace, trace_cuda
 
 S = 4096
 BOUNDS = DocumentBounds(((0, 1000, 1001, S),))

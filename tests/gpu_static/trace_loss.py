@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.cuda_layers import layer_config
+from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.parallel.parallelize import build_sharded_stages
-from moefold.testing.cuda_layers import layer_config
-from moefold.testing.cuda_trace import CUDA, Trace, trace_cuda
 
 TOKENS = 16_384
 VOCAB_SIZE = 151_936

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.saved_memory import measure_saved_bytes
 from moefold.comm.resumable import ResumableTask, run_to_end
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -20,7 +21,6 @@ from moefold.offload.activations import ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.parallel.offload import apply_offload, open_offload
-from moefold.testing.saved_memory import measure_saved_bytes
 from tests.parallel.test_recompute import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
 
 CPU = torch.device("cpu")

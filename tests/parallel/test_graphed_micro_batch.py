@@ -24,10 +24,10 @@ from moefold.parallel.graphed_modules import GraphedModule
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.parallel.select_ops import SelectedKernels
-from moefold.testing.pool import WorkerError
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
+from moefold.verify.ranks.pool import WorkerError
 from tests.parallel.recorded_graphs import CountedRecorders
 from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny

@@ -13,9 +13,9 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.model.attention import CausalAttention
-from moefold.testing.pool import WorkerPool
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

@@ -10,9 +10,9 @@ import moefold_plugin_example
 import pytest
 
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.test_imports import imports_torch
 from tests.e2e.command import checkpoints, losses, metrics, moefold, train
 from tests.verify.recipes import tiny

@@ -24,13 +24,13 @@ from moefold.parallel.batch import Batch
 from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
 from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
-from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerError
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 from tests.split_job import split_pool

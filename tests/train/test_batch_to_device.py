@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.data import open_dataset
-from moefold.testing.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.train.batch import BatchSharder
 from tests.verify.recipes import tiny
 

@@ -34,7 +34,6 @@ from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.rollouts import RolloutCollector, StopRule
 from moefold.inference.sampling import SamplingParams
-from moefold.metrics.definitions import undefined
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
@@ -47,6 +46,7 @@ from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_sampling_memory, min_training_memory
+from tests.metrics.undefined import undefined
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 

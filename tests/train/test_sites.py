@@ -27,7 +27,6 @@ from moefold.launch.meet_client import MeetConnection
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.launch.site_round import pair_members
-from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.sites import SiteRounds, describe_wait
 from moefold.train.signals import StopSignals
@@ -37,6 +36,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle_sites import OracleSites
+from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors

@@ -425,7 +425,9 @@ def _words_of(key: str) -> set[str]:
     default = default_of(section, name)
     if isinstance(default, bool):
         return {"true", "false"}
-    return {"0"} if isinstance(default, int) else {*map(str, choices_of(section, name))} or {"never"}
+    return (
+        {repr(0 * default)} if isinstance(default, int | float) else {*map(str, choices_of(section, name))} or {"never"}
+    )
 
 
 def test_a_condition_asks_for_a_value_that_its_key_may_have():

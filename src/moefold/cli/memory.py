@@ -199,8 +199,8 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
     from moefold.data import prepare
-    from moefold.testing.pool import WorkerPool
     from moefold.train.memory_profile import measure_rank
+    from moefold.verify.ranks.pool import WorkerPool
 
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     world_size = cfg.parallel.world_size

@@ -176,8 +176,8 @@ def _notes(align: AlignConfig, rl: RLConfig, sites: SitesConfig, *, is_shrunk: b
 
 
 def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Sequence["DistributedRecord"]:
-    from moefold.testing.pool import WorkerPool
     from moefold.verify.distributed_run import run_distributed
+    from moefold.verify.ranks.pool import WorkerPool
 
     return WorkerPool().run(
         cfg.parallel.world_size, run_distributed, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=on_progress

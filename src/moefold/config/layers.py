@@ -150,20 +150,25 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     return tuple(built[row] for row in rows)
 
 
+def softmax_attention(model: Any) -> Any:
+    """Return `model.attention` with resolved widths, without what differs between layers: span, RoPE and indexer."""
+    part = _flat_part(model, "attention", model.attention)
+    if not isinstance(part, SoftmaxAttentionPart):
+        return part
+    gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
+    return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
+
+
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
     """Return the attention of a layer with a letter of `model.attention_pattern`."""
     if letter == "L":
         linear: AttentionPart = _flat_part(model, "attention", model.linear_attention)
         return linear
-    part: AttentionPart = _flat_part(model, "attention", model.attention)
     span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
-    part = replace(part, span=span, has_rope=has_rope)
-    if not isinstance(part, SoftmaxAttentionPart):
+    part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=has_rope)
+    if not isinstance(part, SoftmaxAttentionPart) or not model.index_topk:
         return part
-    gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
-    indexer = _flat_part(model, "indexer", "shared" if is_shared else "lightning") if model.index_topk else None
-    part = replace(part, gate=gate, indexer=indexer)
-    return part.with_heads(model.head_size, _qk_norm(model))
+    return replace(part, indexer=_flat_part(model, "indexer", "shared" if is_shared else "lightning"))
 
 
 def _qk_norm(model: Any) -> QueryKeyNorm | None:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, ReadIf, at_least
-from moefold.config.groups.attention import AttentionPart, RecurrentCore
-from moefold.config.layers import Layer, layers_of
+from moefold.config.groups.attention import RecurrentCore
+from moefold.config.layers import Layer, layers_of, softmax_attention
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.part import KindOf, Part
 from moefold.config.patterns import MAX_LAYERS
@@ -61,7 +61,9 @@ class ModelConfig:
     zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
-    active_experts: Annotated[float, at_least(0, "0: as all choices"), SAME_TENSORS] = 0.0
+    active_experts: Annotated[
+        float, at_least(0, "0: as all choices"), SAME_TENSORS, ReadIf("model.zero_experts"), ReadIf("model.expert_bias")
+    ] = 0.0
     """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
     (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
     moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 512
@@ -263,17 +265,15 @@ class ModelConfig:
     upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS, ReadIf("model.upcycle_from")] = 0.0
     """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
-    @property
-    def head_size(self) -> int:
-        """Width of one query and key head, D."""
-        if self.attention == "mla":
-            return self.qk_nope_head_dim + self.qk_rope_head_dim
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+    @cached_property
+    def softmax_attention(self) -> Any:
+        """Attention of the layers that are not recurrent, an `AttentionPart` without span and indexer."""
+        return softmax_attention(self)
 
     @property
-    def value_head_size(self) -> int:
-        """Width of one value head."""
-        return self.v_head_dim if self.attention == "mla" else self.head_size
+    def head_size(self) -> int:
+        """Width of one query and key head of built-in attention, D."""
+        return int(self.softmax_attention.head_dim)
 
     @property
     def expert_hidden_size(self) -> int:
@@ -293,14 +293,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
-        if isinstance(self.attention, AttentionPart):
-            return int(self.attention.rotary_dim)
-        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key/value heads in attention: the query groups, or with mla the query heads."""
-        return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
+        return int(self.softmax_attention.rotary_dim)
 
     @cached_property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -331,13 +324,6 @@ class ModelConfig:
     def has_linear_convolution(self) -> bool:
         """Return whether some layers have a convolution over neighbouring tokens."""
         return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.layers)
-
-    @property
-    def attention_gate_size(self) -> int:
-        """Gates of one head of softmax attention; 0: none."""
-        if not self.attention_gate:
-            return 0
-        return 1 if self.attention_gate_width == "head" else self.value_head_size
 
     @cached_property
     def block_kinds(self) -> tuple[Layer, ...]:

@@ -34,7 +34,7 @@ class MoEConfig:
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
     """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does any choice other than
     topk."""
-    aux_kind: Annotated[str | Part, KindOf("balance_scope")] = "micro_batch"
+    aux_kind: Annotated[str | Part, KindOf("balance_scope"), ReadIf("moe.aux_loss!=0.0")] = "micro_batch"
     """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
     for every dp)."""
@@ -47,7 +47,9 @@ class MoEConfig:
     GPU."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
-    bias_update_rate: Annotated[float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0")] = 1e-3
+    bias_update_rate: Annotated[
+        float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0"), ReadIf("model.expert_bias")
+    ] = 1e-3
     """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
     more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
     choice: Annotated[str | Part, KindOf("choice")] = "topk"

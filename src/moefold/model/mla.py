@@ -75,9 +75,9 @@ class LatentAttention(SelfAttention):
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
-        gates = heads * cfg.attention_gate_size
+        gates = heads * cfg.softmax_attention.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
-        self.gates_whole_heads = cfg.attention_gate_size == 1
+        self.gates_whole_heads = cfg.softmax_attention.gate_size == 1
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.

@@ -116,7 +116,7 @@ def _model(cfg: Config) -> Iterator[str]:
             f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
             "the number of tokens; choose 0"
         )
-    head_dim = max(model.head_size, model.value_head_size)
+    head_dim = max(model.softmax_attention.head_dim, model.softmax_attention.value_width)
     if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if cfg.train.seq_len > MAX_EXACT_SEQ_LEN:

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterator
 
+from moefold.config.chosen import part_problems
+from moefold.config.part import Part
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
 from moefold.config.schema import Config
-from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
-from moefold.topology.layout import divisors
+from moefold.config.suggestions import join_with_or, nearest_multiples
 from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 
 
@@ -38,25 +39,11 @@ def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
         )
 
 
-def validate_heads(cfg: Config) -> Iterator[str]:
-    """Check that heads divide the hidden size if head_dim is unset, and that query groups divide the heads."""
-    model = cfg.model
-    if model.attention == "mla" or not model.has_softmax_attention:
-        return
-    hidden = model.hidden_size
-    heads = model.num_attention_heads
-    groups = model.num_query_groups
-    if model.head_dim == 0 and hidden % heads:
-        yield (
-            f"model.num_attention_heads={heads} must divide model.hidden_size={hidden} when model.head_dim is 0; "
-            f"choose {nearest_numbers(heads, divisors(hidden))} heads, model.hidden_size="
-            f"{nearest_multiples(hidden, heads)}, or set model.head_dim"
-        )
-    if heads % groups:
-        yield (
-            f"model.num_query_groups={groups} must divide model.num_attention_heads={heads}; "
-            f"choose {nearest_numbers(groups, divisors(heads))}"
-        )
+def validate_layers(cfg: Config) -> Iterator[str]:
+    """Check the parts of the layers."""
+    parts = dict.fromkeys(part for layer in dict.fromkeys(cfg.model.all_layers) for part in layer.parts())
+    problems = (problem for part in parts if isinstance(part, Part) for problem in part_problems(part, cfg))
+    yield from dict.fromkeys(map(str, problems))
 
 
 def validate_rope(cfg: Config) -> Iterator[str]:
@@ -90,123 +77,8 @@ def validate_rope(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_mla(cfg: Config) -> Iterator[str]:
-    """Check that MLA (multi-head latent attention) has no QK norm, biases, sinks or scale of the scores."""
-    model = cfg.model
-    if model.attention != "mla":
-        return
-    for key, why in (
-        ("qk_norm", "which normalises its latents"),
-        ("qkv_bias", "which has no biases"),
-        ("attention_output_bias", "which has no biases"),
-        ("attention_sinks", "which has no sinks"),
-    ):
-        if getattr(model, key) is True:
-            yield f"model.{key}=true does not go with model.attention='mla', {why}; set {key}=false, or attention='gqa'"
-
-
-def validate_norm_after_rope(cfg: Config) -> Iterator[str]:
-    """Check that norms after RoPE are of dims in the order of their weights."""
-    model = cfg.model
-    if model.qk_norm_after_rope and model.rope_interleaved and model.qk_norm_weight:
-        yield (
-            "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
-            "dims; choose rope_interleaved=false"
-        )
-
-
-def validate_sliding_window(cfg: Config) -> Iterator[str]:
-    """Check that layers of kind W have a sliding window."""
-    model = cfg.model
-    if "W" in model.attention_pattern and model.sliding_window == 0:
-        yield (
-            f"model.attention_pattern={model.attention_pattern!r} has layers of kind W, which attend to "
-            "model.sliding_window=0 tokens; set model.sliding_window, or choose 'F'"
-        )
-
-
-def validate_attention_chunks(cfg: Config) -> Iterator[str]:
-    """Check that layers of kind C have chunks, and grouped-query attention."""
-    model = cfg.model
-    name = f"model.attention_pattern={model.attention_pattern!r}"
-    if "C" not in model.attention_pattern:
-        return
-    if model.attention_chunk_size == 0:
-        yield (
-            f"{name} has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
-            "set model.attention_chunk_size, or choose 'F'"
-        )
-    if model.attention == "mla":
-        yield f"{name} has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
-    if model.index_topk:
-        yield (
-            f"{name} has layers of kind C, and model.index_topk={model.index_topk} selects keys of the whole document; "
-            "choose 'F' or 'W', or index_topk=0"
-        )
-
-
-def validate_norms_without_weights(cfg: Config) -> Iterator[str]:
-    """Check that norms of queries and keys without weights are of single heads, and that others are in all layers."""
-    model = cfg.model
-    if not model.qk_norm:
-        return
-    if not model.qk_norm_weight and model.qk_norm_width == "all_heads":
-        yield (
-            "model.qk_norm_weight=false does not go with model.qk_norm_width='all_heads', whose norm has weights; set "
-            "qk_norm_width='head'"
-        )
-    if model.qk_norm_weight and not model.qk_norm_nope:
-        yield (
-            "model.qk_norm_nope=false does not go with model.qk_norm_weight=true: layers without RoPE would have other "
-            "parameters than those with it; set qk_norm_weight=false, or qk_norm_nope=true"
-        )
-
-
-def validate_linear_attention(cfg: Config) -> Iterator[str]:
-    """Check the heads of layers of kind L."""
-    model = cfg.model
-    if not model.has_linear_attention or model.linear_attention == "short_convolution":
-        return
-    keys = model.linear_num_key_heads
-    values = model.linear_num_value_heads
-    if values % keys:
-        yield (
-            f"model.linear_num_value_heads={values} must be a multiple of model.linear_num_key_heads={keys}, each of "
-            f"which serves as many; choose {nearest_multiples(values, keys)}"
-        )
-
-
-def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
-    """Check that norms around zero belong to the residual stream and to single heads."""
-    model = cfg.model
-    if not model.zero_centered_norms:
-        return
-    if model.norm != "rmsnorm":
-        yield (
-            f"model.zero_centered_norms=true does not go with model.norm={model.norm!r}, whose weights start at 1; set "
-            "zero_centered_norms=false, or norm='rmsnorm'"
-        )
-    if model.attention == "mla":
-        yield (
-            "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; "
-            "set zero_centered_norms=false, or attention='gqa'"
-        )
-    if model.qk_norm and model.qk_norm_width == "all_heads":
-        yield (
-            "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; "
-            "set zero_centered_norms=false, or qk_norm_width='head'"
-        )
-
-
 MODEL_RULES = (
-    validate_zero_centered_norms,
-    validate_linear_attention,
+    validate_layers,
     *SPARSE_ATTENTION_RULES,
-    validate_sliding_window,
-    validate_attention_chunks,
-    validate_norms_without_weights,
-    validate_heads,
-    validate_mla,
-    validate_norm_after_rope,
     validate_rope,
 )

@@ -12,10 +12,11 @@ from typing import Any
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import has_dense_layers, has_moe_layers
 from moefold.config.param_spec import shard_rows
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config
@@ -171,10 +172,15 @@ def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[s
 
 def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
-    if model.has_softmax_attention:
-        yield from _validate_tp_of_heads(model, tp)
-    for attention in dict.fromkeys(layer.attention for layer in model.block_kinds if layer.attention.is_recurrent):
-        yield from _validate_divides("tp", tp, *attention.tp_unit(model.hidden_size))
+    for key, size in dict.fromkeys(layer.attention.tp_unit(model.hidden_size) for layer in model.distinct_kinds):
+        yield from _validate_divides("tp", tp, key, size)
+    for groups in {weight.tp_heads for layer in model.distinct_kinds for weight in layer.params} - {0}:
+        if groups % tp and tp % groups:
+            yield (
+                f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
+                f"(key and value heads are then replicated); choose model.num_query_groups="
+                f"{nearest_multiples(groups, tp)}"
+            )
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     if has_moe_layers(model):
@@ -191,17 +197,6 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
         )
 
 
-def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
-    yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
-    groups = model.num_key_value_heads
-    replicates_keys = any(weight.tp_heads for layer in model.block_kinds for weight in layer.params)
-    if groups % tp and replicates_keys and tp % groups:
-        yield (
-            f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
-            f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
-        )
-
-
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     context = chosen(cfg, ContextPart)
     if cp > 1 and cfg.model.index_topk and not (context.takes_selected_keys or context.is_planned):
@@ -210,19 +205,17 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
             f"model.index_topk={cfg.model.index_topk}, which selects among the keys of the whole sequence; choose "
             "'allgather'"
         )
-    if not context.shards_heads or cp == 1 or not cfg.model.has_softmax_attention:
+    if not context.shards_heads or cp == 1:
         return
     tp = cfg.parallel.tp
-    heads = cfg.model.num_attention_heads
-    groups = cfg.model.num_key_value_heads
-    if heads % tp or (groups % tp and tp % groups):
-        return
-    if heads // tp % cp:
-        yield (
-            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
-            f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
-            "parallel.context='ring' or 'allgather'"
-        )
+    cores = [layer.core for layer in cfg.model.distinct_kinds if isinstance(layer.core, SoftmaxCore)]
+    for heads, groups in dict.fromkeys((core.heads, core.kv_heads) for core in cores):
+        if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0) and heads // tp % cp:
+            yield (
+                f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
+                f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
+                "parallel.context='ring' or 'allgather'"
+            )
 
 
 def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:

@@ -7,8 +7,7 @@ A key that is left out, or set to its default, is no such setting. Options of an
 from typing import Any
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import chosen, chosen_in, chosen_parts, layer_readers, read_key, readers
-from moefold.config.groups.choice import ChoicePart
+from moefold.config.chosen import chosen, chosen_parts, layer_readers, read_key, readers
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part
 from moefold.config.patterns import MAX_LAYERS
@@ -67,22 +66,10 @@ UNUSED_KEY_RULES = (
         "set moe.capacity_factor above 0",
     ),
     UnusedKeyRule(
-        "moe.bias_update_rate",
-        lambda cfg: not cfg.model.expert_bias or chosen_in(cfg.moe, ChoicePart).sets_bias,
-        "no bias is updated by steps: model.expert_bias=false, or moe.choice='quantile' sets it",
-        "set model.expert_bias=true with moe.choice='topk'",
-    ),
-    UnusedKeyRule(
         "moe.aux_loss",
         lambda cfg: cfg.moe.aux_loss > 0 and aux_coefficient(cfg.moe) == 0,
         "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
-    ),
-    UnusedKeyRule(
-        "moe.aux_kind",
-        lambda cfg: aux_coefficient(cfg.moe) == 0,
-        "moe.aux_loss=0.0 turns the loss off, and so does a moe.choice other than 'topk'",
-        "set moe.aux_loss above 0 with moe.choice='topk'",
     ),
     UnusedKeyRule(
         "moe.trace_every",

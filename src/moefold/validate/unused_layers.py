@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import AttentionPart
-from moefold.config.groups.choice import ChoicePart
 from moefold.config.model import ModelConfig
 from moefold.validate.unused_rule import UnusedKeyRule
 
@@ -19,14 +17,6 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 
 LAYER_RULES = (
-    UnusedKeyRule(
-        "model.active_experts",
-        lambda cfg: (
-            not (cfg.model.zero_experts and cfg.model.expert_bias and chosen_in(cfg.moe, ChoicePart).scores_decide)
-        ),
-        "no expert bias balances experts against zero-computation experts",
-        "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
-    ),
     UnusedKeyRule(
         "model.qk_norm_nope",
         lambda cfg: not cfg.model.qk_norm or not has_nope(cfg.model),

@@ -213,7 +213,8 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
         num_layers = sum(stage_sizes)
     attention_pattern = _keep_kinds(spell(model.attention_pattern, ATTENTION_KINDS, model.num_layers), num_layers)
-    key_value_heads = model.num_key_value_heads
+    weights = model.softmax_attention.params(model.hidden_size)
+    key_value_heads = max(weight.tp_heads for weight in weights) or model.num_attention_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if chosen_in(p, ContextPart).shards_heads:
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups

@@ -15,7 +15,7 @@ epsilon of norms -> its output [S, H]."""
 
 
 class SoftmaxInput(NamedTuple):
-    """What the formula of softmax attention is given: a micro-batch of B samples of S tokens, in float64."""
+    """Input of the formula of softmax attention: a micro-batch of B samples of S tokens, in float64."""
 
     weights: Mapping[str, Any]
     """By their names in the module."""
@@ -30,7 +30,7 @@ class SoftmaxInput(NamedTuple):
 
 
 class SoftmaxHeads(NamedTuple):
-    """What the formula of softmax attention returns; the oracle has the mask, the softmax and `wo`."""
+    """Result of the formula of softmax attention; the oracle has the mask, the softmax and `wo`."""
 
     queries: Any
     """[B, S, A, D]."""
@@ -80,6 +80,11 @@ class SoftmaxCore:
     """Width of the key of the layer's own indexer; 0: it has none."""
     index_flops: int = 0
     """FLOPs of the indexer for a query and a key."""
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of the key and value of a head, where keys are sent."""
+        return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
     def flops(self, keys: float) -> float:
         """Return the forward FLOPs of one token, given the mean number of keys in its context."""
@@ -251,7 +256,10 @@ class AttentionPart(Part):
         Args:
             hidden: width of the residual stream.
         """
-        return "model.hidden_size", hidden
+        core = self.core(hidden)
+        return (
+            ("heads of model.attention", core.heads) if isinstance(core, SoftmaxCore) else ("model.hidden_size", hidden)
+        )
 
     @property
     def index_source(self) -> int:
@@ -306,9 +314,18 @@ class SoftmaxAttentionPart(AttentionPart):
     gate: OutputGate | None = None
     indexer: IndexerPart | None = None
 
-    def with_heads(self, head_dim: int, qk_norm: QueryKeyNorm | None) -> "SoftmaxAttentionPart":
-        """Return the part with a resolved width of its heads and norms of queries and keys, if it has these."""
+    def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "SoftmaxAttentionPart":
+        """Return the part with a resolved width of its heads and norms of queries and keys, if it has these.
+
+        Args:
+            hidden: width of the residual stream.
+            qk_norm: norms that the recipe asks for.
+        """
         return self
+
+    def tp_unit(self, hidden: int) -> tuple[str, int]:
+        """Return the query heads; see base class."""
+        return "model.num_attention_heads", self.num_heads
 
     @property
     def selector(self) -> IndexerPart | None:

@@ -17,6 +17,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.config.groups.drop import DropPart
 from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
@@ -117,14 +118,9 @@ def _validate_selection_split(cfg: Config) -> Iterator[str]:
     return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
 
 
-def _validate_drop_scope(cfg: Config) -> Iterator[str]:
-    """Check the tokens that share a capacity, as `check_config` does."""
-    return map(str, chosen(cfg, DropScopePart).check(cfg))
-
-
-def _validate_dispatcher(cfg: Config) -> Iterator[str]:
-    """Check the dispatcher, as `check_config` does."""
-    return map(str, chosen(cfg, DispatcherPart).check(cfg))
+def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
+    """Check the part of a group, as `check_config` does."""
+    return map(str, chosen(cfg, group).check(cfg))
 
 
 def _validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
@@ -150,7 +146,7 @@ TP_RULES = (_axis_rule("tp", "tp"),)
 CP_RULES = (
     _axis_rule("cp", "tp", "cp"),
     MappingRule(validate_sequence_length, ("tp", "cp")),
-    MappingRule(_validate_drop_scope, ("tp", "cp")),
+    MappingRule(partial(_validate_part, DropScopePart), ("tp", "cp")),
     MappingRule(validate_attention_pool, ("dp", "cp")),
 )
 EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
@@ -167,12 +163,13 @@ PIPELINE_RULES = (
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
 DISPATCH_OVERLAP_RULES = (MappingRule(_validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
+VALIDATE_DISPATCHER = partial(_validate_part, DispatcherPart)
 DISPATCH_RULES = (
     MappingRule(
-        _validate_dispatcher, ("ep", "etp", "dispatcher", "overlap"), applies_when=("dispatcher", _counts_no_tokens)
+        VALIDATE_DISPATCHER, ("ep", "etp", "dispatcher", "overlap"), applies_when=("dispatcher", _counts_no_tokens)
     ),
     MappingRule(
-        _validate_dispatcher,
+        VALIDATE_DISPATCHER,
         ("ep", "etp", "dispatcher", "overlap", "samples_per_dispatch"),
         applies_when=("dispatcher", _counts_tokens),
     ),
@@ -222,7 +219,7 @@ class MappingConstraints:
         raise_all(range_problems(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
         raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
-        raise_all(map(str, chosen(cfg, DropPart).check(cfg)))
+        raise_all(_validate_part(DropPart, cfg))
         self.base_config = cfg
         self._cache: dict[tuple[Any, ...], bool] = {}
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import (
@@ -18,6 +18,7 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
@@ -43,6 +44,28 @@ class MlaPart(SoftmaxAttentionPart):
     qk_rope_head_dim: Annotated[int, FlatKey("model.qk_rope_head_dim")]
     v_head_dim: Annotated[int, FlatKey("model.v_head_dim")]
     scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield norms, biases, sinks and chunks, which MLA does not have."""
+        model: ModelConfig = recipe.model
+        for key, why in (
+            ("qk_norm", "which normalises its latents"),
+            ("qkv_bias", "which has no biases"),
+            ("attention_output_bias", "which has no biases"),
+            ("attention_sinks", "which has no sinks"),
+            ("zero_centered_norms", "whose latents have other norms"),
+        ):
+            if getattr(model, key) is True:
+                rule = f"does not go with model.attention={self.kind!r}, {why}"
+                yield Problem(f"model.{key}", True, rule, f"set {key}=false, or attention='gqa'")
+        if self.span and self.span.chunk:
+            rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
+            yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
+
+    @property
+    def rotary_dim(self) -> int:
+        """See base class."""
+        return self.qk_rope_head_dim
 
     @property
     def head_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""Reference of all commands, read from their argument parsers: `python -m moefold.cli.reference > docs/commands.md`."""
+"""Reference of all commands, read from their argument parsers: `python -m tools.command_page > docs/commands.md`."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from moefold.terminal import print_escaped
 
 HEAD = """# Every command
 
-<!-- From the parsers in src/moefold/cli by `python -m moefold.cli.reference > docs/commands.md`. -->
+<!-- From the parsers in src/moefold/cli by `python -m tools.command_page > docs/commands.md`. -->
 <!-- not run: tests/cli/test_examples.py parses the examples of every help text -->
 
 `moefold COMMAND --help` prints the same in a terminal. Exit status: 0 success; 1 the run failed, or the answer is no;

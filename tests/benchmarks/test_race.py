@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from moefold.bench.comparison import compare_implementations
-from moefold.bench.other_frameworks import PEERS
-from moefold.bench.timing import median_ratio, time_interleaved
+from benchmarks.race.other_frameworks import PEERS
+from benchmarks.race.step import median_ratio, race_steps
+from moefold.bench.timing import time_interleaved
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
 
@@ -34,12 +34,12 @@ LATENT = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_of_mixtral(group_of_one, part, routing, dtype):
     cfg = load_config(None, [*SIZES, f"run.dtype={dtype}"])
-    found = compare_implementations(cfg, part, routing, torch.device("cpu"), 1)
-    names = [row.name.split(",")[0] for row in found.rows]
+    found = race_steps(cfg, part, routing, torch.device("cpu"), 1)
+    names = [row.name.split(",")[0] for row in found.report.rows]
     assert names[:3] == ["moefold", "plain torch", "transformers"]
     assert found.ratio_to_plain is not None
-    assert (found.load == 1.0) == (routing == "balanced")
-    assert found.ours.peak_gib > 0
+    assert (found.report.load == 1.0) == (routing == "balanced")
+    assert found.report.rows[0].peak_gib > 0
     assert list(found.ratios_to_peers) == names[3:]
     said = [*names[3:], *found.absent]
     assert [sum(words.startswith(peer.name) for words in said) for peer in PEERS] == [1, 1]
@@ -51,11 +51,11 @@ def test_layers_of_mixtral(group_of_one, part, routing, dtype):
 @pytest.mark.parametrize("part", ["layer", "stack"])
 def test_layers_of_deepseek(group_of_one, part):
     cfg = load_config(None, [*SIZES, *LATENT])
-    found = compare_implementations(cfg, part, "balanced", torch.device("cpu"), 1)
-    assert [row.name.split(",")[0] for row in found.rows][:2] == ["moefold", "transformers"]
+    found = race_steps(cfg, part, "balanced", torch.device("cpu"), 1)
+    assert [row.name.split(",")[0] for row in found.report.rows][:2] == ["moefold", "transformers"]
     assert found.ratio_to_plain is None
     assert "plain torch: its router supports only softmax and top-k" in found.absent
-    assert "shared experts" in [piece.name for piece in found.pieces]
+    assert "shared experts" in [piece.name for piece in found.report.pieces]
 
 
 def test_contestants_take_turns_and_the_first_rounds_do_not_count():

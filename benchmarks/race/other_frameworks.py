@@ -128,8 +128,8 @@ def megatron_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type: s
 
 
 PEERS = (
-    Peer("megatron-core", "megatron.core", "moefold.bench.megatron_layer", megatron_unsupported_reason),
-    Peer("torchtitan", "torchtitan", "moefold.bench.torchtitan_layer", torchtitan_unsupported_reason),
+    Peer("megatron-core", "megatron.core", "benchmarks.race.megatron_layer", megatron_unsupported_reason),
+    Peer("torchtitan", "torchtitan", "benchmarks.race.torchtitan_layer", torchtitan_unsupported_reason),
 )
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from moefold.testing.cuda_trace import Launch
+from benchmarks.cuda_trace import Launch
 
 MAX_SHARED_BYTES = 232_448
 """Shared memory of a block on sm_90 and sm_100 at most: 227 KiB (CUDA C++ Programming Guide, Compute Capabilities)."""

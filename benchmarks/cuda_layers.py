@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.cuda_trace import CUDA, H200, Device, Event, Trace, trace_cuda
 from moefold.comm import row_exchange
 from moefold.comm.groups import Group, fake_rank
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
@@ -24,7 +25,6 @@ from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel import expert_parallel, select_ops
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
-from moefold.testing.cuda_trace import CUDA, H200, Device, Event, Trace, trace_cuda
 
 LayerPart = Literal["layer", "block", "model"]
 

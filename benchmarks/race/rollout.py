@@ -1,29 +1,46 @@
-"""Benchmark of generation: the rollout engine and transformers with the same weights, in turn in one process."""
+"""Time generation by the rollout engine and, in turn in one process, by transformers with the same random weights.
 
+    python -m benchmarks.race.rollout [OPTIONS]
+
+Scenarios: 1, 8 and 64 samples, rollouts of log-normal lengths, and samples that share prompts against the same ones
+that do not.
+"""
+
+import argparse
+import json
 import logging
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moefold.bench.implementations import hugging_face_model
+from benchmarks.race.rivals import hugging_face_model
+from moefold.bench.timing import describe_device
+from moefold.cli.command_parser import CommandParser
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.extras import install_command
+from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.load import LoadedModel, load_model
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import find_source
+from moefold.launch.ranks import init_distributed, spawn_ranks
 from moefold.model.transformer import TORCH_DTYPES
-from moefold.progress import ProgressCallback, ignore_progress
+from moefold.progress import ProgressCallback, WorkProgress, ignore_progress
+from moefold.terminal import print_escaped
 
 OURS = "moefold"
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
@@ -236,3 +253,69 @@ def _load(folder: str, cfg: Config, device: torch.device) -> LoadedModel:
     source = find_source(folder)
     request = InferenceRequest(device=device.type, dtype=cfg.run.dtype, seq_len=MAX_POSITIONS, batch_size=1)
     return load_model(source, inference_config(source, request, "generate"), device)
+
+
+def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
+    torch.set_num_threads(args.threads)
+    scenarios = make_scenarios()
+    chosen = [scenario for name, scenario in scenarios.items() if any(part in name for part in args.only or [""])]
+    if not chosen:
+        raise ConfigError(f"--only {' '.join(args.only)} matches none of: {'; '.join(scenarios)}")
+    with init_distributed(rank_env, device_type) as device, WorkProgress("race") as progress:
+        bench = RolloutBench(rollout_config(args.preset, args.dtype), device)
+        found = [bench.run(scenario, args.rounds, progress.report) for scenario in chosen]
+        machine = describe_device(device)
+    if args.json:
+        report = {"preset": args.preset, "dtype": args.dtype, "machine": machine}
+        print_escaped(json.dumps(report | {"scenarios": [asdict(result) for result in found]}), flush=True)
+        return 0
+    title = f"{args.preset}, {args.dtype}, {machine}; medians of {args.rounds} rounds in turn, after one"
+    print_escaped("\n".join([title, *(line for result in found for line in _table(result))]), flush=True)
+    return 0
+
+
+def _table(result: ScenarioResult) -> list[str]:
+    lines = ["", f"{result.name:38}  {'CPU s':>8}  {'wall s':>8}  {'tokens/CPU s':>12}  {'CPU ratio':>9}  wall ratio"]
+    for timing in result.timings:
+        cpu_s = statistics.median(timing.cpu_s)
+        ratios = result.ratio(timing)
+        lines.append(
+            f"  {timing.name:36}  {cpu_s:8.3f}  {statistics.median(timing.wall_s):8.3f}  "
+            f"{result.num_new_tokens / cpu_s:12,.0f}  {ratios[0]:8.2f}x  {ratios[1]:9.2f}x"
+        )
+    return lines + [f"  {reason}" for reason in result.absent]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m benchmarks.race.rollout",
+        description="Time generation by the rollout engine and, in turn in the same process, transformers' generate\n"
+        "and continuous batching with the same random weights: 1, 8 and 64 samples, rollouts of log-normal lengths,\n"
+        "and samples that share prompts against the same ones that do not.",
+    )
+    parser.add_argument("--preset", default="quickstart", help="model (default quickstart)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only scenarios whose name has one of these texts")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark on one rank and print a table; return 0, and 2 for wrong options."""
+    args = _parser().parse_args(argv)
+    try:
+        for name in ("rounds", "threads"):
+            if getattr(args, name) < 1:
+                raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+        if find_spec("transformers") is None:
+            raise ConfigError(f"the race needs transformers, which is missing: {install_command('hf')}")
+        return spawn_ranks(partial(_measure, args), 1, "cpu")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.bench import other_frameworks
-from moefold.bench.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
+from benchmarks.race import other_frameworks
+from benchmarks.race.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from moefold.recipe import load_config

@@ -1,6 +1,6 @@
-"""Benchmark comparison on one device: implementations, breakdown of our step, and the machine's peak rates."""
+"""Benchmark of our step on one device: its speed, the time of its parts, and the machine's peak rates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,31 +8,24 @@ import torch
 from torch import Tensor
 
 from moefold.bench.breakdown import BARE_GEMM_LOOP, PartTime, StepBreakdown, bare_loop_ratio, part_time
-from moefold.bench.implementations import EXPERTS_IMPLEMENTATIONS, OURS, Competitors, build_competitors
-from moefold.bench.shape import BenchPart, BenchRouting, step_flops
+from moefold.bench.our_step import OURS, LayerStep, ModelStep, StepFunction
+from moefold.bench.shape import step_flops
 from moefold.bench.timing import (
     CLOCKS,
-    COPY,
-    ONEDNN,
-    TORCH_MM,
     PeakRates,
     StepTimes,
     StorageMeter,
     describe_device,
-    median_ratio,
     peak_rates,
     repeat_short_step,
     roofline_kernels,
     synchronized,
     time_interleaved,
 )
-from moefold.config.schema import Config
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.progress import ProgressCallback, ignore_progress
 
 GIB = 2**30
-ROOFLINE_KERNELS = (COPY, TORCH_MM, ONEDNN)
-TRANSFORMERS_VARIANTS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +37,7 @@ class ImplementationResult:
     low_s: float
     """Lower quartile; `high_s` is the upper quartile."""
     high_s: float
+    rounds_s: list[float]
     tokens_per_s: float
     tflops: float
     mfu: float
@@ -53,8 +47,8 @@ class ImplementationResult:
 
 
 @dataclass(frozen=True)
-class BenchComparison:
-    """Results of a benchmark comparison."""
+class StepReport:
+    """Results of our step, and of the steps that ran in turn with it."""
 
     machine: str
     torch: str
@@ -69,57 +63,46 @@ class BenchComparison:
     gemm_tflops: float
     copy_gbps: float
     rows: list[ImplementationResult]
-    absent: list[str]
-    ratio_to_transformers: float
-    """Median over the rounds of the time of transformers' faster implementation over ours."""
-    ratio_to_plain: float | None
-    ratios_to_peers: dict[str, float]
+    """Ours first."""
     pieces: list[PartTime]
     experts_of_bare_loop: float
     """Speed of our experts relative to the bare loop of their GEMMs."""
 
-    @property
-    def ours(self) -> ImplementationResult:
-        """Result of our implementation."""
-        return next(row for row in self.rows if row.name == OURS)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON, with the gaps of the parts."""
-        report = {"kind": "comparison", **asdict(self)}
+        report = {"kind": "step", **asdict(self)}
         for piece, values in zip(self.pieces, report["pieces"], strict=True):
             values["gap"] = piece.gap if piece.floor_s else None
         return report
 
 
-def compare_implementations(
-    cfg: Config,
-    part: BenchPart,
-    routing: BenchRouting,
-    device: torch.device,
+def measure_step(
+    ours: ModelStep | LayerStep,
+    run: StepFunction,
     rounds: int,
     clock: str = "wall",
     on_progress: ProgressCallback = ignore_progress,
-) -> BenchComparison:
-    """Time all implementations, the roofline kernels and the parts of our step in the same rounds.
+    others: Mapping[str, StepFunction] | None = None,
+) -> StepReport:
+    """Time our step, its parts, the roofline kernels and the steps of others in the same rounds.
 
-    The slower of transformers' experts implementations is dropped after a short comparison of the two.
+    Args:
+        ours: our step.
+        run: what `ours.build()` returned.
+        rounds: measured rounds, after 2 that do not count.
+        clock: name of a clock of `CLOCKS`.
+        on_progress: called with progress messages.
+        others: further steps by name.
     """
-    on_progress("building the models")
-    competitors = build_competitors(cfg, part, routing, device)
-    steps = {name: synchronized(step, device) for name, step in competitors.steps.items()}
-    on_progress("choosing the faster of transformers' implementations")
-    quick = time_interleaved(
-        {name: steps[name] for name in TRANSFORMERS_VARIANTS}, warmup=1, rounds=2, clock=CLOCKS[clock]
-    )
-    fastest = min(TRANSFORMERS_VARIANTS, key=lambda name: min(quick[name]))
-    for name in TRANSFORMERS_VARIANTS:
-        if name != fastest:
-            del steps[name]
-    breakdown = _step_breakdown(cfg, part, device, competitors)
+    cfg = ours.cfg
+    device = ours.device
+    steps = {name: synchronized(step, device) for name, step in {OURS: run, **(others or {})}.items()}
+    breakdown = _step_breakdown(ours, run)
     parts = breakdown.parts()
     timed: dict[str, Callable[[], None]] = {**steps}
     timed |= {
-        name: synchronized(run, device) for name, run in roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device).items()
+        name: synchronized(kernel, device)
+        for name, kernel in roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device).items()
     }
     timed[BARE_GEMM_LOOP] = synchronized(breakdown.bare_gemm_loop(), device)
     repeated = {x.name: repeat_short_step(x.run, device, CLOCKS[clock]) for x in parts}
@@ -128,30 +111,24 @@ def compare_implementations(
     on_progress("measuring memory")
     medians = {name: StepTimes(seconds).median_s for name, seconds in times_s.items()}
     rates = peak_rates(medians, device)
-    rows = [_implementation_result(name, times_s[name], step, cfg, part, rates, device) for name, step in steps.items()]
+    rows = [_implementation_result(name, times_s[name], step, ours, rates) for name, step in steps.items()]
     part_times = [
         part_time(step_part, medians[_part_key(step_part.name)] / repeated[step_part.name].repeats, rates)
         for step_part in parts
     ]
-    plain = [name for name in steps if name.startswith("plain")]
-    best_plain = min(plain, key=lambda name: medians[name]) if plain else None
-    return BenchComparison(
+    return StepReport(
         machine=describe_device(device),
         torch=torch.__version__,
         dtype=cfg.run.dtype,
         tokens=cfg.tokens_per_step,
         num_experts=cfg.model.num_experts,
-        routing=routing,
-        load=competitors.expert_load(),
+        routing=ours.routing,
+        load=ours.expert_load(),
         rounds=rounds,
         clock=clock,
         gemm_tflops=rates.flops_per_s / 1e12,
         copy_gbps=rates.bytes_per_s / 1e9,
         rows=rows,
-        absent=competitors.absent,
-        ratio_to_transformers=median_ratio(times_s[OURS], times_s[fastest]),
-        ratio_to_plain=None if best_plain is None else median_ratio(times_s[OURS], times_s[best_plain]),
-        ratios_to_peers={name: median_ratio(times_s[OURS], times_s[name]) for name in competitors.peers},
         pieces=part_times,
         experts_of_bare_loop=bare_loop_ratio(part_times, medians[BARE_GEMM_LOOP], cfg.model.num_layers),
     )
@@ -165,22 +142,21 @@ def _implementation_result(
     name: str,
     seconds: list[float],
     step: Callable[[], None],
-    cfg: Config,
-    part: BenchPart,
+    ours: ModelStep | LayerStep,
     peak_rates: PeakRates,
-    device: torch.device,
 ) -> ImplementationResult:
     times = StepTimes(seconds)
-    flops_per_s = step_flops(cfg, part) / times.median_s
+    flops_per_s = step_flops(ours.cfg, ours.part) / times.median_s
     return ImplementationResult(
         name=name,
         median_s=times.median_s,
         low_s=times.quartiles_s[0],
         high_s=times.quartiles_s[1],
-        tokens_per_s=cfg.tokens_per_step / times.median_s,
+        rounds_s=seconds,
+        tokens_per_s=ours.cfg.tokens_per_step / times.median_s,
         tflops=flops_per_s / 1e12,
         mfu=flops_per_s / peak_rates.flops_per_s,
-        peak_gib=_peak_bytes(step, device) / GIB,
+        peak_gib=_peak_bytes(step, ours.device) / GIB,
     )
 
 
@@ -196,12 +172,12 @@ def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     return peak_bytes
 
 
-def _step_breakdown(cfg: Config, part: BenchPart, device: torch.device, competitors: Competitors) -> StepBreakdown:
+def _step_breakdown(ours: ModelStep | LayerStep, run: StepFunction) -> StepBreakdown:
     """Build the breakdown with the input states of the first router in our step."""
     inputs: list[Tensor] = []
-    router = competitors.first_moe_layer.router
+    router = ours.first_moe_layer.router
     handle = router.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
-    competitors.steps[OURS]()
+    run()
     handle.remove()
-    x = inputs[0].view(cfg.train.seq_len, cfg.train.global_batch_size, -1)
-    return StepBreakdown(cfg, part, device, x, router.weight.detach())
+    x = inputs[0].view(ours.cfg.train.seq_len, ours.cfg.train.global_batch_size, -1)
+    return StepBreakdown(ours.cfg, ours.part, ours.device, x, router.weight.detach())

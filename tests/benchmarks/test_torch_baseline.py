@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.bench.torch_baseline import TorchBaseline, baseline_unsupported_reason
+from benchmarks.race.torch_baseline import TorchBaseline, baseline_unsupported_reason
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.recipe import load_config

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import moefold
+from moefold.bench.documents import sent_bytes
 from moefold.comm.torch_compat import (
     TorchDispatchMode,
     around_backward,
@@ -33,7 +35,7 @@ from moefold.comm.torch_compat import (
 from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch import Dispatcher
 
-PACKAGE = f"{Path(__file__).parents[1]}/"
+PACKAGE = f"{Path(moefold.__file__).parent}/"
 """Folder of moefold's sources; a checkout of the same name may hold others, such as the sources of an environment."""
 CUDA = torch.device("cuda", 0)
 """The device that meta tensors report."""
@@ -330,19 +332,6 @@ class _Operators(TorchDispatchMode):
         self.trace.add("collective", name.strip("_"), moved_bytes=sent_bytes(name, args, size))
 
 
-def sent_bytes(name: str, args: tuple[Any, ...], size: int) -> float:
-    """Return the bytes that a rank sends in a collective of c10d, to others than itself."""
-    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-    others = (size - 1) / size
-    if "alltoall" in name:
-        return _bytes(tensors[1]) * others
-    if "allgather" in name:
-        return _bytes(tensors[1]) * (size - 1)
-    if "reduce_scatter" in name:
-        return _bytes(tensors[1]) * others
-    return 2 * _bytes(tensors[0]) * others
-
-
 def gemm_cost(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GemmCost:
     """Return the cost of a matrix product of torch, of zeros for other operators."""
     if name in ("mm", "bmm", "_grouped_mm"):
@@ -575,7 +564,7 @@ def _source() -> str:
     frame: Any = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(PACKAGE) and not path.endswith(("testing/cuda_trace.py", "comm/torch_compat.py")):
+        if path.startswith(PACKAGE) and not path.endswith("comm/torch_compat.py"):
             return f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from moefold.bench.rollout import OURS, RolloutBench, Scenario, make_scenarios, rollout_config
-from moefold.cli.main import main
+from benchmarks.race.rollout import OURS, RolloutBench, Scenario, main, make_scenarios, rollout_config
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -47,8 +46,8 @@ def test_scenarios_are_the_same_each_time():
 
 
 def test_wrong_options_are_one_message(capsys):
-    assert main(["bench", "rollout", "--rounds", "0"]) == 2
-    assert main(["bench", "rollout", "--only", "nothing"]) == 2
+    assert main(["--rounds", "0"]) == 2
+    assert main(["--only", "nothing"]) == 2
     err = capsys.readouterr().err
     assert "--rounds 0 must be at least 1" in err
     assert "--only nothing matches none of: 1 samples" in err

@@ -37,7 +37,7 @@ from moefold.host.processes import block_signals, signal_on_parent_death
 from moefold.launch.local_job import claim_folder, remove_stale_folders
 from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
 from moefold.progress import ignore_progress
-from moefold.testing.staged_group import STAGED, register_staged_backend
+from moefold.verify.ranks.staged_group import STAGED, register_staged_backend
 
 MAX_TEMP_DIR_BYTES = 70
 """Limit of the temporary folder's path: a socket path in it has 32 bytes more, and at most 103 (macOS) or 107."""
@@ -60,7 +60,7 @@ class WorkerPool:
         Args:
             preload: modules that the fork server imports in addition to the modules of training; missing ones are
                 ignored.
-            backend: back-end of the process groups; see `moefold.testing.staged_group`.
+            backend: back-end of the process groups; see `moefold.verify.ranks.staged_group`.
             forks: False: ranks are spawned, which takes seconds. Ranks that use CUDA need that, as a process that was
                 forked from one that has asked for GPUs cannot use them.
 
@@ -72,7 +72,7 @@ class WorkerPool:
         self._context: ForkServerContext | SpawnContext
         if forks:
             self._context = mp.get_context("forkserver")
-            self._context.set_forkserver_preload(["moefold.testing.preload", *preload])
+            self._context.set_forkserver_preload(["moefold.verify.ranks.preload", *preload])
         else:
             self._context = mp.get_context("spawn")
         remove_stale_folders()
