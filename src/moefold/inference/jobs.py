@@ -346,10 +346,10 @@ def choose_inference_device(
     with reworded_errors(*DEVICE_OPTION):
         device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
     with reworded_errors(*KERNELS_OPTION):
-        check_kernel_device(cfg, device_type)
+        check_kernel_device(cfg.run, device_type)
     with reworded_errors(*EXPERTS_OPTION):
         ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
-        check_fetching_ranks(cfg, device_type, ranks_per_machine)
+        check_fetching_ranks(cfg.parallel, cfg.rollout, device_type, ranks_per_machine)
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
     return device_type

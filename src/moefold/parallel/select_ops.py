@@ -95,7 +95,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return _low_precision_kernels(cfg, device, autotuner)
     if is_plain:
         return SelectedKernels()
-    check_kernel_device(cfg, device.type)
+    check_kernel_device(cfg.run, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
         return _cpu_kernels(cfg)
     if cfg.run.kernels == "auto" and device.type != "cuda":

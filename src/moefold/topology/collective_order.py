@@ -15,7 +15,6 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action, SlotRow
-from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.topology.layout import Layout
 from moefold.topology.pipeline_layout import Stage
@@ -65,11 +64,17 @@ def stage_collectives(
                 yield CollectiveStart(stage.number, micro_batch, layer, phase, op)
 
 
-def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: SlotRow) -> CollectiveSequence:
+def collective_sequence(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    train: TrainConfig,
+    stages: Mapping[int, Stage],
+    row: SlotRow,
+) -> CollectiveSequence:
     """Return the expert collectives of a rank in one step.
 
     Args:
-        cfg: the recipe.
         stages: the stages of the rank, by number.
         row: the slots of the rank.
     """
@@ -78,9 +83,7 @@ def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: SlotRow) 
         # A W action (weight gradients) starts no expert collective.
         if action.kind == "W":
             return iter(())
-        return stage_collectives(
-            cfg.model, cfg.parallel, cfg.moe, cfg.train, stages[action.stage], action.kind, action.micro_batch
-        )
+        return stage_collectives(model, parallel, moe, train, stages[action.stage], action.kind, action.micro_batch)
 
     started: list[CollectiveStart] = []
     for slot in row:

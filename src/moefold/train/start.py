@@ -16,8 +16,10 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.lora import LoraConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -60,7 +62,7 @@ def check_writable(run: RunConfig, checkpoint: CheckpointConfig) -> None:
         probe_folder("checkpoint.dir", checkpoint.dir)
 
 
-def check_packages(cfg: Config) -> None:
+def check_packages(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, metrics: MetricsConfig) -> None:
     """Check that the packages of the chosen trackers and dispatcher are installed.
 
     Raises:
@@ -68,8 +70,8 @@ def check_packages(cfg: Config) -> None:
     """
     from moefold.metrics.tracker import check_trackers
 
-    check_trackers(cfg.metrics)
-    check_dispatch_package(cfg)
+    check_trackers(metrics)
+    check_dispatch_package(model, parallel, moe)
 
 
 def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) -> None:
@@ -224,10 +226,10 @@ def check_machine(cfg: Config) -> None:
         ConfigError: the first fault found.
     """
     check_writable(cfg.run, cfg.checkpoint)
-    check_schedule_file(cfg)
+    check_schedule_file(cfg.parallel, cfg.train)
     check_resume(cfg.checkpoint)
     check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
-    check_packages(cfg)
+    check_packages(cfg.model, cfg.parallel, cfg.moe, cfg.metrics)
     check_replay(cfg)
     check_data_source(cfg.model, cfg.train, cfg.data)
     check_meeting_point(cfg.sites)
@@ -461,7 +463,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     is_first = rank_env is None or rank_env.rank == 0
     if is_first and (reason := init_from_unsupported_reason(cfg.model, cfg.checkpoint, Path(rollout.folder))):
         raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
-    replays, _ = replays_routing(cfg, is_exact=False)
+    replays, _ = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=False)
     try:
         vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=replays).check(max_tokens=max_tokens)
     except VllmError as error:
@@ -523,14 +525,15 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
     """Reject settings that the device does not support, and a step that does not fit into its memory."""
-    check_dispatch_device(cfg, device_type)
-    check_kernel_device(cfg, device_type)
-    check_cuda_graphs_device(cfg, device_type)
-    check_offload_device(cfg, device_type)
+    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, device_type)
+    check_kernel_device(cfg.run, device_type)
+    check_cuda_graphs_device(cfg.run, device_type)
+    check_offload_device(cfg.train, device_type)
     check_memory_device(cfg, device_type)
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         num_training = cfg.parallel.world_size
         ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size
         first_rank = num_training if cfg.rollout.ranks else 0
-        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine, first_rank)
+        recipe = rollout_config(cfg)
+        check_fetching_ranks(recipe.parallel, recipe.rollout, device_type, ranks_per_machine, first_rank)
     check_training(cfg, device_type, rank_env)
