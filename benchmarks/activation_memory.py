@@ -18,7 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.linear import linear
-from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
@@ -54,7 +54,7 @@ def loss() -> None:
         return cross_entropy(linear(x, weight), labels).sum()
 
     def chunked(chunk: int) -> Callable[[], Tensor]:
-        return lambda: chunked_cross_entropy(x, weight, labels, chunk).sum()
+        return lambda: chunked_token_losses(x, weight, labels, ChunkOptions(chunk)).loss.sum()
 
     _compare({"full": full, "chunks of 512": chunked(512), "chunks of 256": chunked(256)})
 

@@ -20,7 +20,6 @@ from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights
-from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource
 from moefold.data import open_dataset
 from moefold.parallel.parallel_model import ParallelModel
@@ -29,6 +28,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.convert.hf_models import save_model
+from tests.convert.regions import full_region
 
 SEQ_LEN = 16
 STEPS = 10

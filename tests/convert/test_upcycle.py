@@ -21,13 +21,13 @@ from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import UpcycledSource, load_initial_weights
 from moefold.convert.preflight import export_message, preserves_outputs, upcycle_unsupported_reason
-from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource, load_shards
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
+from tests.convert.regions import full_region
 from tests.convert.test_round_trip import add_tokenizer
 
 SEQ_LEN = 16

@@ -29,7 +29,7 @@ from moefold.cost.stage_memory import max_in_flight
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
-from moefold.model.loss import chunked_cross_entropy
+from moefold.model.loss import ChunkOptions, chunked_token_losses
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
 from moefold.ops import gemm, sparse_attention
@@ -174,7 +174,7 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
     with MemoryTracker() as tracker:
         tracker.tag("before", [x, weight, labels])
         tracker.phase = "forward"
-        loss = chunked_cross_entropy(x, weight, labels, chunk)
+        loss = chunked_token_losses(x, weight, labels, ChunkOptions(chunk)).loss
         tracker.phase = "backward"
         loss.backward(torch.ones_like(loss))
     found = tracker.peak(lambda part: part == "workspace").total

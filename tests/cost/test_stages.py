@@ -22,7 +22,7 @@ from moefold.cost.stage_partition import (
     stage_cost,
 )
 from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import rank_state_bytes
+from moefold.cost.state_memory import StateMemory
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
 
 
@@ -69,7 +69,7 @@ def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
     parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
     cfg = Config(model=ModelConfig(**sizes), parallel=parallel)
     stages = plan_stages(cfg).stages
-    held = [rank_state_bytes(cfg, rank).weights // 4 for rank in range(2)]
+    held = [states.weights // 4 for states in StateMemory(cfg).max_by_pp_rank]
     assert [stage_cost(cfg, stage.parts).num_parameters for stage in stages] == held
     one = replace(cfg, parallel=ParallelConfig())
     (whole,) = plan_stages(one).stages

@@ -24,11 +24,11 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.errors import RunError
-from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Embedding
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.faults import read_faults
 from tests.slow import slow
 from tests.verify.recipes import tiny
 

@@ -14,11 +14,11 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.metrics.rank_times import REPORT_SLOW_STEPS
-from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Block
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.faults import read_faults
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

@@ -15,7 +15,6 @@ from moefold.model.moe.permute import (
     truncate_permutation,
     unpermute,
 )
-from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, LazyCounts, PermuteMap
@@ -25,6 +24,7 @@ from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import tile_configs
 from moefold.parallel.select_ops import select_kernels
 from moefold.verify.distributed_run import run_distributed
+from tests.model.moe.reference_experts import reference_experts
 from tests.slow import slow
 from tests.verify.recipes import tiny
 

@@ -92,16 +92,6 @@ class Checkpointing(Callback):
         self.snapshots = self._history.snapshots
         self.restored_step = self._history.restored_step
 
-    def restore_from_peers(self, snapshots: PeerSnapshots, step: int | None) -> None:
-        """Go on with the snapshots of an earlier mapping in this process.
-
-        Args:
-            snapshots: of this process.
-            step: the step that `resume` restores from them; None: it looks for a checkpoint, as ever.
-        """
-        self.snapshots = snapshots
-        self.restored_step = step
-
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
         self.saver.open_folder()
