@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import getattr_static, isfunction
 from itertools import chain, combinations, islice, product
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -180,11 +182,12 @@ def noting(cfg: Config, notes: set[str]) -> Config:
 
         def __getattr__(self, key: str) -> Any:
             name = f"{self.section}.{key}"
-            if name in ("parallel.dp", "parallel.edp"):
-                notes.update(("tp", "cp", "pp") if key == "dp" else ("ep", "etp", "pp"))
             if name in axis_of:
                 notes.add(axis_of[name])
-            return getattr(self.part, key)
+            declared = getattr_static(type(self.part), key, None)
+            if isinstance(declared, property):
+                return declared.fget(self)
+            return MethodType(declared, self) if isfunction(declared) else getattr(self.part, key)
 
     class NotingConfig(Config):
         __slots__ = ()

@@ -81,6 +81,11 @@ class SoftmaxCore:
     index_flops: int = 0
     """FLOPs of the indexer for a query and a key."""
 
+    @property
+    def key_value_width(self) -> int:
+        """Width of the key and value of a head, where keys are sent."""
+        return self.key_width if self.values_in_keys else self.key_width + self.value_width
+
     def flops(self, keys: float) -> float:
         """Return the forward FLOPs of one token, given the mean number of keys in its context."""
         selected = min(keys, self.selected) if self.selected else keys
