@@ -19,6 +19,7 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class MlaPart(SoftmaxAttentionPart):
     scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
 
     def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield norms, biases, sinks and chunks, which MLA does not have."""
+        """Yield norms, biases, sinks and chunks, which MLA does not have, and an odd number of rotated dims."""
         model: ModelConfig = recipe.model
         for key, why in (
             ("qk_norm", "which normalises its latents"),
@@ -61,6 +62,10 @@ class MlaPart(SoftmaxAttentionPart):
         if self.span and self.span.chunk:
             rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
             yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
+        dims = self.qk_rope_head_dim
+        if self.has_rope and dims % 2:
+            way_out = f"choose {nearest_multiples(dims, 2)}"
+            yield Problem("model.qk_rope_head_dim", dims, "must be even, because RoPE rotates pairs", way_out)
 
     @property
     def rotary_dim(self) -> int:
