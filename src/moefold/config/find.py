@@ -59,16 +59,23 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
 
 @cache
 def groups() -> tuple[Any, ...]:
-    """Return the base class of each group that a recipe key chooses from, in order of the groups' names."""
+    """Return the base class of each group of which a recipe has one part, in order of the groups' names."""
+    return tuple(base for base in _bases() if "key" in vars(base) and not base.is_of_layers)
+
+
+@cache
+def find_group(name: str) -> Any:
+    """Return the base class of a group."""
+    return next(base for base in _bases() if base.group == name)
+
+
+@cache
+def _bases() -> tuple[Any, ...]:
+    """Return the base classes of all groups, in order of their files' names."""
     folder = Path(__file__).parent / "groups"
     modules = [importlib.import_module(f"{GROUPS}.{found.name}") for found in pkgutil.iter_modules([str(folder)])]
     found = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
-    return tuple(base for base in found if "key" in vars(base))
-
-
-def find_group(name: str) -> Any:
-    """Return the base class of a group."""
-    return next(group for group in groups() if group.group == name)
+    return tuple(base for base in found if "group" in vars(base))
 
 
 @cache

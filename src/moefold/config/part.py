@@ -55,6 +55,9 @@ class Part:
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
 
+    is_of_layers: ClassVar[bool] = False
+    """Whether each layer has its own: patterns of the recipe choose among the kinds of its keys (`config/layers.py`).
+    """
     is_for_training: ClassVar[bool] = False
     """True for a part that inference does not read: its rules hold for training alone."""
 
@@ -85,7 +88,7 @@ class Part:
 
     def as_table(self) -> dict[str, Any]:
         """Return the part as a recipe writes it, with all its keys, and `from`: its distribution or file."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in settings_of(type(self))}
         source = {} if is_built_in(type(self)) else {"from": origin_of(type(self))[1].as_dict()}
         return {"kind": self.kind, **values, **source}
 
@@ -113,6 +116,14 @@ def without_source(value: Any, *names: str) -> Any:
         return value
     kept = {name: fact for name, fact in value["from"].items() if names and name not in names}
     return {key: entry for key, entry in value.items() if key != "from"} | ({"from": kept} if kept else {})
+
+
+@cache
+def settings_of(part: Any) -> tuple[str, ...]:
+    """Return the fields of a class of parts that a recipe sets, in order: all but the fields that patterns set."""
+    base = find_group(part.group)
+    of_layer = {field.name for field in fields(base)} - {name for name, _ in flat_keys_of(base)}
+    return tuple(field.name for field in fields(part) if field.init and field.name not in of_layer)
 
 
 @cache
