@@ -71,6 +71,10 @@ class Part:
         """Word by which a recipe names the part."""
         return kind_of(type(self))
 
+    def __str__(self) -> str:
+        """Return the kind, as a message names it."""
+        return self.kind
+
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield what this part does not go with in a recipe, a `Config`. Bounds of one setting stand on its field."""
         yield from ()
@@ -103,6 +107,12 @@ def keys_of(section: Any) -> dict[str, Any]:
     """Return the keys of a section of a recipe by name; a part from outside is a table (`Part.as_table`)."""
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     return {name: value.as_table() if isinstance(value, Part) else value for name, value in values.items()}
+
+
+def words_of(section: Any) -> dict[str, Any]:
+    """Return the keys of a section of a recipe by name; of a part the kind alone."""
+    values = {field.name: getattr(section, field.name) for field in fields(section)}
+    return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
 def without_source(value: Any, *names: str) -> Any:

@@ -16,7 +16,7 @@ def validate_align_data(cfg: Config) -> Iterator[str]:
     if cfg.data.kind == "preference" and not isinstance(chosen(cfg, AlignmentPart), PreferencePart):
         losses = [kind for kind in kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)]
         yield (
-            f'data.kind="preference" needs a loss for pairs, and align.method={cfg.align.method!r} is none; choose '
+            f'data.kind="preference" needs a loss for pairs, and align.method={str(cfg.align.method)!r} is none; choose '
             f"{', '.join(losses)}"
         )
 
