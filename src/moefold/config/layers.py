@@ -20,7 +20,7 @@ from moefold.config.groups.attention import (
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys
+from moefold.config.part import Part, build_part, flat_keys, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 
 LAYER_KEYS = (
@@ -63,9 +63,11 @@ class Layer:
     @cached_property
     def params(self) -> tuple[ParamSpec, ...]:
         """Unsharded parameters, by their names in the layer and in the order of the module."""
+        with names_failure(self.attention, "params"):
+            of_attention = tuple(self.attention.params(self.hidden_size))
         return (
             *self._norm_params("attention_norm", self.norms_input),
-            *prefixed("attention", self.attention.params(self.hidden_size)),
+            *prefixed("attention", of_attention),
             *self._norm_params("attention_output_norm", self.norms_output),
             *self._norm_params("ffn_norm", self.norms_input),
             *prefixed("ffn", self.ffn.params(self.hidden_size)),
@@ -75,7 +77,8 @@ class Layer:
     @cached_property
     def core(self) -> SoftmaxCore | RecurrentCore:
         """Core of attention: what it computes without a weight."""
-        return self.attention.core(self.hidden_size)
+        with names_failure(self.attention, "core"):
+            return self.attention.core(self.hidden_size)
 
     def _norm_params(self, name: str, exists: bool) -> Iterator[ParamSpec]:
         return self.norm.params(name, self.hidden_size) if exists else iter(())

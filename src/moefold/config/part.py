@@ -6,6 +6,7 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 from moefold.config.find import find_group, find_part, is_built_in, kind_of
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
+from moefold.errors import ConfigError
 
 
 class FlatKey(NamedTuple):
@@ -101,6 +103,27 @@ class Part:
         if is_built_in(type(self)) or not origin_of(type(self))[1].file:
             return super().__reduce_ex__(protocol)
         return rebuild, (*origin_of(type(self)), {field.name: getattr(self, field.name) for field in fields(self)})
+
+
+def describe_part(part: Part) -> str:
+    """Return the key and kind of a part, and of one from outside its distribution or file."""
+    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
+    return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
+
+
+@contextmanager
+def names_failure(part: Part, method: str) -> Iterator[None]:
+    """Refuse a part from outside by its name where a method of it fails.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_built_in(type(part)) or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{describe_part(part)} fails in {method}(): {type(error).__name__}: {error}") from error
 
 
 def keys_of(section: Any) -> dict[str, Any]:

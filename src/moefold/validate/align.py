@@ -6,7 +6,7 @@ from string import Formatter
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen
-from moefold.config.find import find_part, kinds
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.schema import Config
 
@@ -14,9 +14,11 @@ from moefold.config.schema import Config
 def validate_align_data(cfg: Config) -> Iterator[str]:
     """Yield a message if preference data have no loss; the methods check what they need themselves."""
     if cfg.data.kind == "preference" and not isinstance(chosen(cfg, AlignmentPart), PreferencePart):
-        losses = [kind for kind in kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)]
+        losses = [
+            kind for kind in built_in_kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)
+        ]
         yield (
-            f'data.kind="preference" needs a loss for pairs, and align.method={str(cfg.align.method)!r} is none; choose '
+            f"data.kind=\"preference\" needs a loss for pairs, and align.method='{cfg.align.method}' is none; choose "
             f"{', '.join(losses)}"
         )
 

@@ -269,7 +269,7 @@ def validate_zero_centered_norms(cfg: Config) -> Iterator[str]:
         return
     if model.norm != "rmsnorm":
         yield (
-            f"model.zero_centered_norms=true does not go with model.norm={str(model.norm)!r}, whose weights start at 1; set "
+            f"model.zero_centered_norms=true does not go with model.norm='{model.norm}', whose weights start at 1; set "
             "zero_centered_norms=false, or norm='rmsnorm'"
         )
     if model.attention == "mla":

@@ -12,11 +12,13 @@ from typing import Any
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import shard_rows
+from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
@@ -171,10 +173,10 @@ def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[s
 
 def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
-    if model.has_softmax_attention:
-        yield from _validate_tp_of_heads(model, tp)
-    for attention in dict.fromkeys(layer.attention for layer in model.block_kinds if layer.attention.is_recurrent):
-        yield from _validate_divides("tp", tp, *attention.tp_unit(model.hidden_size))
+    for unit in dict.fromkeys(layer.attention.tp_unit(model.hidden_size) for layer in model.block_kinds):
+        yield from _validate_divides("tp", tp, *unit)
+    yield from _validate_tp_of_groups(model, tp)
+    yield from _validate_tp_of_outside(model, tp)
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     if has_moe_layers(model):
@@ -191,8 +193,25 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
         )
 
 
-def _validate_tp_of_heads(model: ModelConfig, tp: int) -> Iterator[str]:
-    yield from _validate_divides("tp", tp, "model.num_attention_heads", model.num_attention_heads)
+def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
+    """Check that tp divides what the parts of other packages shard; `tp_unit` of built-in ones says as much."""
+    for layer in model.distinct_kinds:
+        part = layer.attention
+        if is_built_in(type(part)):
+            continue
+        core = layer.core
+        if isinstance(core, SoftmaxCore) and core.heads % tp:
+            yield f"parallel.tp={tp} must divide the {core.heads} heads of {describe_part(part)}"
+        for weight in layer.params:
+            dim = weight.tp_shard_dim(tp)
+            if dim is not None and (dim >= len(weight.shape) or weight.shape[dim] % tp):
+                yield (
+                    f"parallel.tp={tp} must divide dim {dim} of {weight.name}, which has the shape {weight.shape}, of "
+                    f"{describe_part(part)}"
+                )
+
+
+def _validate_tp_of_groups(model: ModelConfig, tp: int) -> Iterator[str]:
     groups = model.num_key_value_heads
     replicates_keys = any(weight.tp_heads for layer in model.block_kinds for weight in layer.params)
     if groups % tp and replicates_keys and tp % groups:
@@ -210,14 +229,13 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
             f"model.index_topk={cfg.model.index_topk}, which selects among the keys of the whole sequence; choose "
             "'allgather'"
         )
-    if not context.shards_heads or cp == 1 or not cfg.model.has_softmax_attention:
+    if not context.shards_heads or cp == 1:
         return
     tp = cfg.parallel.tp
-    heads = cfg.model.num_attention_heads
-    groups = cfg.model.num_key_value_heads
-    if heads % tp or (groups % tp and tp % groups):
-        return
-    if heads // tp % cp:
+    cores = (layer.core for layer in cfg.model.distinct_kinds)
+    for heads, groups in {(core.heads, core.kv_heads): 0 for core in cores if isinstance(core, SoftmaxCore)}:
+        if heads % tp or (groups % tp and tp % groups) or heads // tp % cp == 0:
+            continue
         yield (
             f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
             f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "

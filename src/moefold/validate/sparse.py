@@ -114,7 +114,7 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
             "indexer_stage out"
         )
     if cfg.is_rl or cfg.align.method != "none":
-        what = f"rl.group_size={cfg.rl.group_size}" if cfg.is_rl else f"align.method={str(cfg.align.method)!r}"
+        what = f"rl.group_size={cfg.rl.group_size}" if cfg.is_rl else f"align.method='{cfg.align.method}'"
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
 
 

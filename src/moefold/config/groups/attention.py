@@ -277,6 +277,10 @@ class SoftmaxAttentionPart(AttentionPart):
         """Return the part with a resolved width of its heads and norms of queries and keys, if it has these."""
         return self
 
+    def tp_unit(self, hidden: int) -> tuple[str, int]:
+        """Return the query heads; see base class."""
+        return "model.num_attention_heads", self.num_heads
+
     @property
     def selector(self) -> IndexerPart | None:
         """The indexer."""
