@@ -20,7 +20,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.bounds import keys_with
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
-from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of, without_source
 from moefold.config.patterns import (
@@ -175,11 +175,11 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     method = chosen_in(cfg.align, AlignmentPart)
-    align = cfg.align if method.reads_rewards else AlignConfig(method=cfg.align.method)
+    align = cfg.align if isinstance(method, RewardPart) else AlignConfig(method=cfg.align.method)
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
     order |= {f"align.{key}": without_source(value) for key, value in keys_of(align).items()}
-    if not method.conditions:
+    if not isinstance(method, RewardPromptPart):
         del order[WANT_KEY]
     # The list of dropped files is compared instead.
     del order["corrupt"]

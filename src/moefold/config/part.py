@@ -94,7 +94,8 @@ class Part:
 
     def as_table(self) -> dict[str, Any]:
         """Return the part as a recipe writes it, with all its keys, and `from`: its distribution or file."""
-        values = {name: getattr(self, name) for name in settings_of(type(self))}
+        owner: Any = type(self)
+        values = {name: getattr(self, name) for name in settings_of(owner)}
         source = {} if is_built_in(type(self)) else {"from": origin_of(type(self))[1].as_dict()}
         return {"kind": self.kind, **values, **source}
 

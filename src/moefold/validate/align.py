@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from string import Formatter
 
-from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
@@ -26,7 +25,7 @@ def validate_align_data(cfg: Config) -> Iterator[str]:
 def validate_threshold(cfg: Config) -> Iterator[str]:
     """Yield a message if the threshold is no number, quantile or "best"."""
     try:
-        parse_threshold(cfg.align)
+        parse_threshold(cfg.align.threshold)
     except ValueError:
         yield (
             f'align.threshold={cfg.align.threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", '
@@ -34,13 +33,12 @@ def validate_threshold(cfg: Config) -> Iterator[str]:
         )
 
 
-def parse_threshold(align: AlignConfig) -> tuple[str, float]:
-    """Return the kind of the threshold, "value", "quantile" or "best", and its number.
+def parse_threshold(threshold: float | str) -> tuple[str, float]:
+    """Return the kind of a threshold, "value", "quantile" or "best", and its number.
 
     Raises:
         ValueError: it is none of them.
     """
-    threshold = align.threshold
     if threshold == "best":
         return "best", 0.0
     if isinstance(threshold, str) and threshold.startswith("q"):
