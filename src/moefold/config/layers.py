@@ -6,8 +6,9 @@ What is asked of a layer is asked of its parts, in `config/groups/`.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, get_type_hints
 
+from moefold.config.find import kinds, unknown_kind
 from moefold.config.groups.attention import (
     AttentionPart,
     OutputGate,
@@ -22,6 +23,7 @@ from moefold.config.groups.norm import NormPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
+from moefold.errors import ConfigError
 
 LAYER_KEYS = (
     "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
@@ -134,7 +136,7 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     )
     rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
-    norm = _flat_part(model, "norm", model.norm)
+    norm = _chosen_part(model, "norm", "norm")
     built = {
         row: Layer(
             hidden_size=model.hidden_size,
@@ -152,9 +154,9 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
     """Return the attention of a layer with a letter of `model.attention_pattern`."""
     if letter == "L":
-        linear: AttentionPart = _flat_part(model, "attention", model.linear_attention)
+        linear: AttentionPart = _chosen_part(model, "attention", "linear_attention")
         return linear
-    part: AttentionPart = _flat_part(model, "attention", model.attention)
+    part: AttentionPart = _chosen_part(model, "attention", "attention")
     span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
     part = replace(part, span=span, has_rope=has_rope)
     if not isinstance(part, SoftmaxAttentionPart):
@@ -177,9 +179,18 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
     )
 
 
-def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
-    """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
+def _chosen_part(model: Any, group: str, key: str) -> Any:
+    """Return the part of a key of a model; a part that the recipe gives as a table as it is."""
+    kind = getattr(model, key)
     if isinstance(kind, Part):
         return kind
+    if kind not in kinds(group):
+        [mark] = get_type_hints(type(model), include_extras=True)[key].__metadata__
+        raise ConfigError(unknown_kind(f"model.{key}", group, kind, mark.words))
+    return _flat_part(model, group, kind)
+
+
+def _flat_part(model: Any, group: str, kind: str) -> Any:
+    """Return a part of a kind with the flat keys of a model."""
     keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
     return build_part(group, kind, tuple(getattr(model, key) for key in keys))
