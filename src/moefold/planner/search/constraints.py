@@ -366,6 +366,12 @@ class Restriction:
         fixed = self._fixed_degrees
         return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
 
+    def with_parts_of(self, cfg: Config) -> "Restriction":
+        """Return the restriction with the recipe's part, and its settings, for a fixed kind that the recipe has."""
+        parts = {axis: getattr(cfg.parallel, axis) for axis in ("schedule", "dispatcher") if axis in self.fixed}
+        chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
+        return replace(self, fixed={**self.fixed, **chosen})
+
     @property
     def _fixed_degrees(self) -> list[tuple[str, Any]]:
         return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
