@@ -10,6 +10,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
+from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
 from tests.plugin.recipes import FOUR, PACKAGE, PARTS, recipe
 
@@ -46,7 +47,11 @@ def built(cfg: Config) -> None:
     [
         ('"wk", "wv", "wg"):', '"wk", "wv"):', "lists other parameters than GatedAttention has: wg is in the module"),
         ('"wk", "wv", "wg"):', '"wk", "wv", "wg", "wx"):', "wx is in params() alone"),
-        ('"wo", (hidden, width)', '"wo", (width, hidden)', "wo has the shape (128, 64) in params() and (64, 128) in th"),
+        (
+            '"wo", (hidden, width)',
+            '"wo", (width, hidden)',
+            "wo has the shape (128, 64) in params()",
+        ),
         ('"wq", "wk", "wv", "wg"):', '"wk", "wq", "wv", "wg"):', "params() has the order wk, wq, wv, wg, wo, and the"),
         ("return GatedAttention(", "return 1 / 0 + GatedAttention(", "fails in build(): ZeroDivisionError: division"),
         ("width = self.num_heads", "width = self.nothing", "fails in params(): AttributeError: 'Gated' object has no"),
@@ -70,9 +75,18 @@ def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(change
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (("parallel.tp=8",), "parallel.tp=8 must divide model.attention.num_heads=4; choose model.attention.num_heads="),
-        (("parallel.tp=2", "shard"), "parallel.tp=2 must divide dim 0 of attention.wq, which has the shape (129, 64), "),
-        (("parallel.tp=2", "dim"), "parallel.tp=2 must divide dim 2 of attention.wo, which has the shape (64, 128), of"),
+        (
+            ("parallel.tp=8",),
+            "parallel.tp=8 must divide model.attention.num_heads=4; ",
+        ),
+        (
+            ("parallel.tp=2", "shard"),
+            "parallel.tp=2 must divide dim 0 of attention.wq, which has the shape (129, 64)",
+        ),
+        (
+            ("parallel.tp=2", "dim"),
+            "parallel.tp=2 must divide dim 2 of attention.wo, which has the shape (64, 128)",
+        ),
     ],
     ids=range(3),
 )
@@ -83,8 +97,6 @@ def test_shards_that_tp_does_not_divide_are_refused(changed, overrides, reason):
         "": ("class Gated(", "class Gated("),
     }
     word = changed(ATTENTION, *changes["".join(overrides[1:])])
-    from moefold.validate.config import check_config
-
     assert reason in refusal(check_config, word, "parallel.world_size=8", overrides[0])
 
 
@@ -96,8 +108,16 @@ def states_built(cfg: Config) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ('{"momentum": self', '{"other": self', "has the states ['other'] of embedding.weight, and states() lists ['mom"),
-        ("return MomentumSgdOptimizer(", "return 1 / 0 or MomentumSgdOptimizer(", "fails in build(): ZeroDivisionError"),
+        (
+            '{"momentum": self',
+            '{"other": self',
+            "has the states ['other'] of embedding.weight, and states()",
+        ),
+        (
+            "return MomentumSgdOptimizer(",
+            "return 1 / 0 or MomentumSgdOptimizer(",
+            "fails in build(): ZeroDivisionError",
+        ),
     ],
     ids=range(2),
 )
@@ -124,8 +144,6 @@ def test_a_dispatcher_that_cannot_be_built_is_refused_on_each_rank(pool, changed
 
 
 def test_a_schedule_that_fails_or_deadlocks_is_refused(changed):
-    from moefold.validate.config import check_config
-
     for before, after, reason in (
         ("return builder.row", "return builder.rows_of_none", " fails in rows(): AttributeError"),
         ('"F" * ahead +', '"B" + "F" * ahead +', ": "),

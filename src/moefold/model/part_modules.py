@@ -1,6 +1,7 @@
 """Modules of the parts of a layer: a part from outside must list the parameters that its module has."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from torch import nn
 
@@ -24,7 +25,7 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
     part = layer.attention
     with names_failure(part, "build"):
         module: TokenMixer = part.build(model)
-    _check_parameters(part, module, part.params(layer.hidden_size))
+    _check_parameters(part, module, partial(part.params, layer.hidden_size))
     return module
 
 
@@ -36,14 +37,15 @@ def build_norm(part: NormPart, width: int) -> Norm:
     """
     with names_failure(part, "build"):
         module: Norm = part.build(width)
-    _check_parameters(part, module, part.params("", width))
+    _check_parameters(part, module, partial(part.params, "", width))
     return module
 
 
-def _check_parameters(part: Part, module: nn.Module, weights: Iterable[ParamSpec]) -> None:
+def _check_parameters(part: Part, module: nn.Module, params: Callable[[], Iterable[ParamSpec]]) -> None:
     if is_built_in(type(part)):
         return
-    listed = {weight.name.removeprefix("."): tuple(weight.shape) for weight in weights}
+    with names_failure(part, "params"):
+        listed = {weight.name.removeprefix("."): tuple(weight.shape) for weight in params()}
     found = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     if faults := "; ".join(_differences(listed, found)):
         raise ConfigError(

@@ -7,7 +7,6 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 """
 
 import re
-from collections.abc import Iterator
 
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen_parts, part_problems, read_key
@@ -68,7 +67,12 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the
             degrees fold.
     """
-    raise_all(_unknown_kinds(cfg))
+    words = {name: choices_of(*name.split(".")) for name in part_keys()}
+    raise_all(
+        unknown_kind(name, group, kind, words[name])
+        for name, group in part_keys().items()
+        if isinstance(kind := read_key(cfg, name), str) and kind not in kinds(group, words[name])
+    )
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg))
     p = cfg.parallel
@@ -97,15 +101,6 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         raise_all(validate_memory(cfg))
         check_rollout_mapping(cfg)
     return layout
-
-
-def _unknown_kinds(cfg: Config) -> Iterator[str]:
-    """Yield the refusals of kinds that a program has set and that there are not; a recipe is read without them."""
-    for name, group in part_keys().items():
-        kind = read_key(cfg, name)
-        words = choices_of(*name.split("."))
-        if isinstance(kind, str) and kind not in kinds(group, words):
-            yield unknown_kind(name, group, kind, words)
 
 
 def check_rollout_mapping(cfg: Config) -> None:

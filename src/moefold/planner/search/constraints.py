@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.config.schema import Config
+from moefold.config.schema import Config, ParallelConfig
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES
@@ -366,9 +366,9 @@ class Restriction:
         fixed = self._fixed_degrees
         return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
 
-    def with_parts_of(self, cfg: Config) -> "Restriction":
+    def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
         """Return the restriction with the recipe's part, and its settings, for a fixed kind that the recipe has."""
-        parts = {axis: getattr(cfg.parallel, axis) for axis in ("schedule", "dispatcher") if axis in self.fixed}
+        parts = {axis: getattr(parallel, axis) for axis in ("schedule", "dispatcher") if axis in self.fixed}
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})
 

@@ -109,7 +109,7 @@ class MappingSpace:
     def __init__(self, constraints: MappingConstraints, restriction: Restriction | None = None) -> None:
         self.constraints = constraints
         self._cfg = constraints.base_config
-        self.restriction = (restriction or Restriction()).with_parts_of(self._cfg)
+        self.restriction = (restriction or Restriction()).with_parts_of(self._cfg.parallel)
         self._variants_by_pp: dict[int, dict[str | Part, list[PipelineVariant]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[DispatcherPart, ...]] = {}
