@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # Arguments for pip when it installs torch, such as an index with CPU-only wheels: make setup TORCH_ARGS="--index-url URL"
 TORCH_ARGS ?=
-# More arguments for `moefold train`, `moefold bench` and the GPU stages: make train ARGS="run.steps=50 train.lr=1e-3"
+# More arguments for `moefold train`, the benchmark and the GPU stages: make train ARGS="run.steps=50 train.lr=1e-3"
 ARGS ?=
 
 VENV := .venv
@@ -98,7 +98,7 @@ kernel-table: $(STAMP) ## compile all Triton launches for Hopper and Blackwell, 
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.gpu_static.kernel_table --write
 
 bench: $(STAMP) ## measure the training step beside plain torch and transformers, with floors
-	$(BIN)/moefold bench $(ARGS)
+	$(BIN)/python -m benchmarks.race.step $(ARGS)
 
 bench-gpu: $(READY) ## compare two large shapes with other implementations on one GPU, within 10 minutes
 	$(HAS_PY)

@@ -11,16 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.linear import linear
-from moefold.model.loss import chunked_cross_entropy, cross_entropy
+from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
-from moefold.testing.pool import make_group
-from moefold.testing.saved_memory import measure_saved_bytes
+from moefold.verify.ranks.pool import make_group
 
 RUNS = 12
 MODEL = ModelConfig(
@@ -51,7 +54,7 @@ def loss() -> None:
         return cross_entropy(linear(x, weight), labels).sum()
 
     def chunked(chunk: int) -> Callable[[], Tensor]:
-        return lambda: chunked_cross_entropy(x, weight, labels, chunk).sum()
+        return lambda: chunked_token_losses(x, weight, labels, ChunkOptions(chunk)).loss.sum()
 
     _compare({"full": full, "chunks of 512": chunked(512), "chunks of 256": chunked(256)})
 

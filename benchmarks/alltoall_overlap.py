@@ -21,18 +21,22 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.comm.groups import ParallelGroups
+from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, DataConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data import open_dataset
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
-from moefold.testing.pool import WorkerPool
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
 
 MAPPINGS: tuple[dict[str, Any], ...] = (
     {"world_size": 2, "ep": 2},

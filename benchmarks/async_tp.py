@@ -22,8 +22,8 @@ from moefold.comm.groups import ParallelGroups
 from moefold.model.linear import UnquantizedLinear
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.parallel.tensor_parallel import AsyncTensorParallel, SequenceParallelTokens
-from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
+from moefold.verify.ranks.pool import WorkerPool
 
 TOKENS = 8
 HIDDEN = 4

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.data.best_fit import pack_documents
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns

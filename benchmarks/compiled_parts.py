@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.transformer import TORCH_DTYPES, build_model
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_stage import Stage, layer_config, recorded_waits
-from moefold.bench.implementations import LayerSteps
+from moefold.bench.our_step import LayerStep
 from moefold.bench.shape import step_flops
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.grouped_experts import GroupedExpertOps
@@ -520,15 +520,15 @@ class LayerResult:
 def _layer_result(stage: Stage, layer: tuple[str, int], kernels: Literal["auto", "plain"]) -> LayerResult:
     cfg = layer_config(stage, *layer)
     cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
-    steps = LayerSteps(cfg, "layer", "natural", stage.device)
-    run = steps.build_moefold()
+    steps = LayerStep(cfg, "layer", "natural", stage.device)
+    run = steps.build()
     module = steps.first_moe_layer
     with _gradients(module):
-        x = steps._x.detach().clone().requires_grad_()
+        x = steps.x.detach().clone().requires_grad_()
         module.begin_step(1)
         y = module(x)
         y = y[0] if isinstance(y, tuple) else y
-        y.backward(steps._grad.view_as(y))
+        y.backward(steps.grad.view_as(y))
         weights = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return LayerResult(
         {"y": [y.detach()], "gradient of x": [x.grad], "weights": weights}, run, step_flops(cfg, "layer")

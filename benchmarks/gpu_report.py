@@ -311,7 +311,7 @@ def _report_rows(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _bench_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the times of a report of `moefold bench` or `moefold bench scaling`."""
+    """Yield the times of a report of the race of steps, of `moefold bench` or of `moefold bench scaling`."""
     for row in report.get("rows", ()):
         yield {"name": row["name"], "value": row["median_s"] * 1e3, "unit": "ms"}
     for piece in report.get("pieces", ()):

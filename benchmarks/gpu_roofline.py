@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.cuda_layers import LayerPart, layer_config, trace_layer
+from benchmarks.cuda_trace import GATHERING_OPS, Event
 from moefold.config.schema import Config
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
-from moefold.testing.cuda_layers import LayerPart, layer_config, trace_layer
-from moefold.testing.cuda_trace import GATHERING_OPS, Event
 
 
 class Rate(NamedTuple):
@@ -211,7 +211,7 @@ def part_of(event: Event) -> str:
         return "gathers of tokens"
     if event.name == "sort" or file == "model/moe/permute.py":
         return "permutation"
-    if file.startswith("testing/"):
+    if file == "autograd":
         return "sums of autograd"
     return "losses and counts" if file.startswith("model/moe/") else f"others in {file}"
 

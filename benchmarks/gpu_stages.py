@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_contact import contact
 from benchmarks.gpu_stage import TINY_LAYER, TINY_TOKENS, Stage, layer_config, profile, recorded_waits
+from benchmarks.race.other_frameworks import PEERS, PeerUnavailableError
+from benchmarks.race.rivals import LayerRivals
 from benchmarks.training_step import build_training_step, random_batch
-from moefold.bench.implementations import LayerSteps
-from moefold.bench.other_frameworks import PEERS, PeerUnavailableError
+from moefold.bench.our_step import LayerStep
 from moefold.bench.shape import step_flops
 from moefold.comm.torch_compat import tree_leaves
 from moefold.config.schema import Config
@@ -165,14 +166,14 @@ def products(stage: Stage) -> None:
         cfg = layer_config(stage, preset, tokens)
         if os.environ.get("TRITON_INTERPRET") == "1":
             cfg = replace(cfg, run=replace(cfg.run, kernels="triton"))
-        steps = LayerSteps(cfg, "layer", "balanced", stage.device)
+        steps = LayerStep(cfg, "layer", "balanced", stage.device)
         ops = steps.first_moe_layer.experts.ops
         if not hasattr(ops, "autotuner"):
             print(f"{type(ops).__name__} has one implementation; TRITON_INTERPRET=1 interprets the kernels")
             return
         tuner = ComparingAutotuner(stage, f"{preset} {tokens}")
         steps.first_moe_layer.experts.ops = replace(ops, autotuner=tuner)
-        steps.build_moefold()()
+        steps.build()()
         del steps
         stage.free()
 
@@ -182,24 +183,25 @@ def layer(stage: Stage) -> None:
     for preset, tokens in LAYERS:
         for routing in ("balanced", "natural"):
             cfg = layer_config(stage, preset, tokens)
-            steps = LayerSteps(cfg, "layer", routing, stage.device)
+            steps = LayerStep(cfg, "layer", routing, stage.device)
             title = f"{preset} {tokens} {routing}"
-            _measure_step(stage, f"{title}, moefold", steps.build_moefold(), step_flops(cfg, "layer"))
+            _measure_step(stage, f"{title}, moefold", steps.build(), step_flops(cfg, "layer"))
             if routing == "natural":
                 _measure_others(stage, title, steps)
             del steps
             stage.free()
 
 
-def _measure_others(stage: Stage, title: str, steps: LayerSteps) -> None:
+def _measure_others(stage: Stage, title: str, steps: LayerStep) -> None:
+    rivals = LayerRivals(steps)
     grouped = "grouped_mm" if stage.is_cuda else "loop"
-    stage.add(f"{title}, plain torch", stage.ms(steps.build_torch_baseline(grouped)), "ms")
+    stage.add(f"{title}, plain torch", stage.ms(rivals.build_torch_baseline(grouped)), "ms")
     if find_spec("transformers") is not None:
         grouped = "grouped_mm" if stage.is_cuda else "eager"
-        stage.add(f"{title}, transformers", stage.ms(steps.build_transformers(grouped)), "ms")
+        stage.add(f"{title}, transformers", stage.ms(rivals.build_transformers(grouped)), "ms")
     for peer in PEERS:
         try:
-            run = steps.build_peer(peer)
+            run = rivals.build_peer(peer)
         except PeerUnavailableError as reason:
             print(f"   {peer.name}: {reason}")
             continue
@@ -325,7 +327,9 @@ def planned_step_s(cfg: Config, device: Device) -> float:
     from moefold.planner.model_spec import model_spec_from_config
 
     cfg, precision = resolve_precision(cfg, None, device)
-    cost_model = CostModel(model_spec_from_config(cfg.model), device, workload_from_config(cfg, precision))
+    cost_model = CostModel(
+        model_spec_from_config(cfg.model), device, workload_from_config(cfg.run, cfg.moe, cfg.train, precision)
+    )
     return cost_model.step_time(mapping_from_config(cfg)).total_s
 
 
@@ -407,7 +411,7 @@ def fp8(stage: Stage) -> None:
     for preset, tokens in LAYERS[::2]:
         for precision in ("dtype", "fp8-blockwise"):
             cfg = layer_config(stage, preset, tokens, precision=precision)
-            run = LayerSteps(cfg, "layer", "balanced", stage.device).build_moefold()
+            run = LayerStep(cfg, "layer", "balanced", stage.device).build()
             stage.add(f"{preset} {tokens}, {precision}", stage.ms(run, 5), "ms", top=profile(stage, run)[2])
             del run
             stage.free()

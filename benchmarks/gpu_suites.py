@@ -153,23 +153,24 @@ def _bench_stages(suite: str, device: str, work: Path, *, is_tiny: bool) -> list
         for tokens in (4096, 16384)
         for routing in ("balanced", "natural")
     ]
-    words = ["scaling", "--shape", "qwen3-30b-a3b-layer", "--tokens", "4096", "8192", "16384"]
-    scaling = _moefold_bench("sweep-scaling", words, device, work, limit_s=SWEEP_LIMIT_S)
+    words = ["moefold", "bench", "scaling", "--shape", "qwen3-30b-a3b-layer", "--tokens", "4096", "8192", "16384"]
+    scaling = _measured_module("sweep-scaling", words, device, work, limit_s=SWEEP_LIMIT_S)
     return [*(_bench_stage(suite, case, device, work, rounds=20) for case in cases), scaling]
 
 
 def _bench_stage(suite: str, case: tuple[str, int, str], device: str, work: Path, *, rounds: int) -> Stage:
     shape, tokens, routing = case
-    words = ["--shape", shape, "--tokens", str(tokens), "--routing", routing, "--steps", str(rounds)]
+    words = ["benchmarks.race.step", "--shape", shape, "--tokens", str(tokens)]
+    words += ["--routing", routing, "--steps", str(rounds)]
     limit_s = BENCH_LIMIT_S if suite == "bench" else SWEEP_LIMIT_S
-    return _moefold_bench(f"{suite}-{shape}-{tokens}-{routing}", words, device, work, limit_s=limit_s)
+    return _measured_module(f"{suite}-{shape}-{tokens}-{routing}", words, device, work, limit_s=limit_s)
 
 
-def _moefold_bench(name: str, words: Sequence[str], device: str, work: Path, *, limit_s: float) -> Stage:
+def _measured_module(name: str, words: Sequence[str], device: str, work: Path, *, limit_s: float) -> Stage:
     report = work / f"{name}.json"
     # Emulated bfloat16, and threads that wait for each other on busy cores, would take minutes in a rehearsal.
     kind = ["--dtype", "bfloat16"] if device == "cuda" else ["--dtype", "float32", "--threads", "1"]
     options = ["--force", "--device", device, *kind, "--json", str(report)]
-    command = [sys.executable, "-m", "moefold", "bench", *words, *options]
+    command = [sys.executable, "-m", *words, *options]
     packages = LIBRARIES | {"transformers": "transformers"}
     return Stage(name, command, limit_s, EXPECTED_SHARE * limit_s, json_file=report, packages=packages)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from moefold.bench.implementations import hugging_face_model
+from benchmarks.race.rivals import hugging_face_model
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 

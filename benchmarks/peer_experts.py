@@ -29,8 +29,8 @@ from moefold.inference.sampling import SamplingParams
 from moefold.model.init import init_weights
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
-from moefold.testing.pool import WorkerPool
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
 
 WAYS = ("exchange", "fetch", "whole")
 MAX_NEW = 512

@@ -31,10 +31,10 @@ from moefold.data import open_dataset
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
 
 COMMON = ["data.kind=synthetic", "run.device=cpu", "train.micro_batch_size=1", "train.global_batch_size=12"]
 LARGE = ["model.hidden_size=512", "model.num_layers=8", "model.moe_ffn_hidden_size=1024"]

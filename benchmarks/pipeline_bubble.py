@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefold.comm.comm_timer import CommTimer
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_messages import PipelineMessages
@@ -29,9 +31,9 @@ from moefold.parallel.pipeline_schedule import MicroBatch, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
-from moefold.testing.pool import WorkerPool
 from moefold.topology.message_plan import plan_messages
 from moefold.topology.schedules import runtime_slots, schedule_named, stage_ranks
+from moefold.verify.ranks.pool import WorkerPool
 
 TimeSpans = list[tuple[float, float]]
 

@@ -30,8 +30,8 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.reshard import TransferStats, WeightTransfer
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
 
 COMMON = ["data.kind=synthetic", "run.device=cpu", "train.micro_batch_size=1"]
 TRAIN = "world_size=4 tp=2 cp=1 pp=1 ep=2 zero=1"

@@ -91,7 +91,7 @@ def main() -> None:
                 rounds = measured_rounds(folder, mbit * 1e6 / 8, words)
                 cfg = load_config(folder / "sites.toml", words)
                 volumes = site_volumes(cfg, precision)
-                assert recipe_fragments(cfg) == len(volumes) == 1
+                assert recipe_fragments(cfg.model, cfg.sites) == len(volumes) == 1
                 cost = SiteCost(SiteLink(bytes_per_s=mbit * 1e6 / 8, latency_s=0.0), 2, 1.0, {precision: volumes})
                 predicted = cost.exchange_s(volumes[0])
                 assert all(round_["sent_bytes"] == volumes[0].num_bytes for round_ in rounds)

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def pool() -> object:
     """Forks gloo ranks from a process that imported torch once, for all parity tests of the session."""
-    from moefold.testing.pool import WorkerPool
+    from moefold.verify.ranks.pool import WorkerPool
 
     return WorkerPool(preload=["tests.preload"])
 

@@ -21,6 +21,6 @@ with suppress(ImportError):
 
 leave_out_plots()
 torch.set_num_threads(1)
-# As in moefold.testing.preload.
+# As in moefold.verify.ranks.preload.
 gc.collect()
 gc.freeze()

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from moefold.api import build_model, load_config, train_model
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
 from moefold.parts.schedule.csv import CsvSchedule
-from moefold.testing.pool import WorkerPool
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from moefold.verify.oracle_objectives import objective_of
+from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import tiny
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"

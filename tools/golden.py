@@ -86,7 +86,7 @@ class Recipe:
     @cached_property
     def cfg(self) -> Any:
         """The settings under the recipe's mapping; settings of a preset, or without a mapping, on one rank."""
-        from moefold.config.schema import ParallelConfig
+        from moefold.config.parallel import ParallelConfig
         from moefold.planner.planner import read_model
         from moefold.recipe import load_config
 
@@ -100,7 +100,7 @@ class Recipe:
     @cached_property
     def small(self) -> Any:
         """The shrunk settings on one rank."""
-        from moefold.config.schema import ParallelConfig
+        from moefold.config.parallel import ParallelConfig
         from moefold.verify.shrink import shrink
 
         return shrink(replace(self.cfg, parallel=ParallelConfig()))
@@ -138,7 +138,7 @@ def flop_lines(recipe: Recipe) -> Iterator[str]:
     for causal in (False, True):
         counted = train_flops_per_token(recipe.cfg.model, recipe.cfg.train.seq_len, causal=causal)
         yield from (f"causal={causal} {line}" for line in flat(asdict(counted)))
-    yield f"step {rounded(step_flops_per_token(recipe.cfg))}"
+    yield f"step {rounded(step_flops_per_token(recipe.cfg.model, recipe.cfg.train, recipe.cfg.lora))}"
 
 
 def cache_lines(recipe: Recipe) -> Iterator[str]:
@@ -275,7 +275,8 @@ STEP_NUMBERS = ("step", "loss", "aux_loss", "z_loss", "mtp_loss", "indexer_loss"
 
 def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
     """Return the recipe for two steps on one rank of this machine: as it is if its model is small, else shrunk."""
-    from moefold.config.schema import FaultsConfig, MetricsConfig
+    from moefold.config.faults import FaultsConfig
+    from moefold.config.metrics import MetricsConfig
     from moefold.recipe import load_config
 
     overrides = OBJECTIVE_RUNS.get(recipe.name)

@@ -69,7 +69,7 @@ KIND_WORDS = _set(
 """Values of those keys that mean nothing else."""
 MLA_ROOMS = ("config/model.py", "config/layers.py")
 """Where the kind may be written out, besides the readers of Hugging Face families."""
-PRODUCT = _set("planner verify convert inference rl board bench testing cli api lm_eval __main__")
+PRODUCT = _set("planner verify convert inference rl board bench cli api lm_eval __main__")
 """Folders and modules that use the core: everything else of the package is core."""
 THAT_OF = re.compile(r"\b(that|those)\s+of\b", re.IGNORECASE)
 TEST = re.compile(r"^\s*(async )?def test_", re.MULTILINE)

@@ -49,7 +49,6 @@ FLOORS = (
     ("train",),
     ("board",),
     ("verify",),
-    ("testing",),
     ("bench",),
     ("lm_eval",),
     ("api",),

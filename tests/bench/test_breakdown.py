@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.bench.breakdown import EXPERTS, FUSED_EXPERTS, StepBreakdown, bare_loop_ratio, part_time
-from moefold.bench.implementations import LayerSteps
+from moefold.bench.our_step import LayerStep
 from moefold.bench.timing import PeakRates
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
@@ -47,12 +47,12 @@ def test_the_experts_part_has_the_call_of_the_step(kernels, in_expert, names):
         pytest.importorskip("triton")
     words = [*SIZES, *SHORT, f"run.kernels={kernels}", f"moe.weight_in_expert={str(in_expert).lower()}"]
     cfg = load_config(None, words)
-    steps = LayerSteps(cfg, "layer", "natural", CPU)
+    steps = LayerStep(cfg, "layer", "natural", CPU)
     layer = steps.first_moe_layer
     layer.experts.ops = recorder = CallRecorder(layer.experts.ops)
     states = []
     layer.router.register_forward_pre_hook(lambda module, args: states.append(args[0].detach()))
-    steps.build_moefold()()
+    steps.build()()
     (expected,) = recorder.calls
     breakdown = StepBreakdown(cfg, "layer", CPU, states[0].view(4, 1, -1), layer.router.weight.detach())
     breakdown._moe.experts.ops = recorder = CallRecorder(breakdown._moe.experts.ops)
@@ -72,8 +72,8 @@ def test_the_experts_part_has_the_call_of_the_step(kernels, in_expert, names):
 @pytest.mark.parametrize("name", [EXPERTS, FUSED_EXPERTS])
 def test_the_bare_loop_is_compared_with_the_experts(name):
     cfg = load_config(None, [*SIZES, *SHORT])
-    steps = LayerSteps(cfg, "layer", "natural", CPU)
-    breakdown = StepBreakdown(cfg, "layer", CPU, steps._x, steps.first_moe_layer.router.weight.detach())
+    steps = LayerStep(cfg, "layer", "natural", CPU)
+    breakdown = StepBreakdown(cfg, "layer", CPU, steps.x, steps.first_moe_layer.router.weight.detach())
     part = next(part for part in breakdown.parts() if part.name == EXPERTS)
     times = [part_time(part, 2.0, PeakRates(1.0, 1.0))]
     renamed = [type(times[0])(name, times[0].seconds, times[0].floor_s)]

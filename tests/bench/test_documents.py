@@ -10,8 +10,8 @@ import torch.distributed as dist
 from moefold.bench.documents import CONTEXT_METHODS, DrawnDocuments, SentBytesCounter, documents_config
 from moefold.cli.main import main
 from moefold.comm.collectives import all_gather, all_to_all, send_recv, wait_all
-from moefold.testing.pool import make_group
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import make_group
 
 
 def test_the_samples_have_the_documents_of_their_lengths():

@@ -23,9 +23,13 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RLConfig
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=2)
@@ -66,8 +70,10 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_folder_is_the_runs_own_unless_one_is_named():
-    assert checkpoint_folder(Config(run=RunConfig(dir="runs/a"))) == Path("runs/a/checkpoints")
-    assert checkpoint_folder(recipe(Path("/scratch/x"))) == Path("/scratch/x")
+    cfg = Config(run=RunConfig(dir="runs/a"))
+    assert checkpoint_folder(cfg.run, cfg.checkpoint) == Path("runs/a/checkpoints")
+    given = recipe(Path("/scratch/x"))
+    assert checkpoint_folder(given.run, given.checkpoint) == Path("/scratch/x")
 
 
 def test_steps_sort_by_number():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moefold.checkpoint.checkpoint_dir import complete_checkpoints, step_of
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.schema import Config
-from moefold.testing.pool import WorkerError, WorkerPool
+from moefold.verify.ranks.pool import WorkerError, WorkerPool
 from tests.train.test_trainer import _train, recipe, records
 
 pytestmark = pytest.mark.parity

@@ -105,7 +105,7 @@ def _save(saver: CheckpointSaver, step: int, value: float) -> str:
 def _two_jobs_without_a_lock(cfg: Config) -> list[str]:
     """Two jobs save into one folder by turns; return the error of each save."""
     first, second = CheckpointSaver(cfg), CheckpointSaver(cfg)
-    folder = checkpoint_folder(cfg)
+    folder = checkpoint_folder(cfg.run, cfg.checkpoint)
     first.open_folder()
     said = [_save(first, 1, 1.0)]
     second.open_folder()
@@ -142,7 +142,9 @@ def test_the_second_job_is_refused_without_a_lock_too(pool, tmp_path, kind):
         assert said[6:] == ["True", "", "False"]
     assert [bool(text) for text in said[: len(refused)]] == refused
     text = said[2]
-    assert text.startswith(f"checkpoint.dir={str(checkpoint_folder(cfg))!r} is in use by another job (process ")
+    assert text.startswith(
+        f"checkpoint.dir={str(checkpoint_folder(cfg.run, cfg.checkpoint))!r} is in use by another job (process "
+    )
     assert "which wrote 'step-000002' since this one started: nothing of it is replaced" in text
     assert "\n" not in text
     for path in complete_checkpoints(Path(folder)):
@@ -230,7 +232,7 @@ def _train_for_ever(cfg: Config, number: int, locks: bool, printed: Path) -> Non
     signal.alarm(300)
     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    folder = checkpoint_folder(cfg)
+    folder = checkpoint_folder(cfg.run, cfg.checkpoint)
     try:
         if locks:
             FolderLock(folder, "checkpoint.dir", 0).__enter__()
@@ -276,7 +278,7 @@ def _start(context: BaseContext, cfg: Config, number: int, locks: bool, printed:
 def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]:
     """Kill two jobs that share a folder of checkpoints, again and again; check it after each pair of deaths."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["moefold.testing.preload"])
+    context.set_forkserver_preload(["moefold.verify.ranks.preload"])
     chance = random.Random(kills + locks)
     folder = tmp_path / "saved"
     printed = tmp_path / "printed"

@@ -17,7 +17,8 @@ from moefold.checkpoint.checkpoint_dir import (
     relocated,
     sample_order,
 )
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.data.fingerprint import fingerprint
 from moefold.remote_copy import local_copy
 

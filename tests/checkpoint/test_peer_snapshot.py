@@ -22,7 +22,8 @@ from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.comm.torch_compat import set_aside_process_groups
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.cost.shard_boxes import Box
 from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import RunError

@@ -28,8 +28,8 @@ from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.remote_path import RemotePath
-from moefold.testing.pool import WorkerError
 from moefold.train.run_folder import choose_run_folder
+from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.test_trainer import _train, losses, recipe
 
@@ -85,7 +85,7 @@ def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, m
     cfg = _remote(recipe(tmp_path / "run", 4, every=1, **before), tmp_path / "store", async_save=async_save)
     with pytest.raises(WorkerError) if is_killed else nullcontext():
         pool.run(before["world_size"], _train_until_ended, cfg, 3, moment, is_killed)
-    store = checkpoint_folder(cfg)
+    store = checkpoint_folder(cfg.run, cfg.checkpoint)
     assert isinstance(store, RemotePath)
     left = tmp_path / "store" / "step-000003"
     assert (left / ".metadata").is_file()
@@ -210,4 +210,4 @@ def test_a_failed_upload_names_step_and_file_on_every_rank(pool, tmp_path):
     for message in pool.run(2, _failed_save, cfg):
         assert message.startswith(f"the checkpoint of step 1 cannot be written to 'file://{tmp_path}/store': ")
         assert "step-000001/__1_0.distcp' cannot be used: the connection was reset" in message
-    assert named_checkpoints(checkpoint_folder(cfg)) == []
+    assert named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)) == []

@@ -11,7 +11,9 @@ from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

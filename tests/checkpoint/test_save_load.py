@@ -42,7 +42,9 @@ from moefold.checkpoint.save_load import (
     write_checkpoint,
 )
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.optim.states import named_moments
 from moefold.parallel.parallelize import parallelize

@@ -11,8 +11,9 @@ from rich.console import Console
 from moefold.cli.inspect import print_balance
 from moefold.cli.inspect_picture import save_picture
 from moefold.cli.main import main
-from moefold.metrics.definitions import MISREAD, definitions_text, undefined
+from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
+from tests.metrics.undefined import undefined
 
 
 def _run(run_dir, *, layers: int = 2, experts: int = 4, steps: int = 30):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from moefold.cli.main import main
-from moefold.metrics.definitions import undefined
 from moefold.metrics.metric_curves import read_attention_curves
 from tests.cli.test_inspect import _run
+from tests.metrics.undefined import undefined
 
 
 @pytest.fixture

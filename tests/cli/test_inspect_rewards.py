@@ -6,9 +6,9 @@ import pytest
 
 from moefold.cli.inspect import print_curves
 from moefold.cli.main import main
-from moefold.metrics.definitions import undefined
 from moefold.metrics.metric_curves import RL_CURVES, read_reward_curves
 from tests.cli.test_inspect import _run
+from tests.metrics.undefined import undefined
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import json
 
 from moefold.cli.main import main
-from moefold.metrics.definitions import undefined
 from moefold.metrics.metric_curves import read_site_curves
 from tests.cli.test_inspect import _run
+from tests.metrics.undefined import undefined
 
 
 def test_the_rounds_of_a_site_are_shown(tmp_path, capsys):

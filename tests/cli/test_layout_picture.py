@@ -9,7 +9,8 @@ from matplotlib.image import imread
 from moefold.cli.layout_picture import save_picture
 from moefold.cli.layout_table import compact_count, describe_changes, unfolded_experts
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.stage_partition import stage_cost
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError

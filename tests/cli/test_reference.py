@@ -3,15 +3,13 @@
 from pathlib import Path
 
 from moefold.cli.main import COMMANDS
-from moefold.cli.reference import command_parsers, commands_page
+from tools.command_page import command_parsers, commands_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
 def test_the_page_in_docs_is_the_generated_one():
-    assert PAGE.read_text(encoding="utf-8") == commands_page(), (
-        "run: python -m moefold.cli.reference > docs/commands.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == commands_page(), "run: python -m tools.command_page > docs/commands.md"
 
 
 def test_every_command_and_option_is_described():

@@ -89,14 +89,14 @@ def test_automatic_recompute_is_simulated_and_reported(recipe, capsys):
 
 def test_stragglers_are_ranks_of_the_world():
     words = ["parallel.world_size=16", "parallel.tp=2", "parallel.pp=4", "train.global_batch_size=16"]
-    assert parse_stragglers(load_config(None, words), ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
+    assert parse_stragglers(load_config(None, words).parallel, ["0=2", "3=3", "15=1.5"]) == {0: 3.0, 3: 1.5}
 
 
 def test_stage_runs_at_the_speed_of_its_slowest_rank():
     cfg = load_config(None, ["parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "train.global_batch_size=4"])
-    assert parse_stragglers(cfg, ["0=0.5", "1=0.8", "2=0.5", "3=1.5"]) == {0: 0.8, 1: 1.5}
+    assert parse_stragglers(cfg.parallel, ["0=0.5", "1=0.8", "2=0.5", "3=1.5"]) == {0: 0.8, 1: 1.5}
     with pytest.raises(ConfigError, match=r"--straggler 3=0.5: its stage has 2 ranks"):
-        parse_stragglers(cfg, ["3=0.5"])
+        parse_stragglers(cfg.parallel, ["3=0.5"])
 
 
 def test_timelines_are_written_with_the_table(recipe, tmp_path, capsys):

@@ -6,11 +6,12 @@ import pytest
 
 from moefold.config.load import config_from_dict, config_to_dict
 from moefold.config.method_defaults import PRETRAINING, all_methods
-from moefold.config.reference import keys_text, recipe_page
-from moefold.config.schema import TrainConfig
+from moefold.config.reference import keys_text
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.recipe import load_recipe
 from moefold.validate.config import check_config
+from tools.recipe_page import recipe_page
 
 SFT = ("data.kind=sft", "data.path=x.jsonl")
 PAIRS = ("data.kind=preference", "data.path=x.jsonl")

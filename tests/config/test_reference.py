@@ -1,8 +1,9 @@
 from pathlib import Path
 
 from moefold.config.presets import preset_names
-from moefold.config.reference import keys_text, recipe_keys, recipe_page, section_help
+from moefold.config.reference import keys_text, recipe_keys, section_help
 from moefold.config.suggestions import key_types, sections
+from tools.recipe_page import recipe_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
@@ -33,4 +34,4 @@ def test_the_terminal_text_names_pages_and_no_markdown_links():
 
 
 def test_the_page_in_docs_is_the_generated_one():
-    assert PAGE.read_text(encoding="utf-8") == recipe_page(), "run: python -m moefold.config.reference > docs/recipe.md"
+    assert PAGE.read_text(encoding="utf-8") == recipe_page(), "run: python -m tools.recipe_page > docs/recipe.md"

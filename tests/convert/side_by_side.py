@@ -10,19 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefold.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MoEConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights
-from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource
 from moefold.data import open_dataset
 from moefold.parallel.parallel_model import ParallelModel
@@ -31,6 +28,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.convert.hf_models import save_model
+from tests.convert.regions import full_region
 
 SEQ_LEN = 16
 STEPS = 10

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.cli.main import main
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import MANIFEST_FILE

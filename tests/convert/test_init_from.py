@@ -139,7 +139,7 @@ def test_weights_without_their_layers_of_multi_token_prediction(tmp_path, monkey
         (["checkpoint.init_from=gone"], "checkpoint.init_from='gone': it does not exist or is no folder"),
         (["checkpoint.init_from=hf", "model.qk_norm=true"], "it is of another model: "),
         (["checkpoint.init_from=hf", "model.upcycle_from=hf"], "both give the first weights"),
-        (["model.upcycle_noise=0.1"], "has no effect: only model.upcycle_from reads it"),
+        (["model.upcycle_noise=0.1"], "has no effect: nothing reads it with model.upcycle_from=''"),
     ],
 )
 def test_weights_that_a_recipe_cannot_start_with(tmp_path, monkeypatch, capsys, words, message):

@@ -15,9 +15,9 @@ from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
-from moefold.convert.tensor_mapping import full_region
 from moefold.errors import ConfigError
 from moefold.remote_path import to_path
+from tests.convert.regions import full_region
 from tests.train.test_trainer import _train, losses, recipe
 
 pytestmark = pytest.mark.parity

@@ -15,10 +15,10 @@ from moefold.cli.main import main
 from moefold.convert import quantize
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.quantize import E2M1_VALUES, quantize_fp8, quantize_mxfp4
-from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource
 from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
+from tests.convert.regions import full_region
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 WEIGHTS = "model.safetensors"

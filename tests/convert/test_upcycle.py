@@ -13,18 +13,21 @@ from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_
 from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups, World
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import UpcycledSource, load_initial_weights
 from moefold.convert.preflight import export_message, preserves_outputs, upcycle_unsupported_reason
-from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource, load_shards
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
+from tests.convert.regions import full_region
 from tests.convert.test_round_trip import add_tokenizer
 
 SEQ_LEN = 16

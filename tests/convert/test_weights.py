@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.tensor_mapping import full_region
 from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.convert.hf_models import ALL_MODELS, logits_of, make_model, save_model, tokens_of
+from tests.convert.regions import full_region
 
 SEQ_LEN = 16
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)

@@ -11,10 +11,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
+from moefold.config.data import DataConfig
 from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.expert_memory import ExpertMemory
@@ -24,7 +29,7 @@ from moefold.cost.stage_memory import max_in_flight
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
-from moefold.model.loss import chunked_cross_entropy
+from moefold.model.loss import ChunkOptions, chunked_token_losses
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
 from moefold.ops import gemm, sparse_attention
@@ -35,10 +40,10 @@ from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.linear_attention import CHUNK_SIZE
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher
-from moefold.testing.pool import WorkerPool
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_memory
 from tests.slow import slow
 
@@ -169,7 +174,7 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
     with MemoryTracker() as tracker:
         tracker.tag("before", [x, weight, labels])
         tracker.phase = "forward"
-        loss = chunked_cross_entropy(x, weight, labels, chunk)
+        loss = chunked_token_losses(x, weight, labels, ChunkOptions(chunk)).loss
         tracker.phase = "backward"
         loss.backward(torch.ones_like(loss))
     found = tracker.peak(lambda part: part == "workspace").total

@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
 from moefold.cost.auto_recompute import GIB, choose_recompute, recompute_overhead
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS

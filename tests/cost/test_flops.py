@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.flops import count_parameters, step_flops_per_token, train_flops_per_token
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model
@@ -202,7 +203,8 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
         layer(x, NO_ROPE).sum().backward()
     count = train_flops_per_token(model, 4)
     # The head is no part of the layer: a product in each pass.
-    layer_flops = step_flops_per_token(replace(cfg, train=TrainConfig(seq_len=4))) - 3 * count.attention_core
+    recipe = replace(cfg, train=TrainConfig(seq_len=4))
+    layer_flops = step_flops_per_token(recipe.model, recipe.train, recipe.lora) - 3 * count.attention_core
     # To torch, the sums of the two norms are products: of the squares, and of their gradient.
     norms = 2 * 2 * model.hidden_size
     assert counted.get_total_flops() == 4 * 2 * (layer_flops - 2 * count.head + norms)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.schema import ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.fp8_estimate import Fp8Estimate, estimate_fp8
 from moefold.parallel import select_ops
 from moefold.recipe import load_config

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk, recipe_chunk, recipe_columns

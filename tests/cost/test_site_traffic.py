@@ -52,8 +52,8 @@ def test_bytes_of_a_site_equal_the_boxes_of_its_ranks(model, keys):
         if "virtual_stages" in mapping and "bias" not in model:
             continue
         check_config(cfg)
-        count = recipe_fragments(cfg)
-        code = recipe_format(cfg)
+        count = recipe_fragments(cfg.model, cfg.sites)
+        code = recipe_format(cfg.run, cfg.sites)
         item = 8 if cfg.run.dtype == "float64" else 4
         sharding = WeightSharding.from_config(cfg, for_training=True)
         weights = model_weights(cfg.model)

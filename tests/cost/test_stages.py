@@ -4,8 +4,10 @@ from itertools import combinations, pairwise
 import pytest
 
 from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import load_preset
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory
@@ -20,7 +22,7 @@ from moefold.cost.stage_partition import (
     stage_cost,
 )
 from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import rank_state_bytes
+from moefold.cost.state_memory import StateMemory
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
 
 
@@ -41,7 +43,11 @@ def _config(
 @pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
 def test_the_parts_cost_what_the_model_costs(model):
     cfg = _config(model=model)
-    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    loads = [
+        embedding_cost(cfg.model, cfg.parallel),
+        *(layer_cost(cfg, i) for i in range(6)),
+        loss_cost(cfg.model, cfg.parallel, cfg.train),
+    ]
     assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward
     # For MTP the last stage has a copy of the embedding.
     copy = count_parameters(cfg.model).embedding if cfg.model.mtp_layers else 0
@@ -63,7 +69,7 @@ def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
     parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
     cfg = Config(model=ModelConfig(**sizes), parallel=parallel)
     stages = plan_stages(cfg).stages
-    held = [rank_state_bytes(cfg, rank).weights // 4 for rank in range(2)]
+    held = [states.weights // 4 for states in StateMemory(cfg).max_by_pp_rank]
     assert [stage_cost(cfg, stage.parts).num_parameters for stage in stages] == held
     one = replace(cfg, parallel=ParallelConfig())
     (whole,) = plan_stages(one).stages
@@ -94,7 +100,11 @@ def test_no_other_cut_is_better(name, num_stages):
     """Of all cuts none has a smaller product of operations squared and bytes, within the pace that is allowed."""
     model, train, parallel = ORACLE[name]
     cfg = _config(model=model, train=train, world_size=num_stages, pp=num_stages, **parallel)
-    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    loads = [
+        embedding_cost(cfg.model, cfg.parallel),
+        *(layer_cost(cfg, i) for i in range(6)),
+        loss_cost(cfg.model, cfg.parallel, cfg.train),
+    ]
     sizes = unit_bytes(cfg, num_stages)
 
     def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
@@ -115,7 +125,11 @@ def test_no_other_cut_is_better(name, num_stages):
 @pytest.mark.parametrize("vocab_size", [256, 5000, 200_000])
 def test_no_other_cut_is_faster_and_none_as_fast_has_a_lighter_fullest_stage(num_stages, vocab_size):
     cfg = _config(model={"vocab_size": vocab_size}, world_size=num_stages, pp=num_stages)
-    loads = [embedding_cost(cfg), *(layer_cost(cfg, i) for i in range(6)), loss_cost(cfg)]
+    loads = [
+        embedding_cost(cfg.model, cfg.parallel),
+        *(layer_cost(cfg, i) for i in range(6)),
+        loss_cost(cfg.model, cfg.parallel, cfg.train),
+    ]
 
     def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
         stages = [loads[a:b] for a, b in pairwise(bounds)]

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.state_memory import StateMemory, rank_state_bytes
+from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import sharded_state_bytes
@@ -79,12 +82,12 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
         rank -= layout.attention.coordinate(rank, "tp")
     dense = sorted(layout.attention.group(rank, "dp", "cp")).index(rank)
     expert = sorted(layout.moe.group(rank, "edp")).index(rank)
-    found = rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp"), dense, expert)
+    found = StateMemory(cfg).by_pp_rank((dense, expert))[layout.attention.coordinate(rank, "pp")]
     real = sharded_state_bytes(cfg, rank)
     assert (found.weights, found.optimizer, found.buffers) == (real.weights, real.optimizer, real.buffers), cfg
     if p.zero < 3:
         assert found.gathered == real.gathered, cfg
-    assert found.optimizer <= rank_state_bytes(cfg, layout.attention.coordinate(rank, "pp")).optimizer
+    assert found.optimizer <= StateMemory(cfg).max_by_pp_rank[layout.attention.coordinate(rank, "pp")].optimizer
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.7])
@@ -103,9 +106,9 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
     expected = 3 * max(routed, math.ceil(routed * factor)) * 80 + 4 * 2 * 4 * 8
     plain = replace(cfg, parallel=replace(parallel, dispatcher="alltoall", receive_factor=2.0))
     for pp_rank in range(pp):
-        added = rank_state_bytes(cfg, pp_rank).buffers - rank_state_bytes(plain, pp_rank).buffers
+        added = StateMemory(cfg).max_by_pp_rank[pp_rank].buffers - StateMemory(plain).max_by_pp_rank[pp_rank].buffers
         assert added == expected
-        assert rank_state_bytes(cfg, pp_rank).buffers == sharded_state_bytes(cfg, 4 * pp_rank).buffers
+        assert StateMemory(cfg).max_by_pp_rank[pp_rank].buffers == sharded_state_bytes(cfg, 4 * pp_rank).buffers
 
 
 @pytest.mark.parametrize(("num_layers", "ep", "prefetched"), [(1, 1, 0), (5, 1, 1), (5, 2, "dense")])
@@ -124,7 +127,7 @@ def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     ahead = {0: 0, 1: layer + experts, "dense": layer}[prefetched]
     # bfloat16, routers float32.
     expected = 2 * (ends + layer + experts + ahead) + 2 * router * (1 + (ahead > 0))
-    assert rank_state_bytes(cfg, 0).gathered == expected
+    assert StateMemory(cfg).max_by_pp_rank[0].gathered == expected
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import best_fit, open_dataset
 from moefold.data.best_fit import BestFitSamples, EndTokenBoundaries, document_windows, open_best_fit, pack_documents
 from moefold.data.sample import stack_samples

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.chat import BYTES_TEMPLATE, ChatRequest, ChatTemplate, load_chat_template
 from moefold.data.limited_process import LimitedProcess
 from moefold.data.template_process import TemplateLimits

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.sft import TokenizedConversations, open_conversations
 from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import Dataset, open_dataset, prepare
 from moefold.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import Dataset, check_data, open_dataset, prepare
 from moefold.data.shard_reader import BrokenShardError
 from moefold.errors import ConfigError

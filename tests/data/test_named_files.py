@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moefold.bounded_read import read_text
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.fingerprint import fingerprint
 from moefold.data.huggingface import text_tables
 from moefold.data.input_paths import existing_path

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import check_data, prepare
 from moefold.data.file_formats import map_npy
 from moefold.data.routing_trace import FORMAT, MANIFEST, RoutingTrace

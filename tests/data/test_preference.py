@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.config.align import AlignConfig
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import Dataset, open_dataset, prepare
 from moefold.data.file_formats import JsonlRecord, parse_line
 from moefold.data.preference import cut_lengths, parse_labelled, parse_pair

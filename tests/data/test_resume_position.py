@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import Sampler, open_dataset
 
 from .test_skip_corrupt import BROKEN, KINDS, make, recipe

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import open_dataset
 from moefold.data.strided import StridedSampler
 

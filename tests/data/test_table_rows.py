@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.huggingface import text_tables
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.table_rows import text_rows

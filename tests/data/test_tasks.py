@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import open_dataset
 from moefold.data.prompts import open_prompts
 from moefold.data.tasks import TASKS, Problems

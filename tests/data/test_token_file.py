@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.sample import EodAnnotatedSamples
 from moefold.data.sampler import PackedSamples
 from moefold.data.token_file import TokenFile, TokenFileStream, read_npy_header, token_files

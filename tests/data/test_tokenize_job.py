@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import check_data, open_dataset, prepare
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenize_job import ShardWriter, TokenizationResult, tokenize_files

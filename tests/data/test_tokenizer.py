@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from moefold.data.tokenizer import JsonTokenizer
-from moefold.data.tokenizer_classes import ClassTable, make_table
+from moefold.data.tokenizer_classes import ClassTable
 from moefold.data.tokenizer_folder import read_tokenizer_folder
 from moefold.errors import ConfigError
+from tools.tokenizer_classes import make_table
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 import tokenizers
@@ -279,6 +280,6 @@ def test_what_cannot_be_followed_is_noted(tmp_path: Path, sources: dict[str, str
 def test_the_table_of_classes_equals_the_installed_transformers():
     made, shipped = make_table(), ClassTable.load()
     for name, entry in made["classes"].items():
-        assert entry == shipped.classes[name], "python -m moefold.data.tokenizer_classes > .../tokenizer_classes.json"
+        assert entry == shipped.classes[name], "python -m tools.tokenizer_classes > .../tokenizer_classes.json"
     missing = {name for name in made["model_types"] if made["model_types"][name] != shipped.model_types.get(name)}
-    assert not missing, "python -m moefold.data.tokenizer_classes > src/moefold/data/tokenizer_classes.json"
+    assert not missing, "python -m tools.tokenizer_classes > src/moefold/data/tokenizer_classes.json"

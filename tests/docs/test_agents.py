@@ -65,7 +65,7 @@ def missing_names(block: Block) -> list[str]:
 def test_what_does_not_exist_is_found(tmp_path):
     text = (
         "make nothing\npython -m pytest tests/no_test.py\npython -m moefold.no_module > docs/no_page.md\n"
-        "make check && make test\npython -m moefold.cli.reference > docs/commands.md\n"
+        "make check && make test\npython -m tools.command_page > docs/commands.md\n"
     )
     found = missing_names(Block(Path("x.md"), 1, "sh", text, "", "", 0, ""))
     assert found == ["nothing", "tests/no_test.py", "docs/no_page.md", "moefold.no_module"]

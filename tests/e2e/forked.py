@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from moefold.cli.main import main
 
-PRELOAD = ["moefold.testing.preload", "tests.preload"]
+PRELOAD = ["moefold.verify.ranks.preload", "tests.preload"]
 """What the fork server holds that this process shares with the ranks of its pool."""
 
 

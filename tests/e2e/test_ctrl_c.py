@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moefold.launch.local_job import LOCK_FILE
-from moefold.testing.pool import WorkerPool
+from moefold.verify.ranks.pool import WorkerPool
 from tests.e2e.command import ROOT, TWO, environment, fresh, losses, processes_of, small, wait_until_gone
 from tests.e2e.forked import interrupt_forked
 
@@ -101,7 +101,7 @@ def test_leftovers_of_a_killed_verify_are_removed_and_its_ranks_end(folder, monk
 
 def test_ranks_end_with_the_process_that_called_them(folder):
     """Whatever they are at: these would sleep for an hour."""
-    code = "import time; from moefold.testing.pool import WorkerPool; WorkerPool().run(2, time.sleep, 3600)"
+    code = "import time; from moefold.verify.ranks.pool import WorkerPool; WorkerPool().run(2, time.sleep, 3600)"
     variables = environment() | {"TMPDIR": str(folder)}
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as process:

@@ -9,7 +9,9 @@ import torch
 from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.offload.backend import CopyEngine
 from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
 from moefold.optim.states import named_moments

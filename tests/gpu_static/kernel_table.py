@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.cuda_layers import layer_config, trace_layer
+from benchmarks.cuda_trace import B200, CUDA, H200, Launch, Trace, trace_cuda
 from benchmarks.kernel_cache import cached_kernels, pack_kernels, triton_wheel, unpack_kernels
 from moefold.ops import triton as triton_ops
 from moefold.ops.exact_topk import exact_topk
 from moefold.ops.triton.linear_attention import TritonLinearAttention
-from moefold.testing.cuda_layers import layer_config, trace_layer
-from moefold.testing.cuda_trace import B200, CUDA, H200, Launch, Trace, trace_cuda
-from moefold.testing.kernel_compile import (
+from tests.gpu_static.kernel_compile import (
     MAX_SHARED_BYTES,
     KernelResources,
     compile_launches,

@@ -4,7 +4,7 @@ Storages of tensors carry a mark. Inside `pretended_cuda()`, an operator with ma
 does, so does a Triton kernel given a CPU tensor, and `.numpy()` of a marked one. Triton kernels run in its interpreter,
 attention kernels of libraries in float64 (`pretended_attention.py`).
 
-What a trace on meta tensors (`moefold.testing.cuda_trace`) cannot find: tensors of two devices in one operator, wrong
+What a trace on meta tensors (`benchmarks.cuda_trace`) cannot find: tensors of two devices in one operator, wrong
 values in CUDA branches. What this cannot find: races, stream order, speed, the numerics of CUDA's libraries, calls that
 a graph's capture forbids, NCCL.
 """

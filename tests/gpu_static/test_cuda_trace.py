@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
+from moefold.bench.documents import sent_bytes
 from moefold.comm.torch_compat import cuda_flash_attention
-from moefold.testing.cuda_trace import CUDA, Trace, sent_bytes, trace_cuda
 
 pytest.importorskip("triton")
 

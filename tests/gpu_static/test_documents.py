@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.cuda_layers import layer_config
+from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.parallelize import build_sharded_stages
-from moefold.testing.cuda_layers import layer_config
-from moefold.testing.cuda_trace import CUDA, Trace, trace_cuda
 
 S = 4096
 BOUNDS = DocumentBounds(((0, 1000, 1001, S),))
@@ -21,7 +21,7 @@ def _trace(num_layers: int, window: int, bounds: DocumentBounds | None) -> Trace
     windows = {"attention_pattern": "W", "sliding_window": window} if window else {}
     cfg = layer_config("qwen3-30b-a3b", S, model=model | windows, run={"kernels": "plain"})
     trace = Trace()
-    with fake_rank(cfg, 0) as groups, trace_cuda(trace):
+    with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace):
         (stage,) = build_sharded_stages(cfg, replace(groups, device=CUDA), for_training=False).stages
         stage.train()
         tokens = torch.empty(1, S, dtype=torch.int64, device=CUDA)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from moefold.testing.kernel_compile import KernelResources
+from tests.gpu_static.kernel_compile import KernelResources
 from tests.gpu_static.kernel_table import COMMAND, TABLE, from_json, launched_kernels, rule_faults, table_faults
 from tests.gpu_static.uninterpreted import run_uninterpreted
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from benchmarks.cuda_trace import Event, Trace, trace_cuda
 from benchmarks.gpu_roofline import (
     DEPTHS,
     LAYERS,
@@ -18,7 +19,6 @@ from benchmarks.gpu_roofline import (
     part_of,
 )
 from moefold.ops.autotune import Autotuner, TuningKey
-from moefold.testing.cuda_trace import Event, Trace, trace_cuda
 from tests.gpu_static.uninterpreted import run_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
@@ -26,7 +26,7 @@ GEMM = Event("op", "mm", "model/linear.py:1", flops=790e9, contraction=8192, wid
 COUNT_FLOPS = """
 import json
 from benchmarks.gpu_roofline import LAYERS, estimate_layer, model_flops, part_of
-from moefold.testing.cuda_layers import trace_layer
+from benchmarks.cuda_layers import trace_layer
 found = {}
 for layer in LAYERS:
     cfg = layer.config()
@@ -122,7 +122,7 @@ def test_the_operations_of_a_table_sum_to_its_time():
 def test_parts_of_a_layer():
     assert part_of(Event("kernel", "_combine_kernel", "ops/triton/grouped_gemm.py:1")) == "combine"
     assert part_of(Event("op", "index_select", "ops/interface.py:1")) == "gathers of tokens"
-    assert part_of(Event("op", "add", "testing/cuda_layers.py:1")) == "sums of autograd"
+    assert part_of(Event("op", "add", "autograd")) == "sums of autograd"
 
 
 def test_traced_experts_have_the_models_flops_and_no_layer_is_ideal():

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.cuda_layers import layer_config
+from benchmarks.cuda_trace import CUDA, Event, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.cuda_graphs import Replay, T
@@ -18,8 +20,6 @@ from moefold.parallel.graphed_micro_batch import MicroBatchGraph
 from moefold.parallel.graphed_modules import apply_cuda_graphs
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
-from moefold.testing.cuda_layers import layer_config
-from moefold.testing.cuda_trace import CUDA, Event, Trace, trace_cuda
 
 TOKENS = 4096
 CASES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def counts(name: str) -> dict[str, object]:
     mode = name.partition(",")[0]
     cfg = layer_config("qwen3-30b-a3b", TOKENS, **CASES[name])
     trace = Trace(TOKENS * cfg.model.top_k, cfg.model.top_k)
-    with fake_rank(cfg, 0) as groups, trace_cuda(trace):
+    with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace):
         groups = replace(groups, device=CUDA)
         (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
         apply_kernels(stage, select_kernels(cfg, CUDA))

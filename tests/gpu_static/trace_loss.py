@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.cuda_layers import layer_config
+from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.parallel.parallelize import build_sharded_stages
-from moefold.testing.cuda_layers import layer_config
-from moefold.testing.cuda_trace import CUDA, Trace, trace_cuda
 
 TOKENS = 16_384
 VOCAB_SIZE = 151_936
@@ -23,7 +23,7 @@ def counts(kernels: str, chunk: int) -> dict[str, object]:
     sections = {"run": {"kernels": kernels}, "model": {"vocab_size": VOCAB_SIZE}, "train": {"loss_chunk": chunk}}
     cfg = layer_config("qwen3-30b-a3b", TOKENS, **sections)
     trace = Trace()
-    with fake_rank(cfg, 0) as groups, trace_cuda(trace):
+    with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace):
         groups = replace(groups, device=CUDA)
         (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
         x = torch.empty(TOKENS, 1, cfg.model.hidden_size, dtype=stage.dtype, device=CUDA, requires_grad=True)

@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from moefold.testing.cuda_layers import layer_config, trace_layer
-from moefold.testing.nondeterministic_ops import NondeterministicOps
+from benchmarks.cuda_layers import layer_config, trace_layer
+from tests.nondeterministic_ops import NondeterministicOps
 
 TABLE = Path(__file__).parent / "traces.json"
 TOKENS = 4096

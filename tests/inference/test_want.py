@@ -131,7 +131,7 @@ def rollout_prompts(tmp_path: Path, **options: Any) -> list[Any]:
         **options,
     )
     job = prepare_rollouts(request, None, lambda skipped: None)
-    prompts = open_rollout_prompts(job.task_cfg, job.source, request)
+    prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)
     return [prompts.prompt(i) for i in range(job.num_prompts)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.schema import MetricsConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.auxiliary import AuxiliaryOutputs
 from moefold.metrics.writer import MetricsWriter

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moefold.data.prompts import Prompt
-from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text, metrics_page, undefined
+from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text
 from moefold.metrics.expert_balance import LayerSummary
 from moefold.metrics.memory_breakdown import MemoryByPart
 from moefold.metrics.metric_curves import ATTENTION_CURVES, PREFERENCE_CURVES, RL_CURVES, SITE_CURVES
@@ -18,16 +18,16 @@ from moefold.metrics.tracker import _LAYER_SCALARS, _SCALARS
 from moefold.rl.rollout import Group, Rollout
 from moefold.rl.statistics import RoundStatistics
 from tests.metrics.example import LAYER, MEMORY, STEP
+from tests.metrics.undefined import undefined
 from tests.objectives.losses import policy, preference
+from tools.metrics_page import metrics_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NAMES = {group.prefix: [one.name for one in group.definitions] for group in GROUPS}
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text(encoding="utf-8") == metrics_page(), (
-        "run: python -m moefold.metrics.definitions > docs/metrics.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == metrics_page(), "run: python -m tools.metrics_page > docs/metrics.md"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import json
 import math
 
-from moefold.metrics.writer import FAULTS_FILE, log_fault, read_faults
+from moefold.metrics.writer import FAULTS_FILE, log_fault
+from tests.metrics.faults import read_faults
 
 
 def test_faults_come_back_in_order_and_are_json(tmp_path):

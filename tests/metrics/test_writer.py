@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.schema import MetricsConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.metrics.writer import MetricsWriter, truncate_metrics
 from tests.metrics.example import STEP
 

@@ -8,19 +8,20 @@ from torch.nn import functional as F
 
 from moefold.comm.collectives import all_gather_uneven, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.loss import (
     PLAIN_SOFTMAX,
     ChunkOptions,
     SoftmaxOptions,
-    chunked_cross_entropy,
     chunked_token_losses,
     cross_entropy,
     token_losses,
 )
 from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
-from moefold.testing.pool import make_group
+from moefold.verify.ranks.pool import make_group
 
 H, V = 6, 23
 
@@ -36,7 +37,7 @@ def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, T
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
     x, weight, labels, share = _case(dtype)
-    losses = chunked_cross_entropy(x, weight, labels, chunk, saves_exponentials=keeps)
+    losses = chunked_token_losses(x, weight, labels, ChunkOptions(chunk, saves_exponentials=keeps)).loss
     found = torch.autograd.grad((losses * share).sum(), (x, weight))
     expected_losses = cross_entropy(x @ weight.t(), labels)
     expected = torch.autograd.grad((expected_losses * share).sum(), (x, weight))
@@ -50,7 +51,8 @@ def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
 
 def test_kept_exponentials_serve_two_backward_passes():
     x, weight, labels, share = _case()
-    loss = (chunked_cross_entropy(x, weight, labels, 4, saves_exponentials=True) * share).sum()
+    losses = chunked_token_losses(x, weight, labels, ChunkOptions(4, saves_exponentials=True)).loss
+    loss = (losses * share).sum()
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     for once, twice in zip(first, torch.autograd.grad(loss, (x, weight)), strict=True):
         assert torch.equal(once, twice)
@@ -59,7 +61,7 @@ def test_kept_exponentials_serve_two_backward_passes():
 @pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 def test_it_equals_torch_with_logits_that_overflow_exp(keeps):
     x, weight, labels, _ = _case()
-    losses = chunked_cross_entropy(1e3 * x, weight, labels, 4, saves_exponentials=keeps)
+    losses = chunked_token_losses(1e3 * x, weight, labels, ChunkOptions(4, saves_exponentials=keeps)).loss
     expected = F.cross_entropy((1e3 * x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten(), expected, rtol=1e-12, atol=1e-9)
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
 from moefold.errors import ConfigError
-from moefold.model.rope import attention_factor, build_rope, rope_frequencies, softmax_factor
+from moefold.model.rope import build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -21,6 +23,10 @@ transformers = pytest.importorskip("transformers", reason="transformers comes wi
 
 def _model(**keys: Any) -> ModelConfig:
     return config_from_dict({"model": keys, "train": {"global_batch_size": 1}}).model
+
+
+def _rotated_factor(cfg: ModelConfig, seq_len: int = 0) -> float:
+    return chosen_in(cfg, RopeScalingPart).rotated_factor(seq_len)
 
 
 def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
@@ -64,7 +70,7 @@ def test_yarn_equals_transformers(seed):
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     # transformers computes in float32.
     torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
-    assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
+    assert _rotated_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
 def test_llama3_without_a_blend_equals_transformers():
@@ -87,7 +93,7 @@ def test_yarn_by_hand():
     cfg = _model(head_dim=8, rope_beta_fast=32.0, rope_beta_slow=16.0, rope_truncate=False, **keys)
     expected = torch.tensor([1.0, 1 / 2, 1 / 16, 1 / 32], dtype=torch.float64)
     torch.testing.assert_close(rope_frequencies(cfg), expected, rtol=2e-3, atol=0)
-    assert attention_factor(cfg) == 1 + math.log(4) / 10
+    assert _rotated_factor(cfg) == 1 + math.log(4) / 10
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -125,7 +131,7 @@ def test_longrope_equals_transformers(seq_len, attention_factor_given):
     expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=seq_len)
     cfg = parse_model_config({**config.to_dict(), "vocab_size": 64}, Path("folder"))
     torch.testing.assert_close(rope_frequencies(cfg, seq_len), expected.double(), rtol=3e-5, atol=1e-10)
-    assert attention_factor(cfg, seq_len) == pytest.approx(factor, rel=1e-12)
+    assert _rotated_factor(cfg, seq_len) == pytest.approx(factor, rel=1e-12)
     # The keys that a family writes read back.
     assert parse_model_config(FAMILIES["llama"].write(cfg), Path("folder")) == cfg
 
@@ -167,10 +173,10 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     folder_keys = {"model_type": family, **sizes, "rope_scaling": theirs, "rope_theta": 3.0}
     cfg = parse_model_config(folder_keys, Path("folder"))
     torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
-    assert attention_factor(cfg) == pytest.approx(factor, rel=1e-12)
+    assert _rotated_factor(cfg) == pytest.approx(factor, rel=1e-12)
     if family == "deepseek_v3" and keys.get("factor", 1):
         scores = modeling_deepseek_v3.yarn_apply_mscale(config.rope_parameters, 1.0)
-        assert softmax_factor(cfg) == pytest.approx(scores, rel=1e-12)
+        assert chosen_in(cfg, RopeScalingPart).score_factor == pytest.approx(scores, rel=1e-12)
     # The keys that a family writes read back.
     assert parse_model_config(FAMILIES[family].write(cfg), Path("folder")) == cfg
 

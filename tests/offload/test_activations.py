@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.saved_memory import measure_saved_bytes
 from moefold.comm.resumable import ResumableTask, run_to_end
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.local_param import local_param
 from moefold.model.transformer import build_model
 from moefold.offload.activations import ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.parallel.offload import apply_offload, open_offload
-from moefold.testing.saved_memory import measure_saved_bytes
 from tests.parallel.test_recompute import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
 
 CPU = torch.device("cpu")

@@ -100,7 +100,9 @@ def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = replace(cfg, run=replace(cfg.run, deterministic=is_deterministic))
     for reason in ("", "it differs"):
         monkeypatch.setattr(select_ops, "probe_cudnn_attention", lambda device, reason=reason: reason)
-        kernel, message = select_ops._block_attention(cfg, torch.device(device), Autotuner(is_enabled=True))
+        kernel, message = select_ops._block_attention(
+            cfg.run, cfg.model, cfg.parallel, torch.device(device), Autotuner(is_enabled=True)
+        )
         assert (kernel is not None) == (is_used and not reason)
         assert ("as it differs" in message) == (is_used and bool(reason))
 

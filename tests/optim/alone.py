@@ -4,10 +4,12 @@ import torch
 from torch import nn
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.optim.build import build_optimizer
 from moefold.optim.state_offload import StateStore
-from moefold.testing.pool import make_group
+from moefold.verify.ranks.pool import make_group
 
 
 def build_alone(

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.optim.state_offload import StateStore
 from moefold.optim.states import named_moments, set_step_count
 from moefold.parts.optimizer.adamw.module import OffloadableAdamW

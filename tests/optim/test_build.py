@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.schema import TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.optim.param_groups import set_learning_rate
 from moefold.optim.states import named_moments, set_step_count
 from tests.optim.alone import build_alone

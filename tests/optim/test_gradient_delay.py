@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.schema import TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.states import named_moments, reset_moments

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from moefold.config.load import config_to_dict
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.optim.lr_schedule import (
     check_schedule_settings,
     continuation,
@@ -150,7 +152,7 @@ def test_the_settings_to_train_on_with_are_legal_and_do_not_jump_to_the_middle_o
     tmp_path, settings: dict[str, object], words: list[str], last: float
 ) -> None:
     cfg = config(20, **settings)
-    overrides, effect = continuation(cfg, 40)
+    overrides, effect = continuation(cfg.run, cfg.train, 40)
     assert list(overrides) == words
     assert bool(effect) == (len(words) > 1)
     recipe = tmp_path / "recipe.toml"
@@ -213,7 +215,7 @@ LINES = [
 @pytest.mark.parametrize(("settings", "steps", "at", "line"), LINES)
 def test_a_resume_with_another_schedule_states_the_rates_and_what_they_mean(settings, steps, at, line) -> None:
     before, after = (config(count, **settings) for count in steps)
-    assert describe_schedule_change(schedule_settings(before), after, at) == line
+    assert describe_schedule_change(schedule_settings(before.run, before.train), after.run, after.train, at) == line
     rates = [learning_rate(before.train, steps[0], at), learning_rate(after.train, steps[1], at + 1)]
     # Independent of the wording: the line has the numbers of the steps.
     assert all(f"{rate:.3g}" in line for rate in rates)
@@ -221,7 +223,7 @@ def test_a_resume_with_another_schedule_states_the_rates_and_what_they_mean(sett
 
 def test_a_resume_with_another_peak_names_each_setting() -> None:
     before, after = config(20), config(40, lr=0.2)
-    assert describe_schedule_change(schedule_settings(before), after, 20) == (
+    assert describe_schedule_change(schedule_settings(before.run, before.train), after.run, after.train, 20) == (
         "the schedule of 20 steps has ended; with run.steps=40 (it had 20), train.lr=0.2 (it had 1.0) the learning "
         "rate stays at 0.2 in step 21; it is constant from there on"
     )
@@ -229,17 +231,19 @@ def test_a_resume_with_another_peak_names_each_setting() -> None:
 
 def test_the_same_schedule_a_finished_run_and_a_new_run_say_nothing() -> None:
     cfg = config(20)
-    assert not describe_schedule_change(schedule_settings(cfg), cfg, 10)
-    assert not describe_schedule_change(schedule_settings(config(10)), cfg, 20)
-    assert not describe_schedule_change({}, cfg, 0)
+    assert not describe_schedule_change(schedule_settings(cfg.run, cfg.train), cfg.run, cfg.train, 10)
+    recipe = config(10)
+    assert not describe_schedule_change(schedule_settings(recipe.run, recipe.train), cfg.run, cfg.train, 20)
+    assert not describe_schedule_change({}, cfg.run, cfg.train, 0)
     # A checkpoint of an old version does not tell its schedule.
-    assert describe_schedule_change({}, cfg, 19) == (
+    assert describe_schedule_change({}, cfg.run, cfg.train, 19) == (
         "the learning rate of step 20 is 0.2; the cosine ends at 0.2 in step 20"
     )
 
 
 def test_broken_schedules_of_checkpoints_are_refused() -> None:
-    settings = schedule_settings(Config())
+    cfg = Config()
+    settings = schedule_settings(cfg.run, cfg.train)
     check_schedule_settings(settings)
     check_schedule_settings({})
     assert set(settings) - {"run.steps"} <= {f"train.{key}" for key in config_to_dict(Config())["train"]}

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from moefold.parts.optimizer.muon.redistribute import MatrixKey, MatrixRedistributor
-from moefold.testing.pool import make_group
+from moefold.verify.ranks.pool import make_group
 
 pytestmark = pytest.mark.parity
 

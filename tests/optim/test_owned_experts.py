@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.wire_codes import make_wire_code
-from moefold.config.schema import TrainConfig
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound
 from moefold.optim.owned_experts import OwnedExperts, select_owned

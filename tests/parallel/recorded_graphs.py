@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.cuda_trace import WAITING_METHODS
 from moefold.comm.torch_compat import TorchDispatchMode, around_backward, storage_key, tree_leaves, tree_map_only
 from moefold.parallel.cuda_graphs import Replay, T
-from moefold.testing.cuda_trace import WAITING_METHODS
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 

@@ -10,7 +10,8 @@ from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.data import open_dataset
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS

@@ -24,10 +24,10 @@ from moefold.parallel.graphed_modules import GraphedModule
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.parallel.select_ops import SelectedKernels
-from moefold.testing.pool import WorkerError
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
+from moefold.verify.ranks.pool import WorkerError
 from tests.parallel.recorded_graphs import CountedRecorders
 from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
@@ -132,7 +132,7 @@ def test_a_count_that_the_host_reads_is_noticed(pool):
 def test_the_recipe_chooses_what_is_captured(mode, is_graphed):
     cfg = tiny()
     cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
-    with fake_rank(cfg, 0) as groups:
+    with fake_rank(cfg.parallel, 0) as groups:
         sharded = build_sharded_stages(cfg, groups, for_training=True)
         runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
         inference = build_sharded_stages(cfg, groups, for_training=False)

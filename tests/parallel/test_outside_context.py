@@ -10,11 +10,12 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.model.attention import CausalAttention
-from moefold.testing.pool import WorkerPool
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

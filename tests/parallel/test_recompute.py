@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.model.activation_checkpoint import checkpoint_without_output, no_checkpoint
 from moefold.model.transformer import build_model
 from moefold.parallel.recompute import apply_recompute, resolve_recompute
-from moefold.testing.saved_memory import measure_saved_bytes
 from moefold.verify.distributed_run import create_groups
 from tests.verify.recipes import tiny
 

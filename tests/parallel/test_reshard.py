@@ -13,7 +13,8 @@ from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.save_load import checkpoint_state, load_weights, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.schema import Config, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel

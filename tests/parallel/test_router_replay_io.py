@@ -59,7 +59,7 @@ def _train(cfg: Config, num_steps: int) -> list[float]:
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchSharder(data.train, cfg, groups, training.model.positions)
-    writer = RoutingTraceWriter(Path(cfg.run.dir), trace_shape(cfg)) if groups.rank == 0 else None
+    writer = RoutingTraceWriter(Path(cfg.run.dir), trace_shape(cfg.model, cfg.train)) if groups.rank == 0 else None
     assert training.router_replay is not None
     norms = []
     for step in range(1, num_steps + 1):

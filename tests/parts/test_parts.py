@@ -3,15 +3,18 @@
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
 import moefold.parts
 from moefold.config.chosen import LAYER_GROUPS, chosen, readers
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
+from moefold.config.groups.attention import AttentionPart, OutputGate, QueryKeyNorm
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, key_types, part_keys
@@ -96,31 +99,59 @@ def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
         assert part.formula is Part.formula
         return
     assert part.formula not in (Part.formula, group.formula), "each built-in kind is judged"
+    _check_formula(part, {field.name for field in fields(part)})
+
+
+@pytest.mark.parametrize("kind", built_in_kinds("attention"))
+def test_the_formula_of_an_attention_reads_each_field_and_no_method(kind):
+    """The oracle itself reads the fields that all kinds have: spans, RoPE and indexers."""
+    part = find_part("attention", kind)
+    shared = {field.name for field in fields(AttentionPart)} | {"indexer"}
+    read = _check_formula(part, {field.name for field in fields(part)} - shared)
+    for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm)):
+        assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read
+
+
+def _check_formula(part, names: set[str]) -> set[str]:
+    """Check that the formula of a part reads fields, and no method; return what it reads."""
     read = _attributes(part)
-    formats = {field for field, name in flat_keys(group.group, kind) if name not in FORMULA_KEYS.split()}
-    assert {field.name for field in fields(part)} - formats <= read
+    formats = {field for field, name in flat_keys(part.group, kind_of(part)) if name not in FORMULA_KEYS.split()}
+    assert names - formats <= read
     methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
     assert read & (methods - {"formula"}) == set()
+    return read
 
 
 def _attributes(part) -> set[str]:
     """Return what the formula of a part reads of the part: attributes of `self`, and of `part` in its oracle.py.
 
-    The formula of a part may call the formula of the part that it extends.
+    The formula of a part may call the formula of the part that it extends, and functions of the oracle.py of another.
     """
     trees = []
     for base in (base for base in part.__mro__ if "formula" in vars(base) and base.__module__.startswith(PACKAGE)):
         trees.append(ast.parse(textwrap.dedent(inspect.getsource(base.formula))))
         oracle = Path(inspect.getfile(base)).with_name("oracle.py")
         trees += [ast.parse(oracle.read_text())] if _has_folder(base) and oracle.exists() else []
+    trees += [ast.parse(inspect.getsource(called)) for tree in trees for called in _called(tree)]
     for tree in trees:
         assert not (_imported(tree) - LIBRARIES), "a formula imports torch, math and types"
-    return {
-        node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "part")
-    }
+    paths = [ast.unparse(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {path.partition(".")[2] for path in paths if path.startswith(("self.", "part."))}
+
+
+def _called(tree: ast.AST) -> Iterator[Any]:
+    """Yield the functions that an oracle.py takes from another one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.endswith(".oracle"):
+            found = import_module(node.module)
+            yield from (getattr(found, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("kind", built_in_kinds("ffn"))
+def test_the_formula_of_a_network_reads_each_field_that_the_oracle_leaves_it(kind):
+    part = find_part("ffn", kind)
+    read = _check_formula(part, {field.name for field in fields(part)} - part.framed)
+    assert not part.framed & read
 
 
 def _has_folder(part) -> bool:

@@ -3,7 +3,11 @@
 from dataclasses import replace
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 
 SMALL = ModelConfig(
     num_layers=3,

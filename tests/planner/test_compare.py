@@ -34,7 +34,9 @@ def question(
         train=replace(cfg.train, seq_len=seq_len, global_batch_size=batch),
     )
     restriction = Restriction(PLAIN | (fixed or {}))
-    return PlanRequest(cfg, shape, load_device(gpu), workload_from_config(cfg, "bf16"), restriction)
+    return PlanRequest(
+        cfg, shape, load_device(gpu), workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"), restriction
+    )
 
 
 @pytest.mark.parametrize("fixed", [{"pp": 1}, {"tp": 2, "pp": 2}], ids=str)

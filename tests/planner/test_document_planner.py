@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, DataConfig, MoEConfig
+from moefold.config.data import DataConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import workload_from_config
@@ -37,7 +39,7 @@ def request(world_size: int, **fixed) -> PlanRequest:
         base_config=cfg,
         model_spec=model_spec_from_config(model),
         device=load_device("h100"),
-        workload=workload_from_config(cfg, "bf16", attention=loads),
+        workload=workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16", attention=loads),
         restriction=Restriction({**FIXED, **fixed}),
     )
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import preset_names
-from moefold.config.schema import ParallelConfig
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import (
@@ -120,7 +120,8 @@ def test_presets_of_hybrids_have_the_size_of_their_name(name, total):
 def test_a_hybrid_has_its_published_number_of_parameters():
     spec = load_model_spec("qwen3-next-80b-a3b")
     assert all_parameters(spec) == pytest.approx(79.67e9, rel=1e-3)
-    assert [spec.kinds[kind].mixer.kind for kind in spec.layers[:5]] == ["linear"] * 3 + ["gqa", "linear"]
+    kinds = [spec.kinds[kind].layer.attention.kind for kind in spec.layers[:5]]
+    assert kinds == [*["gated_deltanet"] * 3, "gqa", "gated_deltanet"]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import load_distribution
-from moefold.planner.lengths.samples import DocumentSamples, StreamedSamples, equal_documents
+from moefold.planner.lengths.samples import DocumentSamples, StreamedSamples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.simulator.simulate import simulate_mapping
+from tests.planner.lengths.equal_documents import equal_documents
 
 TABLE = Path(__file__).parent / "published" / "lengths.csv"
 ROWS = {row["id"]: row for row in csv.DictReader(TABLE.open(encoding="utf-8"))}

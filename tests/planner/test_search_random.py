@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device, load_device
 from moefold.errors import ConfigError
 from moefold.planner.memory.budget import OVERHEAD_GIB

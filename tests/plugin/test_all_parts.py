@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.schema import ParallelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.test_imports import imports_torch
 from tests.e2e.command import checkpoints, losses, metrics, moefold, train
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
@@ -169,26 +169,20 @@ def test_it_is_planned_and_the_planned_recipe_names_it(tmp_path, file):
 
 
 @pytest.mark.e2e
-def test_verify_refuses_the_attention_by_name_and_judges_the_rest(tmp_path):
-    empty = tmp_path / "recipe.toml"
+def test_verify_judges_all_and_refuses_an_attention_without_a_formula_by_name(tmp_path):
+    empty, file = tmp_path / "recipe.toml", tmp_path / "gated_attention.py"
     empty.touch()
-    asked = ["verify", str(empty), *SIZES, *FOUR, "--steps", "2"]
-    refused = moefold(*asked, *words())
-    assert refused.returncode == 3
-    assert "no formula for model.attention='gated'" in refused.stderr
-    assert "dispatcher gathering, schedule eager" in refused.stdout
-    rest = [key for key in PARTS if key not in ("model.attention", "rl.objective")]
-    done = moefold(*asked, *words(*rest))
+    asked = ["verify", str(empty), *SIZES, *FOUR, *words(), "--steps", "2"]
+    done = moefold(*asked)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "dispatcher gathering, schedule eager" in done.stdout
     assert "\nequal: " in done.stdout
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_verify_compares_all_with_one_rank(tmp_path):
-    empty = tmp_path / "recipe.toml"
-    empty.touch()
-    done = moefold("verify", str(empty), *SIZES, *FOUR, *words(), "--against", "one-rank")
+    file.write_text((PACKAGE / file.name).read_text().replace("def formula", "def other_formula"))
+    asked.append(f"model.attention={file}:Gated")
+    refused = moefold(*asked)
+    assert refused.returncode == 3
+    assert "no formula for model.attention='gated_attention.py:Gated' (" in refused.stderr
+    done = moefold(*asked, "--against", "one-rank")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT judged by the oracle" in done.stdout
     assert "\nequal: " in done.stdout

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import kv_cache_bytes
 from moefold.model.transformer import build_model
-from moefold.testing.pool import WorkerPool
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.cost.test_activation_memory import _assert_close as assert_memory_close
 from tests.cost.test_activation_memory import _config as memory_config
 from tests.cost.test_activation_memory import _measure_ranks as measure_ranks

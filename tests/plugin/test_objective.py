@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import ProgramData
 from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle

@@ -10,7 +10,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config import find
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
-from moefold.cost.state_memory import StateMemory, rank_state_bytes
+from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
@@ -19,11 +19,11 @@ from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.checkpoint.test_resharding import _train
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
@@ -118,7 +118,7 @@ def _bytes_of_states(cfg: Config) -> tuple[int, int, int]:
     built = sum(local_tensor(x).numel() * x.element_size() for state in states for x in state.values())
     offload = replace(cfg.train, offload_optimizer="ssd", offload_dir="/tmp", offload_min_kib=0)
     moments = StateMemory(replace(cfg, train=offload)).offloaded_moments[0].offloaded
-    return rank_state_bytes(cfg, 0).optimizer, built, moments
+    return StateMemory(cfg).max_by_pp_rank[0].optimizer, built, moments
 
 
 @pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 3}, {"zero": 1, "tp": 2}], ids=str)
@@ -133,7 +133,11 @@ def _update_seconds() -> list[float]:
     seconds = []
     for optimizer in ("sgd", "adamw"):
         cfg = load_config(None, ["model.preset=mixtral-8x7b", f"train.optimizer={optimizer}"])
-        costs = CostModel(load_model_spec("mixtral-8x7b"), load_device("h100"), workload_from_config(cfg, "bf16"))
+        costs = CostModel(
+            load_model_spec("mixtral-8x7b"),
+            load_device("h100"),
+            workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"),
+        )
         seconds.append(costs.data_parallel_cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
     return seconds
 

@@ -15,10 +15,10 @@ from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
 from moefold.recipe import load_config
-from moefold.testing.pool import WorkerPool
 from moefold.topology.schedules import runtime_slots
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.plugin.recipes import words
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping

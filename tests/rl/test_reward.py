@@ -14,8 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import Config, DataConfig, FaultsConfig, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt, has_conversations, open_prompts
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError, RunError
@@ -320,15 +324,18 @@ def test_a_function_that_reads_standard_input_gets_none(module):
     ],
 )
 def test_a_wrong_function_is_refused_before_the_run(module, use, reason):
+    cfg = config(tuple(use.replace("MODULE", str(module)).split()))
     with pytest.raises(ConfigError) as error:
-        check_reward(config(tuple(use.replace("MODULE", str(module)).split())), [PROMPT])
+        check_reward(cfg.data, cfg.reward, [PROMPT])
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_what_a_check_accepts(module):
-    check_reward(config(f"{module}:fine"), [PROMPT])
-    check_reward(config("exact"), [PROMPT])
+    cfg = config(f"{module}:fine")
+    check_reward(cfg.data, cfg.reward, [PROMPT])
+    recipe = config("exact")
+    check_reward(recipe.data, recipe.reward, [PROMPT])
 
 
 def data(tmp_path: Path, rows: list[object], **train: int) -> Config:

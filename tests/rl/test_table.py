@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.rollout import Group, Rollout
@@ -133,11 +135,12 @@ def test_a_checkpoint_has_every_row(sizes, seed):
 
 def test_rounds_of_other_sizes_are_refused():
     headers = RolloutTable([round_of([0, 1], 0)]).headers()
-    check_headers(headers, Config(rl=RLConfig(group_size=2), train=TrainConfig(global_batch_size=4)))
+    cfg = Config(rl=RLConfig(group_size=2), train=TrainConfig(global_batch_size=4))
+    check_headers(headers, cfg.train, cfg.rl)
     for group_size, batch in ((4, 4), (2, 8)):
         other = Config(rl=RLConfig(group_size=group_size), train=TrainConfig(global_batch_size=batch))
         with pytest.raises(ConfigError, match=f"4 a round in groups of 2, and the recipe needs {batch} in groups of"):
-            check_headers(headers, other)
+            check_headers(headers, other.train, other.rl)
 
 
 @pytest.mark.parametrize(

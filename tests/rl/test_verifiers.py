@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.tasks import Problems
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, evaluate, last_number
 

@@ -1,8 +1,8 @@
 import pytest
 
 from moefold.config.load import config_from_dict
+from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action
-from moefold.config.schema import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.parts.schedule.csv import _read_schedule
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.topology.schedules import schedule_slots, stage_ranks
 from moefold.validate.parallel import validate_micro_batch_count
 

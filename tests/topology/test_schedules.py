@@ -8,8 +8,10 @@ import pytest
 
 from moefold.config.find import built_in_kinds
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action, SlotRow, find_deadlock
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.bubble import bubble_s, simulated_bubble_s
 from moefold.topology.schedules import schedule_named, schedule_rows

@@ -17,10 +17,11 @@ def test_every_token_has_one_slot(placement):
     slots = np.concatenate([placement.slots(rank) for rank in range(shape.num_ranks)])
     assert len(slots) == shape.num_ranks * shape.tokens_per_rank
     assert sorted(slots) == list(range(shape.num_tokens))
-    for rank, first, length, slot in zip(
-        placement.ranks_M, placement.firsts_M, placement.lengths_M, placement.first_slots, strict=True
-    ):
+    filled = dict.fromkeys(range(shape.num_ranks), 0)
+    for rank, first, length in zip(placement.ranks_M, placement.firsts_M, placement.lengths_M, strict=True):
+        slot = filled[rank]
         assert list(placement.slots(rank)[slot : slot + length]) == list(range(first, first + length))
+        filled[rank] += length
 
 
 def test_documents_cover_the_samples():

@@ -12,7 +12,7 @@ from typing import Any
 from moefold.config.schema import Config
 from moefold.host.listen import listen
 from moefold.launch.meet_server import MeetServer
-from moefold.testing.pool import WorkerPool
+from moefold.verify.ranks.pool import WorkerPool
 
 
 class Server:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moefold.checkpoint.safe_metadata import SafeReader, read_metadata
 from moefold.config.schema import Config
-from moefold.metrics.definitions import undefined
 from moefold.verify.oracle_sites import SitesState
+from tests.metrics.undefined import undefined
 
 TOLERANCE = 1e-9
 

@@ -17,19 +17,20 @@ import torch.distributed as dist
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, read_meta, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.model.local_param import local_tensor
 from moefold.parallel.batch import Batch
 from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
 from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
-from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerError
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 from tests.split_job import split_pool
@@ -260,7 +261,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, st
     never = in_turn(cfg, tmp_path)
     expected = pool.run(1, run_in_turn, never)
     assert pool.run(2, run_split, cfg, -1, stop)[:1] != expected
-    table = read_meta(step_path(checkpoint_folder(cfg), stop)).rl["rollouts"]
+    table = read_meta(step_path(checkpoint_folder(cfg.run, cfg.checkpoint), stop)).rl["rollouts"]
     rounds = range(0, staleness, cfg.rl.updates)
     assert [header["version"] for header in table] == [max(0, stop + i - staleness) for i in rounds]
     assert pool.run(2, run_split, cfg)[:1] == expected

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import CheckpointConfig
+from moefold.config.checkpoint import CheckpointConfig
 from tests.slow import slow
 from tests.train.test_rollout_loader import _train, recipe, records, under
 

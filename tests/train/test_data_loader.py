@@ -17,7 +17,8 @@ import torch.distributed as dist
 from moefold.checkpoint.checkpoint_dir import META_FILE, read_meta
 from moefold.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from moefold.comm.groups import current_world
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.train.data_loader import resolve_data_files
 from tests.train.test_trainer import _train, losses, recipe

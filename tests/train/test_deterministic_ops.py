@@ -9,10 +9,10 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.parallel.parallelize import parallelize
-from moefold.testing.nondeterministic_ops import NondeterministicOps
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.nondeterministic_ops import NondeterministicOps
 from tests.verify.recipes import LATENT, tiny
 
 WINDOWS = {"attention_sinks": True, "attention_pattern": "WF", "sliding_window": 5, "moe_bias": True, "qkv_bias": True}

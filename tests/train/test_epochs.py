@@ -123,7 +123,7 @@ def with_epochs(cfg, epochs):
 def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
     words = token_words(tmp_path)
     cfg = started(*words, "run.epochs=1", "train.lr_schedule=constant").cfg
-    assert continuation(cfg, 2 * cfg.run.steps) == (("run.epochs=2",), "")
+    assert continuation(cfg.run, cfg.train, 2 * cfg.run.steps) == (("run.epochs=2",), "")
     write_run_of_one_epoch(tmp_path / "run", *words, steps=3, saved=3)
     longer = started(*words, "run.epochs=2")
     assert (longer.folder.cfg.run.dir, longer.cfg.run.steps) == (str(tmp_path / "run"), 5)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize

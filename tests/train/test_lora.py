@@ -10,8 +10,10 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import stored_tensors
 from moefold.comm.groups import ParallelGroups
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.convert.adapted_weights import load_merged_weights
 from moefold.cost.adapter_spec import adapter_weights, is_adapter
 from moefold.errors import ConfigError

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.data import open_dataset
 from moefold.errors import ConfigError, RunError
-from moefold.metrics.writer import read_faults
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -27,6 +27,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.faults import read_faults
 from tests.slow import slow
 from tests.train.test_trainer import _train, losses, recipe, records
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, MetricsConfig
+from moefold.config.metrics import MetricsConfig
+from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.metrics.memory_breakdown import ACTIVATIONS, PARTS, RELOADED

@@ -9,13 +9,14 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts, select_owned
-from moefold.testing.pool import WorkerError
 from moefold.train.train_step import TrainingStep
 from moefold.verify.oracle_sites import OracleSites
+from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors

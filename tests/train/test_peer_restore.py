@@ -13,7 +13,9 @@ from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import set_aside_process_groups
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
@@ -76,7 +78,8 @@ def _lose_ranks(old: Config, new: Config, members: tuple[int, ...], folder: Path
         store = dist.FileStore(str(folder / "store"), len(members))
         dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
         after = Trainer(new, ParallelGroups.create(check_config(new), torch.device("cpu")))
-        after._checkpointing.restore_from_peers(snapshots, LAST)
+        after._checkpointing.snapshots = snapshots
+        after._checkpointing.restored_step = LAST
         try:
             assert after.run(StopSignals()) == 0
             if new.parallel.dp > 1:

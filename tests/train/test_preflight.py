@@ -125,7 +125,8 @@ REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", 
 
 
 def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
-    shape = trace_shape(config(*REPLAY, *overrides))
+    cfg = config(*REPLAY, *overrides)
+    shape = trace_shape(cfg.model, cfg.train)
     writer = RoutingTraceWriter(run_dir, shape)
     for step in range(1, steps + 1):
         writer.write(step, iter(np.broadcast_to(np.arange(shape.top_k, dtype=shape.dtype), shape.file_shape)))
@@ -161,8 +162,9 @@ def test_a_trace_that_does_not_exist_is_refused(tmp_path):
 def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
     make_trace(tmp_path)
     cfg = config(*REPLAY, f"moe.replay={tmp_path}")
-    check_replay_content(config(*REPLAY))
-    check_replay_content(cfg)
+    recipe = config(*REPLAY)
+    check_replay_content(recipe.run, recipe.moe)
+    check_replay_content(cfg.run, cfg.moe)
     path = tmp_path / "routing" / "step-000001.npy"
     choices = np.load(path)
     choices[..., 0] = choices[..., 1]
@@ -171,7 +173,7 @@ def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
     with pytest.raises(
         ConfigError, match=r"moe\.replay='.*' sends position 0 of sample 0 twice to one expert in step 1"
     ):
-        check_replay_content(cfg)
+        check_replay_content(cfg.run, cfg.moe)
 
 
 def test_a_run_cannot_replay_itself(tmp_path):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moefold.checkpoint.inspect import differing_tensors
-from moefold.metrics.writer import read_faults
 from tests.e2e.command import losses
+from tests.metrics.faults import read_faults
 from tests.slow import slow
 from tests.train.regroup_jobs import Done, Kill, recipe, train
 

@@ -15,14 +15,15 @@ import torch
 from moefold.checkpoint.checkpoint_dir import META_FILE, complete_checkpoints, read_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import train_flops_per_token
 from moefold.data import open_dataset
-from moefold.metrics.definitions import undefined
 from moefold.recipe import load_config
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.undefined import undefined
 from tests.train.test_trainer import _train_loudly
 
 pytestmark = pytest.mark.parity

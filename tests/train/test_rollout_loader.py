@@ -14,18 +14,16 @@ import torch
 
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.comm.groups import ParallelGroups
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MetricsConfig,
-    MoEConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import cache_bytes, kv_cache_bytes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.data.prompts import Prompt
@@ -36,7 +34,6 @@ from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.rollouts import RolloutCollector, StopRule
 from moefold.inference.sampling import SamplingParams
-from moefold.metrics.definitions import undefined
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
@@ -49,6 +46,7 @@ from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_sampling_memory, min_training_memory
+from tests.metrics.undefined import undefined
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 

@@ -50,7 +50,7 @@ def _move(cfg: Config) -> tuple[dict[str, np.ndarray], int]:
     }
     starts = mine["document_starts"]
     bounds = [DocumentBounds.of_positions(starts[i : i + B]) for i in range(0, per_rank, B)]
-    columns, placed = RoundPlacer(cfg, groups).move_tokens(mine, bounds)
+    columns, placed = RoundPlacer(cfg.parallel, cfg.train, groups).move_tokens(mine, bounds)
     assert len(placed) == len(bounds)
     return columns, dp.rank
 

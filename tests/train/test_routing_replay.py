@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_replay import RolloutReplay
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext

@@ -17,14 +17,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, FaultsConfig, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.errors import RunError
-from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Embedding
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.faults import read_faults
 from tests.slow import slow
 from tests.verify.recipes import tiny
 

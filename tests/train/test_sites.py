@@ -14,8 +14,12 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, RunConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format
@@ -23,7 +27,6 @@ from moefold.launch.meet_client import MeetConnection
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.launch.site_round import pair_members
-from moefold.testing.pool import WorkerError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.sites import SiteRounds, describe_wait
 from moefold.train.signals import StopSignals
@@ -33,6 +36,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle_sites import OracleSites
+from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
@@ -94,11 +98,11 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
     The last round of sites that met in pairs is one of all sites, which send their weights.
     """
     in_pairs = cfg.sites.topology == "pairs" and not is_last
-    code = recipe_format(cfg)
+    code = recipe_format(cfg.run, cfg.sites)
     if cfg.sites.topology == "pairs" and is_last:
         # The vector has the blocks of the code, and is sent as it is.
         cfg = replace(cfg, sites=replace(cfg.sites, topology="all"))
-        code = wire_format("float32", difference_itemsize(cfg))
+        code = wire_format("float32", difference_itemsize(cfg.run))
     traffic = site_traffic(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
     return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)

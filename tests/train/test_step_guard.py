@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moefold.config.schema import FaultsConfig
+from moefold.config.faults import FaultsConfig
 from moefold.errors import ConfigError
 from moefold.train.step_guard import Mismatch, StepGuard
 

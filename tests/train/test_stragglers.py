@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.metrics.rank_times import REPORT_SLOW_STEPS
-from moefold.metrics.writer import read_faults
 from moefold.model.transformer import Block
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.metrics.faults import read_faults
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

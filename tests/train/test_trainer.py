@@ -18,7 +18,9 @@ from moefold.checkpoint.checkpoint_dir import complete_checkpoints, locate_check
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config, RunConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.data.routing_trace import RoutingTrace
 from moefold.parallel.parallelize import parallelize

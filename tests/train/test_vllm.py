@@ -11,7 +11,8 @@ import pytest
 from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cli.simulate_rounds import check_round_options
 from moefold.comm.groups import World
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import Completion, Request
@@ -237,11 +238,11 @@ def test_the_planner_does_not_price_a_server(tmp_path):
     cfg = recipe(tmp_path)
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine="vllm", folder="hf"))
     options = Namespace(prompt_tokens=None, new_tokens=None, reward_s=None, rounds=None)
-    assert rollout_lengths(cfg, options) is None
+    assert rollout_lengths(cfg.train, cfg.rl, cfg.rollout, options) is None
     with pytest.raises(ConfigError, match="--new-tokens 4 has no effect: a server of rollout.engine='vllm'"):
-        rollout_lengths(cfg, Namespace(prompt_tokens=None, new_tokens=4))
+        rollout_lengths(cfg.train, cfg.rl, cfg.rollout, Namespace(prompt_tokens=None, new_tokens=4))
     with pytest.raises(ConfigError, match="rollout.engine='vllm' samples on a server, whose time is not simulated"):
-        check_round_options(cfg, options)
+        check_round_options(cfg.rl, cfg.rollout, options)
 
 
 REQUEST = Request(prompt=(1, 2), max_tokens=3, eos_ids=frozenset({0}), prompt_number=5, sample_number=1)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.convert.weights import load_hf_weights
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request

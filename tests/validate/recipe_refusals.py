@@ -238,40 +238,40 @@ DATA = {
         "data.validation_split out, or leave validation_fraction out"
     ),
     "data.streaming=true": (
-        "data.streaming=true has no effect: only data.kind='huggingface' reads it; choose data.kind='huggingface', or"
-        " leave streaming out"
+        "data.streaming=true has no effect: nothing reads it with data.kind='python-docs'; set "
+        "data.kind='huggingface', or leave streaming out"
     ),
     "data.kind=text data.path=a data.column=b": (
-        "data.column='b' has no effect: only data.kind='huggingface' reads it; choose data.kind='huggingface', or "
-        "leave column out"
+        "data.column='b' has no effect: nothing reads it with data.kind='text'; set data.kind='huggingface', or leave "
+        "column out"
     ),
     "data.weights=[1]": (
-        "data.weights=(1.0,) has no effect: data.kind has no paths; choose data.kind='text', 'tokens', "
-        "'huggingface', 'sft' or 'preference', or leave weights out"
+        "data.weights=(1.0,) has no effect: nothing reads it with data.kind='python-docs'; set data.kind='text', "
+        "'tokens', 'huggingface', 'sft' or 'preference', or leave weights out"
     ),
     "data.kind=huggingface data.path=owner/name data.overlong=refuse": (
-        "data.overlong='refuse' has no effect: only data.kind='sft' and 'preference' read it; choose one of "
-        "these, or leave overlong out"
+        "data.overlong='refuse' has no effect: nothing reads it with data.kind='huggingface'; set data.kind='sft' or "
+        "'preference', or leave overlong out"
     ),
     "data.kind=huggingface data.path=owner/name data.chat_template=a": (
-        "data.chat_template='a' has no effect: only data.kind='sft', 'preference' and 'prompts' read it; choose one of "
-        "these, or leave chat_template out"
+        "data.chat_template='a' has no effect: nothing reads it with data.kind='huggingface'; set data.kind='sft', "
+        "'preference' or 'prompts', or leave chat_template out"
     ),
     "data.kind=huggingface data.path=owner/name data.document_index=true": (
-        "data.document_index=true has no effect: only data.kind='tokens' reads it; choose data.kind='tokens', or "
-        "leave document_index out"
+        "data.document_index=true has no effect: nothing reads it with data.kind='huggingface'; set "
+        "data.kind='tokens', or leave document_index out"
     ),
     "data.kind=sft data.path=chats.jsonl data.document_end=3": (
-        "data.document_end=3 has no effect: the documents are known already; choose another data.kind, or "
-        "data.document_index=false, or leave document_end out"
+        "data.document_end=3 has no effect: nothing reads it with data.kind='sft'; set data.kind='python-docs', "
+        "'text', 'tokens', 'synthetic' or 'huggingface', or leave document_end out"
     ),
     "data.kind=tokens data.path=a data.document_index=true data.document_end=3": (
-        "data.document_end=3 has no effect: the documents are known already; choose another data.kind, or "
+        "data.document_end=3 has no effect: nothing reads it with data.document_index=true; set "
         "data.document_index=false, or leave document_end out"
     ),
     "data.kind=sft data.path=chats.jsonl data.split=test": (
-        "data.split='test' has no effect: only data.kind='huggingface' reads it; choose data.kind='huggingface', or "
-        "leave split out"
+        "data.split='test' has no effect: nothing reads it with data.kind='sft'; set data.kind='huggingface', or leave "
+        "split out"
     ),
 }
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.schema import Config, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason

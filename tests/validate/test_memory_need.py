@@ -254,7 +254,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_torch_is_asked(tmp_path
 def test_under_a_launcher_the_first_rank_of_a_machine_counts_its_own_ranks(monkeypatch):
     cfg = recipe(name="quickstart")
     places = [RankEnv(rank, rank % 4, 8, "", 1, local_world_size=4) for rank in (0, 4, 5)]
-    hosts = [fitting.local_host_capacity(cfg, "cpu", place) for place in places]
+    hosts = [fitting.local_host_capacity(cfg.parallel, "cpu", place) for place in places]
     assert [host.pp_ranks for host in hosts] == [(0,) * 4, (1,) * 4, (1,) * 4]
     monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(0, "free"))
     fitting.check_training(cfg, "cpu", places[2])

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.moe import MoEConfig
 from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.schema import Config, MoEConfig, RunConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.validate.mismatch import mismatch_advice, mismatch_limit
 
 

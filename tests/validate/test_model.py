@@ -1,7 +1,6 @@
 import pytest
 
-from moefold.config.model import ModelConfig
-from moefold.config.schema import has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 
 
 @pytest.mark.parametrize(("pattern", "moe", "dense"), [("M", True, False), ("D", False, True), ("DM3", True, True)])

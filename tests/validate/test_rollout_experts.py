@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RolloutConfig
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.validate.rollout_experts import check_fetching_ranks
 

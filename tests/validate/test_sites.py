@@ -122,15 +122,15 @@ def test_rounds_are_due_every_so_many_steps_and_at_the_end():
 def rounds(*overrides: str) -> dict[int, tuple[int, ...]]:
     """The fragments of each round of 100 steps."""
     cfg = load_config(None, [*TWO, *overrides])
-    return {step: found for step in range(1, 101) if (found := fragments_due(cfg, step))}
+    return {step: found for step in range(1, 101) if (found := fragments_due(cfg.run, cfg.model, cfg.sites, step))}
 
 
 def test_experts_are_merged_after_rounds_by_a_share_that_falls_to_zero():
     cfg = load_config(None, [*OWN, "sites.every=10", "sites.merge_every=20", "sites.merge_until=80"])
-    assert [step for step in range(1, 101) if merged_fragments(cfg, step)] == [20, 40, 60]
-    assert [merge_share(cfg, step) for step in (20, 60, 80, 90)] == pytest.approx([0.0075, 0.0025, 0.0, 0.0])
+    assert [step for step in range(1, 101) if merged_fragments(cfg.run, cfg.model, cfg.sites, step)] == [20, 40, 60]
+    assert [merge_share(cfg.sites, step) for step in (20, 60, 80, 90)] == pytest.approx([0.0075, 0.0025, 0.0, 0.0])
     cfg = load_config(None, [*OWN, "sites.every=10", "sites.merge_every=20", "sites.fragment_layers=1"])
-    merged = {step: found for step in range(1, 61) if (found := merged_fragments(cfg, step))}
+    merged = {step: found for step in range(1, 61) if (found := merged_fragments(cfg.run, cfg.model, cfg.sites, step))}
     count = cfg.model.num_layers
     assert merged == {
         20 * k + 10 * p // count: (p,) for k in (0, 1, 2, 3) for p in range(count) if 0 < 20 * k + p <= 60
@@ -145,7 +145,7 @@ def test_routing_is_compared_every_tenth_round_and_at_the_end():
         (("sites.every=3", "model.layer_pattern=D"), []),
     ):
         cfg = load_config(None, [*TWO, *words])
-        assert [step for step in range(1, 101) if is_probed(cfg, step)] == steps
+        assert [step for step in range(1, 101) if is_probed(cfg.run, cfg.model, cfg.sites, step)] == steps
 
 
 def test_fragments_have_rounds_at_steps_of_their_own():
@@ -164,8 +164,8 @@ def test_fragments_have_rounds_at_steps_of_their_own():
 def test_rounds_are_counted_and_found_again(first, layers):
     overrides = (f"sites.first={first}", "sites.every=12", f"sites.fragment_layers={layers}", "model.num_layers=4")
     cfg = load_config(None, [*TWO, *overrides])
-    steps = [step for step in range(1, 101) if fragments_due(cfg, step)]
-    assert [rounds_until(cfg, step) for step in range(101)] == [
+    steps = [step for step in range(1, 101) if fragments_due(cfg.run, cfg.model, cfg.sites, step)]
+    assert [rounds_until(cfg.run, cfg.model, cfg.sites, step) for step in range(101)] == [
         sum(due <= step for due in steps) for step in range(101)
     ]
-    assert [step_of_round(cfg, index) for index in range(len(steps) + 1)] == [0, *steps]
+    assert [step_of_round(cfg.run, cfg.model, cfg.sites, index) for index in range(len(steps) + 1)] == [0, *steps]

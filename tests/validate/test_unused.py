@@ -2,10 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
+from moefold.config.suggestions import choices_of, default_of
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys
@@ -414,7 +416,38 @@ def _idle_keys_of_parts() -> set[str]:
 def test_every_idle_key_has_a_case():
     ruled = {name for idle in UNUSED_KEY_RULES for name in idle.keys.split()}
     cases = {word.split("=")[0] for word, _, _ in CASES}
-    assert ruled | _idle_keys_of_parts() | layer_readers().keys() == cases
+    assert ruled | _idle_keys_of_parts() | layer_readers().keys() | read_conditions().keys() == cases
+
+
+def _words_of(key: str) -> set[str]:
+    """Return the words that a condition may ask of a key: its choices, true and false, or a number."""
+    section, name = key.split(".")
+    default = default_of(section, name)
+    if isinstance(default, bool):
+        return {"true", "false"}
+    return (
+        {repr(0 * default)} if isinstance(default, int | float) else {*map(str, choices_of(section, name))} or {"never"}
+    )
+
+
+def test_a_condition_asks_for_a_value_that_its_key_may_have():
+    marks = {mark for marks in read_conditions().values() for mark in marks}
+    for key, _, words in (condition.partition("=") for mark in marks for condition in mark.conditions.split()):
+        assert not words or {*words.split("|")} <= _words_of(key.removesuffix("!")), key
+
+
+def test_a_condition_on_several_keys_names_all_of_them():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["faults.max_skips=5"])
+    assert str(error.value) == (
+        "faults.max_skips=5 has no effect: nothing reads it with faults.nonfinite='stop' and faults.spike='log'; "
+        "set faults.nonfinite='skip' or faults.spike='skip', or leave max_skips out"
+    )
+
+
+def test_a_condition_on_a_section_is_one_on_its_other_keys():
+    with pytest.raises(ConfigError, match=r"lora.alpha=8.0 has no effect: nothing reads it with lora.rank=0; set "):
+        load_config(None, ["lora.alpha=8"])
 
 
 def test_the_message_says_why_and_what_to_do():

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from moefold.config.schema import Config, ParallelConfig
-from moefold.testing.pool import WorkerPool
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import without_mapping
 
 TOLERANCE = 1e-9

@@ -4,9 +4,15 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, DataConfig, FaultsConfig, MoEConfig, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
 

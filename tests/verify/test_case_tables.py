@@ -3,7 +3,9 @@
 from itertools import combinations
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig, ParallelConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
 from tests.verify import same_bits_cases
 from tests.verify.cases import AXES, Settings, axes_of
 from tests.verify.test_parity import ORACLE_CASES

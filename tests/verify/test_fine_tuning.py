@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.config.schema import Config, DataConfig, ParallelConfig
+from moefold.config.data import DataConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.data import open_dataset
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model

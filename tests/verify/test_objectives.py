@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler

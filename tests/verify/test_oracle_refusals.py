@@ -16,10 +16,14 @@ from moefold.cli.main import main
 from moefold.cli.verify import verify
 from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import layer_readers, readers
+from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.find import built_in_kinds, groups
+from moefold.config.groups.activation import ActivationPart
+from moefold.config.layers import GATE_WIDTHS, NORM_WIDTHS
+from moefold.config.model import ModelConfig
 from moefold.config.part import Part
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError
@@ -46,6 +50,10 @@ KEYS = {f"{section.name}.{key.name}" for section in fields(Config) for key in fi
 CLASSES = [FORMULA_KEYS, SITES_FORMULA_KEYS, *OTHER_KEYS.values()]
 
 
+LAYER_WORDS = {"model.qk_norm_width": NORM_WIDTHS, "model.attention_gate_width": GATE_WIDTHS}
+"""Meaning of the words of keys that `layers_of` gives to the parts of layers as truth values."""
+
+
 def _kinds(section: Any, prefix: str) -> dict[str, tuple[Any, ...]]:
     """Return the names that a key may have, by key."""
     hints = get_type_hints(section)
@@ -56,7 +64,7 @@ KINDS = {
     name: kinds
     for section in fields(Config)
     for name, kinds in _kinds(type(getattr(Config(), section.name)), f"{section.name}.").items()
-    if name in {*FORMULA_KEYS.split(), "sites.topology", "sites.experts"}
+    if name in {*FORMULA_KEYS.split(), "sites.topology", "sites.experts"} - {*LAYER_WORDS}
 }
 """Names that the oracle must have a formula or a refusal for, by key."""
 
@@ -91,6 +99,12 @@ def test_each_registered_name_has_a_case(key):
             assert node.cases[-1].pattern.pattern is None
             assert ast.unparse(node.cases[-1].body[-1]).startswith(("unknown_kind(", "no_formula("))
     assert named == set(KINDS[key])
+
+
+@pytest.mark.parametrize("key", LAYER_WORDS)
+def test_each_word_of_a_layer_has_a_meaning(key):
+    """A new word without one fails where the layers are built, for training and oracle alike."""
+    assert set(LAYER_WORDS[key]) == set(_kinds(ModelConfig, "model.")[key])
 
 
 def _is_kind(part: ast.expr, aliases: set[str]) -> bool:
@@ -156,8 +170,6 @@ def _with(cfg: Config, key: str, value: Any) -> Config:
 
 SPARSE = {"index_topk": 3, "index_heads": 2, "index_head_dim": 4}
 ACTIVE: dict[str, dict[str, Any]] = {
-    "model.qk_norm_width": {"model": {"qk_norm": True}},
-    "model.attention_gate_width": {"model": {"attention_gate": True}},
     "train.indexer_stage": {"model": SPARSE},
 }
 """Settings under which a kind counts."""
@@ -182,7 +194,7 @@ def test_a_parameter_without_a_formula_is_refused(settings):
 
 def test_a_parameter_that_is_read_and_leads_nowhere_is_refused(monkeypatch):
     """Its gradient would be zero in silence."""
-    monkeypatch.setattr(Oracle, "_shared_expert", lambda self, name, x: 0 * x)
+    monkeypatch.setattr("moefold.parts.ffn.moe.oracle.shared_expert", lambda part, weights, x: 0 * x)
     read = Oracle._check_parameters
     monkeypatch.setattr(
         Oracle, "_check_parameters", lambda self: self._weights.reads.update(self.weights) or read(self)
@@ -214,11 +226,30 @@ def test_a_key_that_no_formula_reads_is_refused(section, name, default, value):
         _train(replace(cfg, **{section: _extended(getattr(cfg, section), name, default, value)}))
 
 
+def _temperature_of_1(model: Any, positions: torch.Tensor) -> torch.Tensor:
+    return torch.ones(positions.shape, dtype=torch.float64)
+
+
 def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
     """The list does not vouch for the formula."""
-    monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
-    with pytest.raises(NoFormulaError, match=r"no formula for model\.attention_scale=0\.5"):
-        _train(_small(model={"attention_scale": 0.5}))
+    monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
+    with pytest.raises(NoFormulaError, match=r"no formula for model\.nope_temperature_scale=0\.5"):
+        _train(_small(model={"rope_pattern": "N", "nope_temperature_scale": 0.5}))
+
+
+@pytest.mark.parametrize("key", ["attention", "linear_attention"])
+def test_an_attention_without_a_formula_is_refused(key):
+    cfg = _small(model={"attention_pattern": "L" if key == "linear_attention" else "F"})
+    unknown = _without_formula(cfg.model.layers[0].attention)
+    with pytest.raises(NoFormulaError, match=r"no formula for attention=.*Unknown"):
+        _train(_with(cfg, f"model.{key}", unknown), cfg)
+
+
+def test_an_activation_without_a_formula_is_refused_by_its_name():
+    cfg = _small()
+    unknown = _without_formula(chosen(cfg, ActivationPart))
+    with pytest.raises(NoFormulaError, match="no formula for model.moe_activation="):
+        _train(_with(cfg, "model.moe_activation", unknown), cfg)
 
 
 def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
@@ -337,12 +368,13 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
         verify(_with(cfg, "train.gradient_delay", 7), 1, ranks)
     capsys.readouterr()
 
-    monkeypatch.setattr("moefold.verify.oracle.softmax_scale", lambda model: 0.5)
+    monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
     monkeypatch.setattr("moefold.cli.verify._run_on_ranks", ranks)
-    assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", "model.attention_scale=0.5"]) == 3
+    words = ["model.rope_pattern=N", "model.nope_temperature_scale=0.5"]
+    assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", *words]) == 3
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith(
-        "moefold: cannot judge: the oracle has no formula for model.attention_scale=0.5"
+        "moefold: cannot judge: the oracle has no formula for model.nope_temperature_scale=0.5"
     )
     assert err.splitlines()[-1].endswith("(docs/extending.md)")
 

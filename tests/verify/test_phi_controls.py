@@ -50,9 +50,9 @@ def _run_with_a_reduced_gradient(cfg: Config) -> DistributedRecord:
 
 def _run_with_the_short_factors(cfg: Config) -> DistributedRecord:
     """As if a sequence beyond the original context had the factors of shorter ones."""
-    from moefold.model import rope
+    from moefold.parts.rope_scaling.longrope import LongRope
 
-    rope.exceeds_original_context = lambda model, seq_len: False
+    LongRope.is_long = lambda part, seq_len: False
     return run_distributed(cfg, 1)
 
 

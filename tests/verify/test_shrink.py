@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
-from moefold.config.schema import Config, DataConfig, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
 from moefold.recipe import load_config

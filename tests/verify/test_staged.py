@@ -8,9 +8,9 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.testing.pool import WorkerPool
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_on_groups
+from moefold.verify.ranks.pool import WorkerPool
 from tests.slow import slow
 from tests.verify.recipes import tiny
 

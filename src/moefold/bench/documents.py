@@ -28,7 +28,6 @@ from moefold.model.attention import SelfAttention
 from moefold.parallel.parallelize import parallelize
 from moefold.planner.lengths.samples import SampleLengths
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.testing.cuda_trace import sent_bytes
 from moefold.topology.layout import Layout
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -289,3 +288,16 @@ class SentBytesCounter(TorchDispatchMode):
             own = args[4][process_group_rank(args)]
             return float(rows.nbytes - own * rows[:1].nbytes)
         return sent_bytes(name, args, size)
+
+
+def sent_bytes(name: str, args: tuple[Any, ...], size: int) -> float:
+    """Return the bytes that a rank sends in a collective of c10d, to others than itself."""
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    others = (size - 1) / size
+    if "alltoall" in name:
+        return tensors[1].nbytes * others
+    if "allgather" in name:
+        return tensors[1].nbytes * (size - 1)
+    if "reduce_scatter" in name:
+        return tensors[1].nbytes * others
+    return 2 * tensors[0].nbytes * others

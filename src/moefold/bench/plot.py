@@ -24,7 +24,9 @@ def draw_report(report: Report, path: Path) -> None:
         ConfigError: the report is of an unknown kind, or the file cannot be written.
     """
     drawers = {
-        "comparison": (2, _draw_comparison),
+        "step": (2, _draw_step),
+        # Of `python -m benchmarks.race.step`, which times other frameworks too.
+        "comparison": (2, _draw_step),
         "dispatch": (2, _draw_dispatch),
         "ranks": (1, _draw_ranks),
         "scaling": (2, _draw_scaling),
@@ -54,7 +56,7 @@ def draw_report(report: Report, path: Path) -> None:
         raise ConfigError(f"{path}: the picture cannot be written: {error.strerror}") from None
 
 
-def _draw_comparison(report: Report, axes: Sequence["Axes"]) -> str:
+def _draw_step(report: Report, axes: Sequence["Axes"]) -> str:
     rows = report["rows"]
     left, right = axes
     names = [row["name"] for row in rows]

@@ -88,11 +88,6 @@ def time_shares(ranks: list[RankCpuTimes]) -> dict[str, float]:
     return {kind: category_s / total_s for kind, category_s in totals.items()}
 
 
-def slowest_rank_s(ranks: list[RankCpuTimes]) -> float:
-    """Return the wall time of the slowest rank."""
-    return max(rank.wall_s for rank in ranks)
-
-
 class OpCpuTimer(TorchDispatchMode):
     """Dispatch mode that sums the CPU time of every operation of this thread by category, in `cpu_s`."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moefold.bench.implementations import build_moefold_step
+from moefold.bench.our_step import our_step
 from moefold.bench.shape import BenchShape, bench_config
 from moefold.bench.timing import CLOCKS, StepTimes, synchronized, time_interleaved
 from moefold.progress import ProgressCallback, ignore_progress
@@ -48,9 +48,9 @@ def sweep_tokens(
     """Time steps with increasing numbers of tokens, interleaved. A whole model needs a process group of size 1."""
     steps = {
         str(n): synchronized(
-            build_moefold_step(
+            our_step(
                 bench_config(sweep.shape, dtype=sweep.dtype, tokens=n, device=device.type), sweep.shape.part, device
-            ),
+            ).build(),
             device,
         )
         for n in sweep.tokens
@@ -74,7 +74,7 @@ def sweep_experts(
     steps = {}
     for count in sweep.experts:
         cfg = bench_config(shape, dtype=sweep.dtype, experts=count, device=device.type)
-        steps[str(count)] = synchronized(build_moefold_step(cfg, "layer", device), device)
+        steps[str(count)] = synchronized(our_step(cfg, "layer", device).build(), device)
     times_s = time_interleaved(
         steps,
         warmup=1,

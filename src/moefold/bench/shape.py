@@ -119,8 +119,8 @@ def count_weights(model: ModelConfig, part: BenchPart) -> int:
 def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 2) -> int:
     """Return the number of experts that fit into memory, by halving the model's until weights and gradients fit.
 
-    There are `num_copies` copies of the weights, ours and the peers', each with gradients, and for a whole model with
-    moments. A third of the memory is left for activations.
+    There are `num_copies` copies of the weights, of the step and of its parts, each with gradients, and for a whole
+    model with moments. A third of the memory is left for activations.
 
     Raises:
         ConfigError: not even the smallest legal number of experts fits.

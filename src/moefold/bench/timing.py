@@ -109,11 +109,6 @@ def repeat_short_step(
     return RepeatedStep(synchronized(run, device), repeats)
 
 
-def median_ratio(fast_s: list[float], slow_s: list[float]) -> float:
-    """Return the median over the rounds of slow time over fast time."""
-    return statistics.median(slow / fast for fast, slow in zip(fast_s, slow_s, strict=True))
-
-
 class StorageMeter(TorchDispatchMode):
     """Dispatch mode that counts the live bytes of all storages that operations return.
 

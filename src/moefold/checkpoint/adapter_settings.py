@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.config.schema import Config
+from moefold.config.lora import LoraConfig
 from moefold.errors import ConfigError
 
 SAMPLE_BYTES = 1 << 16
 """Bytes at either end of a file of weights that the digest of a folder without a manifest reads."""
 
 
-def adapter_settings(cfg: Config, base: str, base_digest: str) -> dict[str, Any]:
+def adapter_settings(lora: LoraConfig, base: str, base_digest: str) -> dict[str, Any]:
     """Return the metadata of adapters: rank, alpha, targets, and the folder of the base weights with its digest."""
-    lora = cfg.lora
     return {
         "rank": lora.rank,
         "alpha": lora.alpha,
@@ -47,15 +46,13 @@ def check_adapter_settings(settings: Any) -> None:
         raise TypeError("lora.base is no text")
 
 
-def adapters_unsupported_reason(stored: Mapping[str, Any], cfg: Config, path: str) -> str:
+def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, path: str) -> str:
     """Return why a run cannot continue from a checkpoint, given the settings of its adapters; empty if it can.
 
     Args:
         stored: `adapter_settings` of the checkpoint; empty if it has all weights.
-        cfg: the recipe.
         path: the checkpoint.
     """
-    lora = cfg.lora
     if not stored and not lora.rank:
         return ""
     if not stored:

@@ -18,10 +18,11 @@ from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, che
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import keys_with
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
 from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
 from moefold.config.patterns import (
     INDEX_KINDS,
@@ -35,7 +36,9 @@ from moefold.config.patterns import (
     shared_selections,
     spell,
 )
-from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.rl import RLConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers, part_keys
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
@@ -123,14 +126,14 @@ class CheckpointMeta(TrainState):
         return world_size // (tp * cp * pp)
 
 
-def checkpoint_folder(cfg: Config) -> Path:
+def checkpoint_folder(run: RunConfig, checkpoint: CheckpointConfig) -> Path:
     """Return the folder that contains the checkpoints of a run."""
-    return to_path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run.dir) / "checkpoints"
+    return to_path(checkpoint.dir) if checkpoint.dir else Path(run.dir) / "checkpoints"
 
 
-def checkpoint_folder_key(cfg: Config) -> str:
+def checkpoint_folder_key(checkpoint: CheckpointConfig) -> str:
     """Return the recipe key that determines `checkpoint_folder`."""
-    return "checkpoint.dir" if cfg.checkpoint.dir else "run.dir"
+    return "checkpoint.dir" if checkpoint.dir else "run.dir"
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -531,21 +534,21 @@ def find_resume(cfg: Config) -> Path | None:
         ConfigError: see `check_compatible`.
     """
     damaged: list[str] = []
-    path = resume_candidate(cfg)
+    path = resume_candidate(cfg.run, cfg.checkpoint)
     while path is not None and cfg.checkpoint.resume == "auto" and quick_validate(path):
         damaged.append(str(path))
-        path = resume_candidate(cfg, damaged)
+        path = resume_candidate(cfg.run, cfg.checkpoint, damaged)
     check_compatible(path, cfg)
     return path
 
 
-def resume_candidate(cfg: Config, ignored: Container[str] = ()) -> Path | None:
+def resume_candidate(run: RunConfig, checkpoint: CheckpointConfig, ignored: Container[str] = ()) -> Path | None:
     """Return the checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
-    if cfg.checkpoint.resume == "never":
+    if checkpoint.resume == "never":
         return None
-    if cfg.checkpoint.resume != "auto":
-        return to_path(cfg.checkpoint.resume)
-    named = named_checkpoints(checkpoint_folder(cfg))
+    if checkpoint.resume != "auto":
+        return to_path(checkpoint.resume)
+    named = named_checkpoints(checkpoint_folder(run, checkpoint))
     return next((path for path in reversed(named) if str(path) not in ignored), None)
 
 
@@ -583,23 +586,25 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
-        _check_same_model(path, meta, cfg)
-        if reason := adapters_unsupported_reason(meta.lora, cfg, str(path)):
+        _check_same_model(path, meta, cfg.model)
+        if reason := adapters_unsupported_reason(meta.lora, cfg.lora, str(path)):
             raise ConfigError(f"checkpoint {str(path)!r} {reason}")
         if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
             _check_same_data(path, meta, cfg, fingerprints)
-        _check_whole_rounds(path, meta, cfg)
+        _check_whole_rounds(path, meta, cfg.rl)
     if wish != "auto" and cfg.checkpoint.saves:
-        _reject_later_checkpoints(named_checkpoints(checkpoint_folder(cfg)), meta.step if meta else 0, cfg)
+        _reject_later_checkpoints(
+            named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)), meta.step if meta else 0, cfg.checkpoint
+        )
 
 
-def _reject_later_checkpoints(named: list[Path], step: int, cfg: Config) -> None:
+def _reject_later_checkpoints(named: list[Path], step: int, checkpoint: CheckpointConfig) -> None:
     later = [path for path in named if step_of(path) > step]
     if later:
         raise ConfigError(
-            f"checkpoint.resume={cfg.checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
+            f"checkpoint.resume={checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
             f"steps, such as {str(later[-1])!r}, which would count as this run's; move them away, "
-            f"or set another {checkpoint_folder_key(cfg)}"
+            f"or set another {checkpoint_folder_key(checkpoint)}"
         )
 
 
@@ -628,18 +633,18 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
 
 
-def _check_same_model(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
-    wrong = model_differences(meta.model, cfg.model)
+def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> None:
+    wrong = model_differences(meta.model, model)
     if wrong:
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"
         )
 
 
-def _check_whole_rounds(path: Path, meta: CheckpointMeta, cfg: Config) -> None:
+def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:
     """Check that rounds of rollouts end at the steps that are saved: they start at multiples of rl.updates."""
-    updates = cfg.rl.updates
-    if cfg.is_rl and meta.step % updates:
+    updates = rl.updates
+    if rl.is_on and meta.step % updates:
         raise ConfigError(
             f"rl.updates={updates} must divide step {meta.step} of checkpoint {str(path)!r}: saves would come within "
             f"rounds of rollouts; choose updates {nearest_numbers(updates, divisors(meta.step))}, or start a new run "

@@ -100,13 +100,14 @@ def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -
     skipped: dict[str, str] = {}
     while True:
         # A network file system may differ between machines: use the first rank's listing.
-        found = [resume_candidate(cfg, skipped) if dist.get_rank() == 0 else None]
+        found = [resume_candidate(cfg.run, cfg.checkpoint, skipped) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, src=0)
         path = found[0]
         if path is None and skipped:
+            folder = str(checkpoint_folder(cfg.run, cfg.checkpoint))
             raise ConfigError(
-                f"no checkpoint in {str(checkpoint_folder(cfg))!r} can be used: {'; '.join(skipped.values())}; "
-                f"move them away to start a new run, or set another {checkpoint_folder_key(cfg)}"
+                f"no checkpoint in {folder!r} can be used: {'; '.join(skipped.values())}; "
+                f"move them away to start a new run, or set another {checkpoint_folder_key(cfg.checkpoint)}"
             )
         if path is None:
             check_compatible(None, cfg)
@@ -151,14 +152,14 @@ def write_checkpoint(
         ConfigError: on all ranks, the folder cannot be written, is full, is not the same one on all ranks, or another
             job saves into it.
     """
-    folder = checkpoint_folder(cfg)
+    folder = checkpoint_folder(cfg.run, cfg.checkpoint)
     final = step_path(folder, train_state.step)
     with translate_io_errors(
         f"the checkpoint of step {train_state.step} cannot be written to {str(folder)!r}",
         disk=None if isinstance(folder, RemotePath) else folder,
     ):
         if dist.get_rank() == 0 and writer is None:
-            writer = FolderWriter(folder, checkpoint_folder_key(cfg))
+            writer = FolderWriter(folder, checkpoint_folder_key(cfg.checkpoint))
         draft = folder / _create_draft(train_state.step, writer, group)
         storage = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
         planner = planner or ShardSavePlanner()

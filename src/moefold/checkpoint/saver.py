@@ -44,7 +44,9 @@ class CheckpointSaver:
         """
         if dist.get_rank() == 0 and self._cfg.checkpoint.saves:
             with suppress(OSError):
-                self._writer = FolderWriter(checkpoint_folder(self._cfg), checkpoint_folder_key(self._cfg))
+                self._writer = FolderWriter(
+                    checkpoint_folder(self._cfg.run, self._cfg.checkpoint), checkpoint_folder_key(self._cfg.checkpoint)
+                )
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
         """Write a checkpoint; collective. Returns the time that training waited for it, in seconds.

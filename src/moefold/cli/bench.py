@@ -1,7 +1,8 @@
-"""`moefold bench`: compare our step with plain torch and transformers, part by part and with the hardware's limits."""
+"""`moefold bench`: time our step, part by part and next to the limits of the hardware."""
 
 import argparse
 import importlib
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
 
 if TYPE_CHECKING:
-    from moefold.bench.comparison import BenchComparison
+    from moefold.bench.step_bench import StepReport
 
 SUBCOMMANDS = {
     "dispatch": "parts of one MoE layer over ETP x EP, folded or not",
@@ -20,7 +21,6 @@ SUBCOMMANDS = {
     "scaling": "tokens/s over tokens, step time over experts",
     "leastloaded": "least-loaded dispatch under skewed routing",
     "documents": "context parallelism on packed documents",
-    "rollout": "generation by the rollout engine against transformers",
     "plot": "plot a report of any of these commands",
 }
 MS_PER_S = 1e3
@@ -32,88 +32,91 @@ def run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in SUBCOMMANDS:
         return int(importlib.import_module(f"moefold.cli.bench_{argv[0]}").run(argv[1:]))
     args = _parser().parse_args(argv)
-    shape = shape_from_args(args)
-    # Report wrong sizes before torch is imported.
-    bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
+    shape = checked_shape(args)
     from moefold.launch.ranks import spawn_ranks
 
     return spawn_ranks(partial(_measure, shape, args), 1, device_type_from_args(args))
 
 
+def checked_shape(args: argparse.Namespace) -> BenchShape:
+    """Return the shape of --shape, after checking the sizes; imports no torch."""
+    shape = shape_from_args(args)
+    bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
+    return shape
+
+
 def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, device_name: str) -> int:
     import torch
 
-    from moefold.bench.comparison import compare_implementations
-    from moefold.bench.other_frameworks import num_weight_copies
+    from moefold.bench.our_step import our_step
+    from moefold.bench.step_bench import measure_step
     from moefold.bench.timing import free_memory_bytes
     from moefold.launch.ranks import init_distributed
 
     torch.set_num_threads(args.threads)
     with init_distributed(rank_env, device_name) as device, WorkProgress("bench") as progress:
         size = 2 if args.dtype == "bfloat16" else 4
-        whole = bench_config(shape, dtype=args.dtype)
-        copies = num_weight_copies(whole, shape.part, device)
-        experts = args.experts or max_fitting_experts(shape, size, free_memory_bytes(device), copies)
+        experts = args.experts or max_fitting_experts(shape, size, free_memory_bytes(device))
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
-        found = compare_implementations(cfg, shape.part, args.routing, device, args.steps, args.clock, progress.report)
-    report = found.as_dict() | {"shape": shape.name}
-    write_report(args, report, format_comparison(shape, found))
+        progress.report("building the model")
+        ours = our_step(cfg, shape.part, device, args.routing)
+        found = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
+    write_report(args, found.as_dict() | {"shape": shape.name}, format_report(shape, found))
     return 0
 
 
-def format_comparison(shape: BenchShape, comparison: "BenchComparison") -> str:
-    """Format a comparison for the terminal."""
+def format_report(shape: BenchShape, report: "StepReport", below: Sequence[str] = ()) -> str:
+    """Format a report for the terminal, with lines below the table of steps."""
     lines = [
-        f"{shape.name}: {comparison.tokens:,} tokens, {comparison.num_experts} experts, {comparison.routing} routing "
-        f"(busiest expert {comparison.load:.2f} x mean), {comparison.dtype}",
-        f"{comparison.machine}, torch {comparison.torch}; {CLOCK_NAMES[comparison.clock]}, medians of "
-        f"{comparison.rounds} rounds in turn after 2",
-        f"GEMM {comparison.gemm_tflops:.3g} TFLOP/s, copy {comparison.copy_gbps:.3g} GB/s",
+        f"{shape.name}: {report.tokens:,} tokens, {report.num_experts} experts, {report.routing} routing "
+        f"(busiest expert {report.load:.2f} x mean), {report.dtype}",
+        f"{report.machine}, torch {report.torch}; {CLOCK_NAMES[report.clock]}, medians of "
+        f"{report.rounds} rounds in turn after 2",
+        f"GEMM {report.gemm_tflops:.3g} TFLOP/s, copy {report.copy_gbps:.3g} GB/s",
         "",
         f"{'':30}  {'ms':>8}  {'quartiles':>17}  {'tokens/s':>10}  {'TFLOP/s':>8}  {'MFU':>6}  {'peak GiB':>8}",
     ]
-    for row in comparison.rows:
+    for row in report.rows:
         spread = f"{row.low_s * MS_PER_S:.1f} .. {row.high_s * MS_PER_S:.1f}"
         lines.append(
             f"  {row.name:28}  {row.median_s * MS_PER_S:8.1f}  {spread:>17}  {row.tokens_per_s:10,.0f}  "
             f"{row.tflops:8.3g}  {row.mfu:6.1%}  {row.peak_gib:8.3f}"
         )
-    lines += [f"  {reason}" for reason in comparison.absent]
-    lines += [f"ratio to transformers: {comparison.ratio_to_transformers:.3f}"]
-    if comparison.ratio_to_plain is not None:
-        lines.append(f"ratio to plain torch: {comparison.ratio_to_plain:.3f}")
-    lines += [f"ratio to {name}: {ratio:.3f}" for name, ratio in comparison.ratios_to_peers.items()]
-    return "\n".join([*lines, "", *_format_parts(comparison)])
+    return "\n".join([*lines, *below, "", *_format_parts(report)])
 
 
-def _format_parts(comparison: "BenchComparison") -> list[str]:
-    ours_s = comparison.ours.median_s
+def _format_parts(report: "StepReport") -> list[str]:
+    ours_s = report.rows[0].median_s
     lines = [f"{'part of our step, by itself':30}  {'ms':>8}  {'of step':>7}  {'floor ms':>8}  {'gap':>6}"]
-    for piece in comparison.pieces:
+    for piece in report.pieces:
         gap = f"{piece.gap:5.1f}x" if piece.floor_s else "     -"
         lines.append(
             f"  {piece.name:28}  {piece.seconds * MS_PER_S:8.2f}  {piece.seconds / ours_s:7.1%}  "
             f"{piece.floor_s * MS_PER_S:8.2f}  {gap:>6}"
         )
-    rest_s = ours_s - sum(piece.seconds for piece in comparison.pieces)
+    rest_s = ours_s - sum(piece.seconds for piece in report.pieces)
     lines.append(f"  {'the rest of the step':28}  {rest_s * MS_PER_S:8.2f}  {rest_s / ours_s:7.1%}")
     lines.append("  dispatch, collectives: none on one rank; see `moefold bench dispatch` and `moefold bench ranks`")
-    lines.append(f"experts at {comparison.experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
+    lines.append(f"experts at {report.experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
     return lines
 
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, SUBCOMMANDS))
-    parser = CommandParser(
-        prog="moefold bench",
-        description="Time our training step and, in turn in the same process, plain torch and transformers' fastest "
-        "experts implementation, with the FLOP/s and bandwidth that the machine reaches in the same rounds. The "
-        "shape `small` is a whole training step; the others are forward and backward of one MoE layer, or of two with "
-        "attention. With moefold[peers] the layers of megatron-core and torchtitan join the shapes that end in -layer.",
-        epilog="subcommands, each with a --help:\n"
+    return step_parser(
+        "moefold bench",
+        "Time our training step and its parts, with the FLOP/s and bandwidth that the machine reaches in the same "
+        "rounds. The shape `small` is a whole training step; the others are forward and backward of one MoE layer, or "
+        "of two with attention.",
+        "subcommands, each with a --help:\n"
         + "\n".join(f"  moefold bench {name:{width}}  {summary}" for name, summary in SUBCOMMANDS.items())
-        + f"\n\nshapes: {', '.join(bench_shapes())}",
+        + "\n\n",
     )
+
+
+def step_parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a benchmark of a step of a shape."""
+    parser = CommandParser(prog=prog, description=description, epilog=f"{epilog}shapes: {', '.join(bench_shapes())}")
     parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="tokens per step (default: 2048 for small, else 4096)"

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.bench_output import add_output_options, check_output_options, write_report
 from moefold.cli.command_parser import CommandParser
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
@@ -71,16 +74,22 @@ def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_ty
             "per_rank": [rank.cpu_s for rank in found],
             "waiting_s": [rank.wall_s - rank.thread_s for rank in found],
         }
-        write_report(args, report, _table(cfg, args, found, shares))
+        write_report(args, report, _table(cfg.run, cfg.parallel, cfg.train, args, found, shares))
     return 0
 
 
-def _table(cfg: Config, args: argparse.Namespace, ranks: "list[RankCpuTimes]", time_shares: dict[str, float]) -> str:
-    p = cfg.parallel
+def _table(
+    run: RunConfig,
+    p: ParallelConfig,
+    train: TrainConfig,
+    args: argparse.Namespace,
+    ranks: "list[RankCpuTimes]",
+    time_shares: dict[str, float],
+) -> str:
     kinds = list(time_shares)
     lines = [
-        f"{p.world_size} ranks, tp={p.tp} cp={p.cp} pp={p.pp} ep={p.ep} etp={p.etp}, {cfg.tokens_per_step:,} tokens a "
-        f"step, {cfg.run.dtype}; CPU time in ms, medians of {args.steps} steps after 2",
+        f"{p.world_size} ranks, tp={p.tp} cp={p.cp} pp={p.pp} ep={p.ep} etp={p.etp}, "
+        f"{train.tokens_per_step:,} tokens a step, {run.dtype}; CPU time in ms, medians of {args.steps} steps after 2",
         "rank  " + "".join(f"{kind:>18}" for kind in (*kinds, "waiting", "step by the clock")),
     ]
     for i, rank in enumerate(ranks):

@@ -24,7 +24,6 @@ GIB = 2**30
 C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention", "exact_topk")
 OPTIONAL_PACKAGES = (
     ("datasets", "datasets", 'data.kind="huggingface"'),
-    ("transformers", "transformers", "comparisons in moefold bench"),
     ("huggingface_hub", "huggingface_hub", "names such as hf://ORG/NAME, and moefold push"),
     ("s3fs", "s3fs", "s3:// paths"),
     ("gcsfs", "gcsfs", "gs:// paths"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
-from moefold.config.schema import RunConfig
+from moefold.config.run import RunConfig
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import print_escaped, printable
 

@@ -58,7 +58,6 @@ INK = "#1c2430"
 FAINT = "#7a8594"
 PAPER = "#ffffff"
 TRAY = "#eef1f5"
-BLANK = "#f3f4f6"
 AXIS_MEANING = {
     "tp": "tensor",
     "cp": "context",

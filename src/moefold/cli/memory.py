@@ -12,6 +12,7 @@ from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.cli.screen import Column, open_console, print_columns, print_prose
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
@@ -120,7 +121,9 @@ def _report_formulas(
             started_s = time.monotonic()
         built.append(sharded_state_bytes(cfg, rank))
     faults = [
-        fault for memory, states in zip(formulas, built, strict=True) for fault in _validate_states(cfg, memory, states)
+        fault
+        for memory, states in zip(formulas, built, strict=True)
+        for fault in _validate_states(cfg.parallel, memory, states)
     ]
     further = further_weights(cfg) if cfg.is_rl else tuple(BytesByPart() for _ in formulas)
     sampling: tuple[BytesByPart, ...] = ()
@@ -169,10 +172,10 @@ def _print_snapshots(of_ranks: Mapping[int, int]) -> None:
         print_parts(rows, "and in host memory, by formula, for checkpoint.peer_every")
 
 
-def _validate_states(cfg: Config, memory: RankMemory, sharded: "StateBytes") -> Iterable[str]:
+def _validate_states(parallel: ParallelConfig, memory: RankMemory, sharded: "StateBytes") -> Iterable[str]:
     """Yield the differences between the formulas and the sharded model."""
     for name, part in STATE_PARTS.items():
-        if name == "gathered" and cfg.parallel.zero == 3:
+        if name == "gathered" and parallel.zero == 3:
             continue
         expected = getattr(memory.states, name)
         built = getattr(sharded, name)
@@ -196,8 +199,8 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_offload_folder(cfg)
     check_training(cfg, "cpu", None)
     from moefold.data import prepare
-    from moefold.testing.pool import WorkerPool
     from moefold.train.memory_profile import measure_rank
+    from moefold.verify.ranks.pool import WorkerPool
 
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     world_size = cfg.parallel.world_size

@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     check_output_paths(args)
     request = request_from_args(args)
     check_contents(request, args)
-    rollout_lengths(request.base_config, args)
+    rollout_lengths(request.base_config.train, request.base_config.rl, request.base_config.rollout, args)
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
 
@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
             planner.top_plans(max(args.top or DEFAULT_TABLE_ROWS, DEFAULT_TABLE_ROWS))
         best = planner.best()
     write_outputs(planner, best, args, argv)
-    lengths = rollout_lengths(request.base_config, args)
+    lengths = rollout_lengths(request.base_config.train, request.base_config.rl, request.base_config.rollout, args)
     rollouts = [] if lengths is None else plan_rollouts(planner, lengths)
     if args.json:
         found = result_as_dict(planner, args.top)

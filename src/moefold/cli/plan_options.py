@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from moefold.cli.plan_table import parse_axes
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
@@ -46,7 +46,7 @@ def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") ->
     add("--seed", type=int, help="seed of --jitter (default 0)")
 
 
-def parse_stragglers(cfg: Config, options: Sequence[str]) -> dict[int, float]:
+def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[int, float]:
     """Return the slowdown of each pipeline rank with a straggler, from options such as `17=1.3`.
 
     A stage waits for the slowest of its ranks.
@@ -56,7 +56,7 @@ def parse_stragglers(cfg: Config, options: Sequence[str]) -> dict[int, float]:
     """
     from moefold.cli.layout import layout_from_config
 
-    layout = layout_from_config(cfg)
+    layout = layout_from_config(parallel)
     given = parse_straggler_factors(options, layout.world_size)
     found = dict[int, float]()
     for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):

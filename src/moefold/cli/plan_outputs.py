@@ -14,6 +14,7 @@ from moefold.cli.plan_documents import attention_of, describe_attention, describ
 from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
 from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
@@ -96,7 +97,7 @@ def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         ConfigError: a file cannot be written.
     """
     for path in args.timeline:
-        _write_timeline(planner, best, path, _noise(planner.config_for(best), args))
+        _write_timeline(planner, best, path, _noise(planner.config_for(best).parallel, args))
     if args.recipe is not None:
         _write_recipe(planner, best, args, argv)
     if args.report is not None:
@@ -140,9 +141,11 @@ def _header_comments(planner: Planner, best: PlannedMapping, args: argparse.Name
     return [printable(line) for line in lines]
 
 
-def _noise(cfg: Config, args: argparse.Namespace) -> Noise:
+def _noise(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
     return Noise(
-        slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
+        slowdown_by_rank=parse_stragglers(parallel, args.straggler),
+        jitter=check_jitter(args.jitter),
+        seed=args.seed or 0,
     )
 
 
@@ -182,7 +185,7 @@ def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         model_spec=q.model_spec,
         plans=planner.top_plans(MAX_SHOWN_PLANS),
         replan=lambda count: _best_plan(planner, count),
-        noise=_noise(planner.config_for(best), args),
+        noise=_noise(planner.config_for(best).parallel, args),
         reserve_gib=q.reserve_gib,
         source=ReportSource(
             command=f"moefold plan {shlex.join(argv)}",

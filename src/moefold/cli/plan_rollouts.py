@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from moefold.cli.screen import Column, print_columns
-from moefold.config.schema import Config
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_compact_degrees, format_seconds
 from moefold.planner.rollout import RolloutPlan
@@ -15,7 +16,9 @@ from moefold.planner.rollout_cost import RolloutLengths, default_lengths
 GIB = 2**30
 
 
-def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths | None:
+def rollout_lengths(
+    train: TrainConfig, rl: RLConfig, rollout: RolloutConfig, args: argparse.Namespace
+) -> RolloutLengths | None:
     """Return the lengths to plan for; None without reinforcement learning, or with a vLLM server, which is not priced.
 
     Raises:
@@ -23,19 +26,19 @@ def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths | N
     """
     given = {"prompt": args.prompt_tokens, "new": args.new_tokens}
     for name, value in given.items():
-        if value is not None and not cfg.is_rl:
+        if value is not None and not rl.is_on:
             raise ConfigError(
                 f"--{name}-tokens {value} has no effect: MODEL is no recipe with rl.group_size above 0; leave it out"
             )
         if value is not None and value < 1:
             raise ConfigError(f"--{name}-tokens {value} must be at least 1")
-        if value is not None and cfg.rollout.engine == "vllm":
+        if value is not None and rollout.uses_server:
             raise ConfigError(
                 f"--{name}-tokens {value} has no effect: a server of rollout.engine='vllm' is not priced; leave it out"
             )
-    if not cfg.is_rl or cfg.rollout.engine == "vllm":
+    if not rl.is_on or rollout.uses_server:
         return None
-    default = default_lengths(cfg)
+    default = default_lengths(train, rollout)
     return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)
 
 

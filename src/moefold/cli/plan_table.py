@@ -8,8 +8,8 @@ from rich.console import Console
 from moefold.cli.screen import Column, print_columns
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
-from moefold.config.schema import RECOMPUTE_PARTS
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
+from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
 from moefold.planner.mapping import ParallelMapping, format_compact_degrees, format_seconds

@@ -21,7 +21,9 @@ from moefold.cli.simulate_rounds import (
 )
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
@@ -80,15 +82,17 @@ def run(argv: list[str]) -> int:
     device = load_device(args.gpu)
     cfg, site_link = resolve_sites(cfg, device, args.sites, args.site_link, args.site_latency)
     check_config(cfg)
-    check_priced_stage(cfg)
+    check_priced_stage(cfg.model, cfg.train, cfg.lora)
     for path in args.timeline:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)
-    check_round_options(cfg, args)
+    check_round_options(cfg.rl, cfg.rollout, args)
     check_seed(args)
     check_imbalance(args.imbalance, cfg.model.num_experts)
     noise = Noise(
-        slowdown_by_rank=parse_stragglers(cfg, args.straggler), jitter=check_jitter(args.jitter), seed=args.seed or 0
+        slowdown_by_rank=parse_stragglers(cfg.parallel, args.straggler),
+        jitter=check_jitter(args.jitter),
+        seed=args.seed or 0,
     )
     cfg = _with_recompute(cfg, device)
     loads = document_loads(args.lengths, cfg)
@@ -110,17 +114,17 @@ def run(argv: list[str]) -> int:
         if sites is not None:
             report["sites"] = sites.as_dict()
         if loads is not None:
-            report |= documents_as_dict(loads) | {"attention_max_over_mean": _balance(cfg, loads)}
+            report |= documents_as_dict(loads) | {"attention_max_over_mean": _balance(cfg.parallel, cfg.train, loads)}
         if measured:
             report["measured"] = {"step_time_s": statistics.median(measured), "steps": len(measured)}
         print(json.dumps(report))
     else:
         _print(timeline)
         if loads is not None:
-            print_escaped(f"attention: {describe_attention(loads.strategy, _balance(cfg, loads))}")
+            print_escaped(f"attention: {describe_attention(loads.strategy, _balance(cfg.parallel, cfg.train, loads))}")
             print_escaped(f"lengths: {describe_documents(loads)}")
         if rounds is not None:
-            print_escaped(describe_rounds(cfg, rounds))
+            print_escaped(describe_rounds(cfg.parallel, cfg.rollout, rounds))
         if sites is not None:
             print_escaped(_describe_sites(sites))
         if measured:
@@ -191,10 +195,9 @@ def _describe_sites(plan: SitePlan) -> str:
     )
 
 
-def _balance(cfg: Config, loads: DocumentLoads) -> float:
+def _balance(parallel: ParallelConfig, train: TrainConfig, loads: DocumentLoads) -> float:
     """Return the attention work of the busiest rank of a round over the mean."""
-    p = cfg.parallel
-    return loads.rounds(p.cp, p.dp, cfg.train.micro_batch_size).max_over_mean
+    return loads.rounds(parallel.cp, parallel.dp, train.micro_batch_size).max_over_mean
 
 
 def _simulate(
@@ -202,7 +205,7 @@ def _simulate(
 ) -> Timeline:
     shape = model_spec_from_config(cfg.model)
     cfg, precision = resolve_precision(cfg, args.precision, device)
-    workload = workload_from_config(cfg, precision, imbalance=args.imbalance, attention=loads)
+    workload = workload_from_config(cfg.run, cfg.moe, cfg.train, precision, imbalance=args.imbalance, attention=loads)
     cost_model = CostModel(shape, device, workload)
     schedule = chosen(cfg, SchedulePart)
     return simulate_mapping(

@@ -4,7 +4,10 @@ import argparse
 import math
 from dataclasses import replace
 
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
 from moefold.planner.rollout_cost import (
@@ -33,13 +36,13 @@ def add_round_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rounds", type=int, metavar="N", help="rounds of the timeline (default: 1, or 4 with ranks)")
 
 
-def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
+def check_round_options(rl: RLConfig, rollout: RolloutConfig, args: argparse.Namespace) -> None:
     """Check the options.
 
     Raises:
         ConfigError: an option is out of its range, or has no effect.
     """
-    if cfg.is_rl and cfg.rollout.engine == "vllm":
+    if rl.is_on and rollout.uses_server:
         raise ConfigError(
             "rollout.engine='vllm' samples on a server, whose time is not simulated; leave out rollout.engine, url, "
             "folder and timeout_s to simulate the own engine"
@@ -52,7 +55,7 @@ def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
     ):
         if value is None:
             continue
-        if not cfg.is_rl:
+        if not rl.is_on:
             raise ConfigError(f"{option} {value:g} has no effect: the recipe has rl.group_size=0; leave it out")
         if not least <= value <= most or not math.isfinite(value):
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
@@ -64,16 +67,16 @@ def check_round_options(cfg: Config, args: argparse.Namespace) -> None:
         )
 
 
-def rollout_lengths(cfg: Config, args: argparse.Namespace) -> RolloutLengths:
+def rollout_lengths(train: TrainConfig, rollout: RolloutConfig, args: argparse.Namespace) -> RolloutLengths:
     """Return the mean lengths of the rollouts."""
-    default = default_lengths(cfg)
+    default = default_lengths(train, rollout)
     return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)
 
 
 def with_packed_batch(cfg: Config, args: argparse.Namespace) -> Config:
     """Return the recipe with the samples that the rollouts of a step are packed into as its batch."""
     unit = cfg.train.micro_batch_size * cfg.parallel.dp
-    fraction = packed_fraction(cfg, rollout_lengths(cfg, args))
+    fraction = packed_fraction(cfg.parallel, cfg.train, rollout_lengths(cfg.train, cfg.rollout, args))
     count = max(1, math.ceil(cfg.train.global_batch_size * fraction / unit))
     return replace(cfg, train=replace(cfg.train, global_batch_size=count * unit))
 
@@ -87,7 +90,9 @@ def simulate_recipe_rounds(cfg: Config, device: Device, args: argparse.Namespace
         args: the options.
         step: the simulated training step, of `with_packed_batch`.
     """
-    sampling = SamplingCost(cfg, device, rollout_lengths(cfg, args)).times(recipe_sampling_degrees(cfg))
+    sampling = SamplingCost(cfg, device, rollout_lengths(cfg.train, cfg.rollout, args)).times(
+        recipe_sampling_degrees(cfg.parallel, cfg.rollout)
+    )
     times = RoundTimes(
         copy_s=copy_seconds(cfg, device, weights_for_sampling(cfg)[1]),
         prefill_s=sampling.prefill_s,
@@ -125,7 +130,7 @@ def rounds_as_dict(rounds: RoundTimeline) -> dict[str, object]:
     }
 
 
-def describe_rounds(cfg: Config, rounds: RoundTimeline) -> str:
+def describe_rounds(parallel: ParallelConfig, rollout: RolloutConfig, rounds: RoundTimeline) -> str:
     """Return the numbers of the rounds in two lines."""
     times = rounds.times
     parts = {
@@ -140,8 +145,7 @@ def describe_rounds(cfg: Config, rounds: RoundTimeline) -> str:
     if rounds.rounds_ahead is not None:
         idle = [f"idle {rounds.idle_share(is_training=is_training):.1%}" for is_training in (True, False)]
         how = (
-            f"at once on {cfg.parallel.world_size} ranks that train ({idle[0]}) and {cfg.rollout.ranks} that sample "
-            f"({idle[1]})"
+            f"at once on {parallel.world_size} ranks that train ({idle[0]}) and {rollout.ranks} that sample ({idle[1]})"
         )
     updates = f" of {times.updates} updates" if times.updates > 1 else ""
     return (

@@ -6,10 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
-from moefold.config.chosen import chosen
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError, reworded_errors
@@ -78,7 +84,7 @@ def run(argv: list[str]) -> int:
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")
     message = ""
-    notes = _notes(cfg, is_shrunk=args.shrink)
+    notes = _notes(cfg.align, cfg.rl, cfg.sites, is_shrunk=args.shrink)
     if args.ranks is not None and (not args.shrink or args.ranks < 1):
         raise ConfigError(f"--ranks {args.ranks} is the most ranks of a shrunk recipe: give at least 1, with --shrink")
     if args.shrink:
@@ -87,7 +93,7 @@ def run(argv: list[str]) -> int:
         large = cfg
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
         message = _describe_shrinking(large, cfg)
-    _check_memory(cfg)
+    _check_memory(cfg.model, cfg.parallel)
     check_data_source(cfg)
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
@@ -96,7 +102,7 @@ def run(argv: list[str]) -> int:
     cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32", precision="dtype"))
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
-    check_replay_content(replayed)
+    check_replay_content(replayed.run, replayed.moe)
     check_dispatch_device(cfg, "cpu")
     return verify(cfg, args.steps, _run_on_ranks, message, notes, against_one_rank=args.against == ONE_RANK)
 
@@ -157,19 +163,19 @@ def verify(
     return 1
 
 
-def _notes(cfg: Config, *, is_shrunk: bool) -> tuple[str, ...]:
+def _notes(align: AlignConfig, rl: RLConfig, sites: SitesConfig, *, is_shrunk: bool) -> tuple[str, ...]:
     """Return notes on the parts of a recipe that are not compared."""
     notes = {
-        SITES_NOTE: cfg.sites.is_active,
-        RL_NOTE: cfg.is_rl,
-        ALIGN_NOTE: is_shrunk and cfg.align.method != "none",
+        SITES_NOTE: sites.is_active,
+        RL_NOTE: rl.is_on,
+        ALIGN_NOTE: is_shrunk and chosen_in(align, AlignmentPart).changes_training,
     }
     return tuple(note for note, applies in notes.items() if applies)
 
 
 def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Sequence["DistributedRecord"]:
-    from moefold.testing.pool import WorkerPool
     from moefold.verify.distributed_run import run_distributed
+    from moefold.verify.ranks.pool import WorkerPool
 
     return WorkerPool().run(
         cfg.parallel.world_size, run_distributed, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=on_progress
@@ -220,7 +226,7 @@ def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
     )
     if message:
         rows = (rows[0], ("  shrunk", message), *rows[1:])
-    if depends_on_data_parallel_size(cfg):
+    if depends_on_data_parallel_size(cfg.model, cfg.moe):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     rows += tuple(("note", note) for note in notes)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"
@@ -254,10 +260,10 @@ def _format_zeros(names: Sequence[str]) -> str:
     )
 
 
-def _check_memory(cfg: Config) -> None:
+def _check_memory(model: ModelConfig, parallel: ParallelConfig) -> None:
     available = available_host_memory()
-    world_size = cfg.parallel.world_size
-    num_parameters = count_parameters(cfg.model).total
+    world_size = parallel.world_size
+    num_parameters = count_parameters(model).total
     ranks_gib = world_size * RANK_GIB
     model_gib = num_parameters * 8 * MODEL_COPIES / 2**30
     if ranks_gib + model_gib > available.size / 2**30:

@@ -16,7 +16,7 @@ from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, FlightRecorder
 from moefold.comm.resumable import BackwardOverlap
 from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options, release_mesh_groups
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold
 
@@ -248,16 +248,22 @@ def current_world() -> World:
 
 
 @contextmanager
-def fake_rank(cfg: Config, rank: int) -> Iterator[ParallelGroups]:
+def fake_rank(parallel: ParallelConfig, rank: int) -> Iterator[ParallelGroups]:
     """Create the groups of one rank of a recipe on the meta device; no other process group may exist meanwhile.
 
     Collectives return at once and transfer nothing.
     """
-    p = cfg.parallel
     layout = fold(
-        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+        world_size=parallel.world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+        moe_order=parallel.moe_order,
     )
-    dist.init_process_group("fake", rank=rank, world_size=p.world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
     try:
         # Device meshes do not support the meta device, but tensors sharded along them may be on it.
         yield replace(ParallelGroups.create(layout, torch.device("cpu")), device=torch.device("meta"))

@@ -1,11 +1,11 @@
-"""Bounds and traits of all recipe keys, read from the annotations of their fields."""
+"""Bounds, traits and conditions of all recipe keys, read from the annotations of their fields."""
 
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from moefold.config.field import Bound, Most, Trait
+from moefold.config.field import Bound, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, sections
@@ -59,6 +59,22 @@ def own_maxima() -> dict[str, int]:
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait."""
     return frozenset(key for key, metadata in _metadata(section).items() if trait in metadata)
+
+
+@cache
+def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
+    """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent."""
+    of_sections = get_type_hints(Config, include_extras=True)
+    found = {
+        f"{section}.{key}": (*getattr(of_sections[section], "__metadata__", ()), *metadata)
+        for section in sections()
+        for key, metadata in _metadata(section).items()
+    }
+    marks = {
+        name: tuple(mark for mark in entries if isinstance(mark, ReadIf) and mark.conditions != name)
+        for name, entries in found.items()
+    }
+    return {name: entries for name, entries in marks.items() if entries}
 
 
 @cache

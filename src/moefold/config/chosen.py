@@ -8,14 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, names_failure
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, names_failure
 from moefold.config.problem import Problem
-from moefold.config.schema import Config, MoEConfig
+from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def chosen(recipe: "Config | RoutingSections", group: type[AnyPart]) -> AnyPart:
+def chosen(recipe: "Config | Sections", group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses.
 
     Args:
@@ -68,6 +70,16 @@ class RoutingSections(NamedTuple):
     moe: MoEConfig
 
 
+class DispatchSections(NamedTuple):
+    """The sections that the dispatchers read."""
+
+    parallel: ParallelConfig
+    moe: MoEConfig
+
+
+Sections = RoutingSections | DispatchSections
+
+
 def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
     value = read(group.key)
     if isinstance(value, str):
@@ -95,7 +107,7 @@ def part_problems(part: Part, recipe: Config) -> list[Problem]:
         return list(part.check(recipe))
 
 
-def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
+def read_key(recipe: "Config | Sections", name: str) -> Any:
     """Return the value of a recipe key, named as "section.key"."""
     section, _, key = name.partition(".")
     return getattr(getattr(recipe, section), key)
@@ -111,7 +123,7 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     for group in groups():
         for kind in built_in_kinds(group.group):
             for _, key in flat_keys(group.group, kind):
-                name = key.key if isinstance(key, type) else key
+                name = key_name(key)
                 found[name] = (*found.get(name, ()), (group, kind))
     return found
 
@@ -130,6 +142,6 @@ def layer_readers() -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     for owner in (*owners, OutputGate, QueryKeyNorm):
         for _, key in flat_keys_of(owner):
-            name = str(key)
+            name = key_name(key)
             found[name] = (*found.get(name, ()), owner)
     return found

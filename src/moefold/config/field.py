@@ -25,6 +25,18 @@ class Most:
     value: int
 
 
+@dataclass(frozen=True)
+class ReadIf:
+    """Mark of a key that has an effect only with other keys; on a section: of all its other keys.
+
+    Of several marks, each must hold.
+    """
+
+    conditions: str
+    """Separated by spaces; one of them suffices. "section.key": the key has another value than its default.
+    "section.key=WORD|WORD", "section.key!=WORD": it has one of these values, or another one."""
+
+
 class Trait(Enum):
     """Property of a key that the code of another part asks for."""
 

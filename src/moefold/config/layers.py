@@ -20,18 +20,24 @@ from moefold.config.groups.attention import (
 )
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
+from moefold.config.groups.residual import ResidualPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys, names_failure
+from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (
     "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
-    "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+    "model.attention_pattern", "model.rope_pattern", "model.index_pattern", "model.qk_norm", "model.attention_gate",
+    "model.norm_placement",
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
 SPANS = {"W": "window", "C": "chunk"}
 """Kind of the span of a letter of `model.attention_pattern`."""
+NORM_WIDTHS = {"head": False, "all_heads": True}
+"""Whether norms are over all heads, by `model.qk_norm_width`."""
+GATE_WIDTHS = {"dim": False, "head": True}
+"""Whether a gate belongs to a whole head, by `model.attention_gate_width`."""
 FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}
 """Kind of the feed-forward network of a letter of `model.layer_pattern`."""
 
@@ -45,10 +51,7 @@ class Layer:
     ffn: FeedForwardPart
     norm: NormPart
     """Norm of the residual stream."""
-    norms_input: bool = True
-    """Whether the inputs of attention and of the feed-forward network have a norm."""
-    norms_output: bool = False
-    """Whether their outputs have one."""
+    residual: ResidualPart
 
     def __hash__(self) -> int:
         """Return the hash, which is computed once: layers are keys of dictionaries."""
@@ -68,12 +71,12 @@ class Layer:
         with names_failure(self.attention, "params"):
             of_attention = tuple(self.attention.params(self.hidden_size))
         return (
-            *self._norm_params("attention_norm", self.norms_input),
+            *self._norm_params("attention_norm", self.residual.norms_input),
             *prefixed("attention", of_attention),
-            *self._norm_params("attention_output_norm", self.norms_output),
-            *self._norm_params("ffn_norm", self.norms_input),
+            *self._norm_params("attention_output_norm", self.residual.norms_output),
+            *self._norm_params("ffn_norm", self.residual.norms_input),
             *prefixed("ffn", self.ffn.params(self.hidden_size)),
-            *self._norm_params("ffn_output_norm", self.norms_output),
+            *self._norm_params("ffn_output_norm", self.residual.norms_output),
         )
 
     @cached_property
@@ -97,6 +100,7 @@ class Layer:
     def parts(self) -> Iterator[Any]:
         """Yield the parts of the layer, and their parts."""
         yield self.norm
+        yield self.residual
         for part in (self.attention, self.ffn):
             yield part
             yield from (value for field in fields(part) if is_dataclass(value := getattr(part, field.name)))
@@ -137,18 +141,27 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
     norm = _chosen_part(model, "norm", "norm")
+    residual = _flat_part(model, "residual", model.norm_placement)
     built = {
         row: Layer(
             hidden_size=model.hidden_size,
             attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
             ffn=_flat_part(model, "ffn", FEED_FORWARD_KINDS[row[0]]),
             norm=norm,
-            norms_input=model.norm_placement != "post",
-            norms_output=model.norm_placement != "pre",
+            residual=residual,
         )
         for row in dict.fromkeys(rows)
     }
     return tuple(built[row] for row in rows)
+
+
+def softmax_attention(model: Any) -> Any:
+    """Return `model.attention` with resolved widths, without what differs between layers: span, RoPE and indexer."""
+    part = _chosen_part(model, "attention", "attention")
+    if not isinstance(part, SoftmaxAttentionPart):
+        return part
+    gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
+    return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
 
 
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
@@ -156,15 +169,11 @@ def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> A
     if letter == "L":
         linear: AttentionPart = _chosen_part(model, "attention", "linear_attention")
         return linear
-    part: AttentionPart = _chosen_part(model, "attention", "attention")
     span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
-    part = replace(part, span=span, has_rope=has_rope)
-    if not isinstance(part, SoftmaxAttentionPart):
+    part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=has_rope)
+    if not isinstance(part, SoftmaxAttentionPart) or not model.index_topk:
         return part
-    gate = OutputGate(width=model.attention_gate_width) if model.attention_gate else None
-    indexer = _flat_part(model, "indexer", "shared" if is_shared else "lightning") if model.index_topk else None
-    part = replace(part, gate=gate, indexer=indexer)
-    return part.with_heads(model.head_size, _qk_norm(model))
+    return replace(part, indexer=_flat_part(model, "indexer", "shared" if is_shared else "lightning"))
 
 
 def _qk_norm(model: Any) -> QueryKeyNorm | None:
@@ -172,7 +181,7 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
     if not model.qk_norm:
         return None
     return QueryKeyNorm(
-        width=model.qk_norm_width,
+        over_all_heads=NORM_WIDTHS[model.qk_norm_width],
         after_rope=model.qk_norm_after_rope,
         has_weight=model.qk_norm_weight,
         in_nope=model.qk_norm_nope,
@@ -190,7 +199,12 @@ def _chosen_part(model: Any, group: str, key: str) -> Any:
     return _flat_part(model, group, kind)
 
 
-def _flat_part(model: Any, group: str, kind: str) -> Any:
-    """Return a part of a kind with the flat keys of a model."""
-    keys = (str(name).removeprefix("model.") for _, name in flat_keys(group, kind))
-    return build_part(group, kind, tuple(getattr(model, key) for key in keys))
+def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
+    """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
+    if isinstance(kind, Part):
+        return kind
+    values = []
+    for _, key in flat_keys(group, kind):
+        value = getattr(model, key_name(key).removeprefix("model."))
+        values.append(value if isinstance(key, str) else _flat_part(model, key.group, value))
+    return build_part(group, kind, tuple(values))

@@ -23,6 +23,11 @@ class LoraConfig:
     Empty: new adapters, which change nothing at first (B is zero)."""
 
     @property
+    def trains_adapters_only(self) -> bool:
+        """Return whether only low-rank adapters learn."""
+        return self.rank > 0
+
+    @property
     def scale(self) -> float:
         """Factor of B A: alpha / rank."""
         return self.alpha / self.rank

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, at_least
-from moefold.config.groups.attention import AttentionPart, RecurrentCore
-from moefold.config.layers import Layer, layers_of
+from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, ReadIf, at_least
+from moefold.config.groups.attention import RecurrentCore
+from moefold.config.layers import Layer, layers_of, softmax_attention
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.part import KindOf, Part
 from moefold.config.patterns import MAX_LAYERS
@@ -61,7 +61,9 @@ class ModelConfig:
     zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
-    active_experts: Annotated[float, at_least(0, "0: as all choices"), SAME_TENSORS] = 0.0
+    active_experts: Annotated[
+        float, at_least(0, "0: as all choices"), SAME_TENSORS, ReadIf("model.zero_experts"), ReadIf("model.expert_bias")
+    ] = 0.0
     """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
     (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
     moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 512
@@ -91,7 +93,7 @@ class ModelConfig:
     """Inner width of the shared expert, which processes every token; 0: none."""
     moe_bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
-    moe_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    moe_activation: Annotated[str | Part, KindOf("activation")] = "swiglu"
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     swiglu_alpha: Annotated[float, POSITIVE] = 1.702
@@ -105,7 +107,7 @@ class ModelConfig:
     moe_shortcut: bool = False
     """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
     output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
-    shared_expert_gate: bool = False
+    shared_expert_gate: Annotated[bool, ReadIf("model.shared_expert_ffn_hidden_size")] = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
     qk_norm: bool = False
     """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
@@ -169,20 +171,20 @@ class ModelConfig:
     index_topk: Annotated[int, at_least(0, "0: all keys"), Most(MAX_SAMPLE_TOKENS)] = 0
     """Most keys that a query of softmax attention attends to, selected by an indexer (sparse attention,
     arXiv:2512.02556); 0: all keys."""
-    index_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    index_heads: Annotated[int, at_least(1), Most(MAX_WIDTH), ReadIf("model.index_topk")] = 4
     """Heads of the indexer of sparse attention, J."""
-    index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    index_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH), ReadIf("model.index_topk")] = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
-    index_pattern: Annotated[str, SAME_TENSORS] = "F"
+    index_pattern: Annotated[str, SAME_TENSORS, ReadIf("model.index_topk")] = "F"
     """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
     them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
     have no indexer under either letter, MTP layers always have one."""
-    index_rope_interleaved: bool = False
+    index_rope_interleaved: Annotated[bool, ReadIf("model.index_topk")] = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
     norm: Annotated[str | Part, KindOf("norm", ("rmsnorm", "layernorm"))] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Annotated[str | Part, KindOf("residual")] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
     embedding_multiplier: Annotated[float, POSITIVE] = 1.0
@@ -212,9 +214,9 @@ class ModelConfig:
     nope_temperature_scale: Annotated[float, at_least(0, "0: none")] = 0.0
     """Factor a of the attention temperature of layers without RoPE: queries at position p of their document are
     multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
-    nope_temperature_tokens: Annotated[int, at_least(1)] = 8192
+    nope_temperature_tokens: Annotated[int, at_least(1), ReadIf("model.nope_temperature_scale")] = 8192
     """See nope_temperature_scale; positions below this number have temperature 1."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn", "ntk", "longrope"] = "none"
+    rope_scaling: Annotated[str | Part, KindOf("rope_scaling")] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims. longrope: each pair of dims has a divisor of its frequency, and
     another one in sequences longer than the original context (arXiv:2402.13753)."""
@@ -255,25 +257,23 @@ class ModelConfig:
     upcycle_from: Annotated[str, SAME_TENSORS] = ""
     """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
     layers."""
-    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS] = "group"
+    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS, ReadIf("model.upcycle_from")] = "group"
     """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
     zeros."""
-    upcycle_scaling: Annotated[bool, SAME_TENSORS] = True
+    upcycle_scaling: Annotated[bool, SAME_TENSORS, ReadIf("model.upcycle_from")] = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
-    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS] = 0.0
+    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS, ReadIf("model.upcycle_from")] = 0.0
     """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
+
+    @cached_property
+    def softmax_attention(self) -> Any:
+        """Attention of the layers that are not recurrent, an `AttentionPart` without span and indexer."""
+        return softmax_attention(self)
 
     @property
     def head_size(self) -> int:
-        """Width of one query and key head, D."""
-        if self.attention == "mla":
-            return self.qk_nope_head_dim + self.qk_rope_head_dim
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def value_head_size(self) -> int:
-        """Width of one value head."""
-        return self.v_head_dim if self.attention == "mla" else self.head_size
+        """Width of one query and key head of built-in attention, D."""
+        return int(self.softmax_attention.head_dim)
 
     @property
     def expert_hidden_size(self) -> int:
@@ -293,14 +293,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
-        if isinstance(self.attention, AttentionPart):
-            return int(self.attention.rotary_dim)
-        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_size * self.rope_fraction)
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key/value heads in attention: the query groups, or with mla the query heads."""
-        return self.num_attention_heads if self.attention == "mla" else self.num_query_groups
+        return int(self.softmax_attention.rotary_dim)
 
     @cached_property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -332,13 +325,6 @@ class ModelConfig:
         """Return whether some layers have a convolution over neighbouring tokens."""
         return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.layers)
 
-    @property
-    def attention_gate_size(self) -> int:
-        """Gates of one head of softmax attention; 0: none."""
-        if not self.attention_gate:
-            return 0
-        return 1 if self.attention_gate_width == "head" else self.value_head_size
-
     @cached_property
     def block_kinds(self) -> tuple[Layer, ...]:
         """Kind of each layer in order, see `Layer.kind`."""
@@ -368,3 +354,13 @@ class ModelConfig:
     def last_stage_needs_embedding(self) -> bool:
         """Return whether the last pipeline stage also needs the embedding (tied embeddings or MTP)."""
         return self.tie_embeddings or self.mtp_layers > 0
+
+
+def has_moe_layers(model: ModelConfig) -> bool:
+    """Return whether any layer of a legal layer pattern is an MoE layer."""
+    return any(layer.ffn.is_routed for layer in model.layers)
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Return whether any layer of a legal layer pattern is dense (SwiGLU)."""
+    return not all(layer.ffn.is_routed for layer in model.layers)

@@ -63,6 +63,8 @@ class Part:
     is_for_training: ClassVar[bool] = False
     """True for a part that inference does not read: its rules hold for training alone."""
 
+    framed: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the oracle reads around the formula, and not the formula."""
     refuses: ClassVar[frozenset[str]] = frozenset()
     """Recipe keys that a rule refuses with this part, with the reason, although no other part may read them."""
     chosen_by: ClassVar[str] = ""
@@ -170,6 +172,11 @@ def flat_keys_of(owner: Any) -> tuple[tuple[str, str | type[Part]], ...]:
         for name, entry in found
         if isinstance(entry, FlatKey | KindOf)
     )
+
+
+def key_name(key: str | type[Part]) -> str:
+    """Return the name of what a field is read from: a recipe key, or the key that chooses from a group."""
+    return key if isinstance(key, str) else key.key
 
 
 def flat_keys(group: str, kind: str) -> tuple[tuple[str, str | type[Part]], ...]:

@@ -2,8 +2,6 @@
 
 LAYER_KINDS = "DM"
 ATTENTION_KINDS = "FWCL"
-SOFTMAX_LETTERS = "FWC"
-"""Letters of `ATTENTION_KINDS` that are softmax attention, with a KV cache."""
 INDEX_KINDS = "FS"
 ROPE_KINDS = "RN"
 MAX_LAYERS = 10_000

@@ -1,9 +1,9 @@
-"""Recipe sections of reinforcement learning: [rl], [rollout] and [reward]; see `config/schema.py`."""
+"""The [rl], [rollout] and [reward] sections: reinforcement learning; see docs/rl.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, SHARE, Bound, at_least
+from moefold.config.field import POSITIVE, SHARE, Bound, ReadIf, at_least
 from moefold.config.part import KindOf, Part
 
 HTTP = ("http://", "https://")
@@ -62,25 +62,32 @@ class RLConfig:
     1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
-    kl_kind: Annotated[str | Part, KindOf("kl")] = "k3"
+    kl_kind: Annotated[str | Part, KindOf("kl"), ReadIf("rl.kl")] = "k3"
     """Estimator of the KL divergence (J. Schulman, 2020), with d = log(reference/policy). k3: exp(d) - d - 1. k2:
     d**2 / 2."""
-    reference: Annotated[str, Bound("must name 'start', a checkpoint, a run or a Hugging Face folder", bool)] = "start"
+    reference: Annotated[
+        str, Bound("must name 'start', a checkpoint, a run or a Hugging Face folder", bool), ReadIf("rl.kl")
+    ] = "start"
     """Weights of the reference model. start: the initial weights of the run. Else a checkpoint, a run or a Hugging Face
     folder, as for checkpoint.init_from."""
-    reset_patience: Annotated[int, at_least(0, "0: off")] = 0
+    reset_patience: Annotated[int, at_least(0, "0: off"), ReadIf("rl.kl")] = 0
     """Evaluations without a higher reward after which the reference model becomes the current policy and the optimizer
     moments become zero (ProRL, arXiv:2505.24864); 0: never."""
     mixed_only: bool = False
     """Replace groups whose rewards are all equal, which have no gradient, by groups of further prompts (DAPO's dynamic
     sampling)."""
-    most_rounds: Annotated[int, at_least(1)] = 4
+    most_rounds: Annotated[int, at_least(1), ReadIf("rl.mixed_only")] = 4
     """Maximum number of rounds of sampling for one batch with mixed_only; then equal groups stay."""
     truncated: Literal["keep", "zero", "ignore"] = "keep"
     """Rollouts that rollout.max_tokens cuts off. keep: scored as any other. zero: reward 0. ignore: not trained on."""
     length_penalty_from: Annotated[int, at_least(0, "0: off")] = 0
     """Tokens of a rollout from which its reward falls linearly, by 1 at rollout.max_tokens (DAPO's soft overlong
     punishment); 0: never."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the recipe is reinforcement learning."""
+        return self.group_size > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +97,16 @@ class RolloutConfig:
     engine: Literal["own", "vllm"] = "own"
     """What samples. own: the model in training, or a copy of it. vllm: a vLLM server that the user starts
     ([rl.md](rl.md#vllm-as-the-sampler))."""
-    url: Annotated[str, Bound("must begin with http:// or https://", lambda url: url.startswith(HTTP))] = (
-        "http://127.0.0.1:8000"
-    )
+    url: Annotated[
+        str,
+        Bound("must begin with http:// or https://", lambda url: url.startswith(HTTP)),
+        ReadIf("rollout.engine=vllm"),
+    ] = "http://127.0.0.1:8000"
     """Address of the vLLM server."""
-    folder: str = ""
+    folder: Annotated[str, ReadIf("rollout.engine=vllm")] = ""
     """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it; of the model of
     the recipe. Each round's weights are written to its subfolder rollout_weights."""
-    timeout_s: Annotated[float, POSITIVE] = 300.0
+    timeout_s: Annotated[float, POSITIVE, ReadIf("rollout.engine=vllm")] = 300.0
     """Maximum time in which the vLLM server loads weights, or samples the rollouts of a round."""
     ranks: Annotated[int, at_least(0, "0: the training ranks sample")] = 0
     """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
@@ -123,13 +132,18 @@ class RolloutConfig:
     """Divides the logits, in sampling and in the loss."""
     slots: Annotated[int, at_least(1)] = 256
     """Maximum number of rollouts that a rank decodes at once, or has in flight at a vLLM server."""
-    pass_tokens: Annotated[int, at_least(1)] = 2048
+    pass_tokens: Annotated[int, at_least(1), ReadIf("rollout.engine=own")] = 2048
     """Maximum number of tokens of one forward pass of a rank, of prompts and rollouts together; at least slots."""
-    cache_gib: Annotated[float, POSITIVE] = 1.0
+    cache_gib: Annotated[float, POSITIVE, ReadIf("rollout.engine=own")] = 1.0
     """GiB of cached keys and values of a rank. Rollouts that do not fit wait, or are computed again."""
-    cache: Literal["latents", "heads"] = "latents"
+    cache: Annotated[Literal["latents", "heads"], ReadIf("rollout.engine=own")] = "latents"
     """What latent attention (model.attention="mla") caches. latents: small. heads: keys and values of all heads,
     computed as in training."""
+
+    @property
+    def uses_server(self) -> bool:
+        """Return whether a server outside of the job samples."""
+        return self.engine == "vllm"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

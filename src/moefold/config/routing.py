@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.choice import ChoicePart
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
 from moefold.config.problem import Problem
-from moefold.config.schema import Config, MoEConfig, has_moe_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,21 +19,19 @@ def aux_coefficient(moe: MoEConfig) -> float:
     return moe.aux_loss if chosen_in(moe, ChoicePart).scores_decide else 0.0
 
 
-def depends_on_data_parallel_size(recipe: Config) -> bool:
+def depends_on_data_parallel_size(model: ModelConfig, moe: MoEConfig) -> bool:
     """Return whether the load-balancing loss depends on dp."""
-    accumulates = chosen_in(recipe.moe, BalanceScopePart).accumulates
-    return accumulates and aux_coefficient(recipe.moe) > 0 and has_moe_layers(recipe.model)
+    accumulates = chosen_in(moe, BalanceScopePart).accumulates
+    return accumulates and aux_coefficient(moe) > 0 and has_moe_layers(model)
 
 
-def no_bias_problems(recipe: Config, choice: str, reason: str) -> Iterator[Problem]:
+def no_bias_problems(model: ModelConfig, choice: str, reason: str) -> Iterator[Problem]:
     """Yield the settings of scores that contradict a choice.
 
     Args:
-        recipe: the recipe.
         choice: its `moe.choice`.
         reason: what the choice does instead, such as "reads no score".
     """
-    model = recipe.model
     if not has_moe_layers(model):
         return
     if model.expert_bias:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, ZERO_TO_ONE, Bound, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, ZERO_TO_ONE, Bound, ReadIf, at_least
 
 DEFAULT_EVERY = 30
 METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
@@ -36,6 +36,7 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
 diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. noloco:
 arXiv:2506.10911 and its code. sparseloco: arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where
 every is 48. spes: arXiv:2602.11543."""
+READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum sites.penalty")
 NUM_SIMILAR = 4
 """Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
 
@@ -58,15 +59,19 @@ class SitesConfig:
 
     count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024)] = 1
     """Sites of the run. 1: no exchange; the outer step of method "diloco" is taken all the same."""
-    number: Annotated[int, Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1)] = -1
+    number: Annotated[
+        int, Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1), ReadIf("sites.count")
+    ] = -1
     """Number of the site that this job is, from 0. -1: `moefold train` starts all sites on this machine, each with the
     run folder run.dir/site-N."""
-    meet: str = ""
+    meet: Annotated[str, ReadIf("sites.count")] = ""
     """HOST:PORT of `moefold meet`, the meeting point of the sites. Empty with number -1 only."""
-    secret: str = ""
+    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number")] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"] = "mean"
+    method: Annotated[Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"], READ_IF_ROUNDS] = (
+        "mean"
+    )
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
@@ -74,69 +79,75 @@ class SitesConfig:
     sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next round
     (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265). spes: the mean,
     and each site trains its own experts (arXiv:2602.11543)."""
-    every: Annotated[int, at_least(1)] = DEFAULT_EVERY
+    every: Annotated[int, at_least(1), READ_IF_ROUNDS] = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
     may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
-    topology: Literal["all", "pairs"] = "all"
+    topology: Annotated[Literal["all", "pairs"], ReadIf("sites.count")] = "all"
     """Sites that exchange with each other in a round. all: every site of the round. pairs: random pairs, drawn from
     run.seed and the number of the round; an odd site rests. The outer weights then differ between sites, and the round
     after the last step takes the mean of all sites' weights."""
-    first: Annotated[int, at_least(0)] = 0
+    first: Annotated[int, at_least(0), READ_IF_ROUNDS] = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
-    fragment_layers: Annotated[int, at_least(0, "0: all layers")] = 0
+    fragment_layers: Annotated[int, at_least(0, "0: all layers"), READ_IF_ROUNDS] = 0
     """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at another step than
     the others. 0: all layers in one."""
-    overlap: Annotated[int, at_least(0, "0: wait for each round")] = 0
+    overlap: Annotated[int, at_least(0, "0: wait for each round"), READ_IF_ROUNDS] = 0
     """Steps that training goes on while a fragment is exchanged: below every / fragments, or equal to every with one
     fragment, so that a round is exchanged during the whole next one (CO2)."""
-    keep_local: Annotated[float, ZERO_TO_ONE] = 0.0
+    keep_local: Annotated[float, ZERO_TO_ONE, ReadIf("sites.overlap")] = 0.0
     """Share of a site's own weights that stays when an exchanged fragment is applied (overlap above 0)."""
-    precision: Literal["float32", "bfloat16", "int8", "fp4"] = "float32"
+    precision: Annotated[Literal["float32", "bfloat16", "int8", "fp4"], ReadIf("sites.count")] = "float32"
     """Numbers that are sent. int8 and fp4 (sign and exponent) have a float32 scale for each 256. Sums are float32.
     float32: float64 in runs of run.dtype float64."""
-    density: Annotated[float, Bound("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1)] = 1.0
+    density: Annotated[
+        float, Bound("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1), ReadIf("sites.count")
+    ] = 1.0
     """Share of each 4096 differences that is sent, the differences of the largest magnitudes (top-k), with indices of
     12 bits; 1: all are sent, in `precision`."""
-    values: Literal[32, 8, 2] = 32
+    values: Annotated[Literal[32, 8, 2], ReadIf("sites.density")] = 32
     """Bits of a value that is sent with density below 1. 32: float32 (float64 in runs of run.dtype float64); 8: int8
     with a scale for each 4096; 2: the mean of one of four bins."""
-    residual: Annotated[float, ZERO_TO_ONE] = 0.0
+    residual: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count"), ReadIf("sites.precision sites.density")] = 0.0
     """Factor by which what a code has lost is added to the next round (error feedback); 0: it is lost."""
     lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate of the outer step."""
     momentum: Annotated[float, BELOW_ONE] = 0.0
     """Momentum of the outer step; 0: none."""
-    nesterov: bool = True
+    nesterov: Annotated[bool, ReadIf("sites.momentum")] = True
     """Nesterov momentum in the outer step; false: heavy-ball momentum."""
     penalty: bool = False
     """Divide the mean difference by 1 plus the norm of the outer step that was taken since it was measured, over its
     own norm (overlap equal to every)."""
-    clip: Annotated[float, at_least(0, "0: no limit")] = 0.0
+    clip: Annotated[float, at_least(0, "0: no limit"), ReadIf("sites.momentum")] = 0.0
     """Largest magnitude of an element of the momentum; 0: no limit."""
-    moments: Literal["keep", "average", "reset"] = "keep"
+    moments: Annotated[Literal["keep", "average", "reset"], READ_IF_ROUNDS] = "keep"
     """Moments of the inner optimizer after a round: keep the site's own, average over the sites (sent in full), or
     reset to zero."""
-    weigh: Literal["tokens", "even"] = "tokens"
+    weigh: Annotated[Literal["tokens", "even"], ReadIf("sites.count")] = "tokens"
     """Weights of the sites in a mean: tokens since their last round, or all the same."""
-    experts: Literal["average", "own"] = "average"
+    experts: Annotated[Literal["average", "own"], ReadIf("sites.count")] = "average"
     """own: site n trains the routed experts n, n + count, n + 2 * count, ... of each MoE layer and sends those; it
     routes to all experts, has no optimizer moments of the others, and gets them from their sites (SPES,
     arXiv:2602.11543). average: every site trains all experts."""
-    merge_experts: Annotated[float, ZERO_TO_ONE] = 0.0
+    merge_experts: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count"), ReadIf("sites.experts=own")] = 0.0
     """Share alpha of the merging of experts in the warm-up (experts="own"): after a round, each expert E becomes
     E + alpha * mean(E_d - E) over the 4 experts E_d of the layer with the most similar w_gate. alpha falls linearly to
     0 at merge_until. 0: no merging."""
-    merge_every: Annotated[int, at_least(1)] = 500
+    merge_every: Annotated[
+        int, at_least(1), ReadIf("sites.count"), ReadIf("sites.experts=own"), ReadIf("sites.merge_experts")
+    ] = 500
     """Steps between two mergings of experts; a multiple of every."""
-    merge_until: Annotated[int, at_least(1)] = 10000
+    merge_until: Annotated[
+        int, at_least(1), ReadIf("sites.count"), ReadIf("sites.experts=own"), ReadIf("sites.merge_experts")
+    ] = 10000
     """Step at which the share of the merging is 0."""
-    quorum: Annotated[int, at_least(0, "0: more than half of sites.count")] = 0
+    quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count")] = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
-    grace_s: Annotated[float, at_least(0, "0: from past rounds")] = 0.0
+    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count")] = 0.0
     """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
     them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
-    timeout_s: Annotated[float, POSITIVE] = 60.0
+    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count")] = 60.0
     """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
 
     @property
@@ -148,6 +159,11 @@ class SitesConfig:
     def has_outer_step(self) -> bool:
         """Return whether the outer step does more than to take the mean of the sites' weights."""
         return self.lr != 1.0 or self.momentum > 0 or self.penalty
+
+    @property
+    def in_pairs(self) -> bool:
+        """Return whether a site exchanges with one other site of a round."""
+        return self.topology == "pairs"
 
     @property
     def overlaps_whole_round(self) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder
 from moefold.checkpoint.save_load import translate_io_errors
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.run import RunConfig
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
@@ -149,10 +150,10 @@ def copy_index(source: Path, target: Path) -> None:
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
 
 
-def save_sidecar_files(source: Path, cfg: Config) -> None:
+def save_sidecar_files(source: Path, run: RunConfig, checkpoint: CheckpointConfig) -> None:
     """Copy the sidecar files of a run's initial weights next to the run's checkpoints."""
     found = source if (source / "config.json").is_file() else find_sidecar_dir(source)
-    target = checkpoint_folder(cfg) / SIDECAR_DIR
+    target = checkpoint_folder(run, checkpoint) / SIDECAR_DIR
     if found is not None and not target.exists():
         copy_sidecar_files(found, target)
 

@@ -91,10 +91,10 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     }
     load_shards(source, {**stored, **buffers}, str(path))
     if is_first_rank and cfg.checkpoint.saves:
-        save_sidecar_files(path, cfg)
+        save_sidecar_files(path, cfg.run, cfg.checkpoint)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
     notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
-    notes += _indexer_messages(cfg, source)
+    notes += _indexer_messages(cfg.model, source)
     if is_first_rank and is_hf_folder(path):
         notes += [report.note() for report in inspect_folder(path, cfg.checkpoint.ignore_keys)[1]]
     if cfg.model.upcycle_from:
@@ -111,11 +111,11 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     return "; note: ".join([summary, *filter(None, notes)])
 
 
-def _indexer_messages(cfg: Config, source: WeightSource) -> list[str]:
+def _indexer_messages(model: ModelConfig, source: WeightSource) -> list[str]:
     """Return notes on indexers that the weights lack, and on those that the recipe has no use for."""
-    if not cfg.model.index_topk:
+    if not model.index_topk:
         return []
-    ours = {name for name in parameter_shapes(cfg.model) if INDEXER in name}
+    ours = {name for name in parameter_shapes(model) if INDEXER in name}
     theirs = {name for name in source.shapes if INDEXER in name}
     if not theirs:
         return ["with random indexers, as the weights are of dense attention"]

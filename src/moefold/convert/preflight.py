@@ -17,12 +17,14 @@ from moefold.checkpoint.checkpoint_dir import (
     model_sizes,
     read_meta,
 )
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import RoutingSections, chosen
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.load import config_from_dict
-from moefold.config.model import ModelConfig
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.moe import MoEConfig
 from moefold.config.outside import MissingPartError
-from moefold.config.schema import Config, MoEConfig, has_dense_layers, has_moe_layers
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
@@ -247,7 +249,7 @@ def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
     return weights if model.mtp_layers else replace(weights, mtp_layers=0)
 
 
-def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
+def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfig, path: Path) -> str:
     """Return why a recipe cannot start with the weights of a folder; empty if it can.
 
     Raises:
@@ -256,10 +258,9 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
         return f"it does not exist or is no folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
-    weights_model = read_model(path, cfg.checkpoint.ignore_keys)
-    if cfg.model.upcycle_from:
-        return upcycle_unsupported_reason(weights_model, cfg.model)
-    model = cfg.model
+    weights_model = read_model(path, checkpoint.ignore_keys)
+    if model.upcycle_from:
+        return upcycle_unsupported_reason(weights_model, model)
     if model.index_topk and weights_model.index_topk:
         # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and
         # indexers that the weights lack start at random.
@@ -271,16 +272,15 @@ def init_from_unsupported_reason(cfg: Config, path: Path) -> str:
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 
-def check_initial_adapters(cfg: Config) -> None:
+def check_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig) -> None:
     """Check before the ranks start that lora.init_from has the adapters of the recipe, and that there is a base.
 
     Raises:
         ConfigError: it has others, or none; or no weights are given that the adapters could belong to.
     """
-    lora = cfg.lora
     if not lora.rank:
         return
-    if not cfg.checkpoint.init_from:
+    if not checkpoint.init_from:
         raise ConfigError(
             f"lora.rank={lora.rank} trains adapters of given weights, and checkpoint.init_from names none; set it to a "
             "Hugging Face folder, a checkpoint or a run"
@@ -292,13 +292,13 @@ def check_initial_adapters(cfg: Config) -> None:
     stored = {} if is_hf_folder(path) else read_meta(path).lora
     if not stored:
         raise ConfigError(f"{name} has no adapters; name a checkpoint of a run with lora.rank, or leave it out")
-    if reason := adapters_unsupported_reason(stored, cfg, str(path)):
+    if reason := adapters_unsupported_reason(stored, lora, str(path)):
         raise ConfigError(f"{name} {reason}")
-    base = resolve_weights_folder(weights_path(cfg.checkpoint.init_from))
+    base = resolve_weights_folder(weights_path(checkpoint.init_from))
     if folder_digest(base) != stored["base_digest"]:
         raise ConfigError(
             f"{name} has adapters of the weights in {stored['base']!r}, and checkpoint.init_from="
-            f"{cfg.checkpoint.init_from!r} has others; set checkpoint.init_from={stored['base']!r}"
+            f"{checkpoint.init_from!r} has others; set checkpoint.init_from={stored['base']!r}"
         )
 
 

@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from moefold.config.chosen import chosen_in
+from moefold.config.find import built_in_kinds, find_part
+from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
+from moefold.config.part import describe_part, flat_keys
+from moefold.config.suggestions import default_of
 from moefold.convert.config_fields import REQUIRED, Renamed, is_int
 from moefold.convert.key_reader import Json, mark_read
 from moefold.errors import ConfigError
@@ -48,10 +54,10 @@ class RopeParameters:
         if kind == "dynamic" and given.get("alpha"):
             # Hunyuan's folders: a fixed factor of theta, not a dynamic one.
             found["alpha"] = given["alpha"]
-            return {**keys, "rope_scaling": "ntk", **_ALPHA.read(found)}
-        kinds = (LONGROPE,) if self.has_mscale else (*_ROPE_SCALINGS, LONGROPE)
+            return {**keys, **_read(kind, found)}
+        kinds = ("default", LONGROPE) if self.has_mscale else tuple(one for one in sorted(_kinds()) if one != "dynamic")
         if not isinstance(kind, str) or kind not in kinds:
-            legal = ", ".join(map(repr, ("default", *kinds)))
+            legal = ", ".join(map(repr, kinds))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
         # As in transformers: the original length outside of rope_parameters has precedence, and the context length of
         # the model stands in for an absent one.
@@ -59,7 +65,7 @@ class RopeParameters:
             found["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
         found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
         if kind == LONGROPE:
-            return {**keys, "rope_scaling": kind, **self._read_longrope(found, hf_config)}
+            return {**keys, "rope_scaling": _kinds()[kind], **self._read_longrope(found, hf_config)}
         if self.scales_scores and kind != "yarn" and found.get("mscale_all_dim"):
             raise ConfigError(
                 f"config.json has mscale_all_dim={found['mscale_all_dim']!r} of rope_type={kind!r}, with which moefold "
@@ -67,22 +73,22 @@ class RopeParameters:
             )
         if kind == "yarn":
             self._resolve_yarn(found, hf_config)
-        read = [entry.read(found) for entry in _ROPE_SCALINGS[kind]]
-        return {**keys, "rope_scaling": kind, **{key: value for part in read for key, value in part.items()}}
+        return {**keys, **_read(kind, found)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write `rope_parameters` as transformers 5 does."""
+        part = chosen_in(model, RopeScalingPart)
+        if _kinds().get(part.hf_type) != part.kind:
+            raise ConfigError(f"transformers has no rope_type for {describe_part(part)}")
         fraction = {"partial_rotary_factor": model.rope_fraction} if self.fraction else {}
-        if model.rope_scaling == "none":
+        if part.hf_type == "default":
             return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"} | fraction}
-        values: dict[str, Any] = {"rope_type": model.rope_scaling, "rope_theta": model.rope_theta} | fraction
-        if model.rope_scaling == "ntk":
-            return {"rope_parameters": values | {"rope_type": "dynamic", "factor": 1.0} | _ALPHA.write(model)}
-        if model.rope_scaling == LONGROPE:
+        values: dict[str, Any] = {"rope_type": part.hf_type, "rope_theta": model.rope_theta} | fraction
+        if part.hf_type == LONGROPE:
             return {"rope_parameters": values | self._write_longrope(model)}
-        if self.has_mscale:
-            return {"rope_parameters": values}
-        for entry in _ROPE_SCALINGS[model.rope_scaling]:
+        if part.hf_type == "dynamic":
+            values["factor"] = 1.0
+        for entry in _entries(part.kind):
             if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
                 values |= entry.write(model)
         return {"rope_parameters": values}
@@ -148,6 +154,31 @@ class RopeParameters:
         )
 
 
+@cache
+def _kinds() -> dict[str, str]:
+    """Return the kind of each RoPE scaling by its `rope_type`."""
+    return {find_part("rope_scaling", kind).hf_type: kind for kind in built_in_kinds("rope_scaling")}
+
+
+@cache
+def _entries(kind: str) -> tuple[Renamed, ...]:
+    """Return the parameters of a kind of RoPE scaling in `rope_parameters`, besides theta."""
+    part: type[RopeScalingPart] = find_part("rope_scaling", kind)
+    keys = [(field, str(key).partition(".")[2]) for field, key in flat_keys("rope_scaling", kind)]
+    return tuple(
+        Renamed(
+            part.hf_names.get(field, field), key, default_of("model", key) if field in part.hf_optional else REQUIRED
+        )
+        for field, key in keys
+    )
+
+
+def _read(rope_type: str, found: Json) -> dict[str, Any]:
+    """Read the kind of a RoPE scaling and its parameters."""
+    kind = _kinds()[rope_type]
+    return {"rope_scaling": kind} | {key: value for entry in _entries(kind) for key, value in entry.read(found).items()}
+
+
 def _factor_of(found: Json, hf_config: Json) -> Any:
     """Return the scaling factor; as in transformers, an absent one is the ratio of both context lengths."""
     factor = found.get("factor")
@@ -183,26 +214,4 @@ _ROPE_KEYS = (
     "mrope_interleaved",
 )
 """Keys of all scalings, of which each uses some; the keys of Qwen's multimodal RoPE are void for text."""
-_ALPHA = Renamed("alpha", "rope_scaling_factor")
-_FACTOR = Renamed("factor", "rope_scaling_factor")
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")
-_ROPE_SCALINGS: dict[str, tuple[Renamed, ...]] = {
-    "linear": (_FACTOR,),
-    "llama3": (
-        _FACTOR,
-        _ORIGINAL_SEQ_LEN,
-        Renamed("low_freq_factor", "rope_low_freq_factor"),
-        Renamed("high_freq_factor", "rope_high_freq_factor"),
-    ),
-    "yarn": (
-        _FACTOR,
-        _ORIGINAL_SEQ_LEN,
-        Renamed("beta_fast", "rope_beta_fast", 32.0),
-        Renamed("beta_slow", "rope_beta_slow", 1.0),
-        Renamed("truncate", "rope_truncate", True),
-        Renamed("attention_factor", "rope_attention_factor", 0.0),
-        Renamed("mscale", "rope_mscale", 0.0),
-        Renamed("mscale_all_dim", "rope_mscale_all_dim", 0.0),
-    ),
-}
-"""Parameters of each RoPE scaling in `rope_parameters`, besides theta."""

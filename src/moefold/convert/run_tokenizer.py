@@ -13,7 +13,9 @@ from typing import Any
 
 from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, checkpoint_folder
-from moefold.config.schema import Config, DataConfig
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.run import RunConfig
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_folder import (
@@ -43,25 +45,24 @@ def tokenizer_name(order: Mapping[str, Any]) -> str:
     return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
 
 
-def save_run_tokenizer(cfg: Config, *, is_resumed: bool) -> None:
+def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointConfig, *, is_resumed: bool) -> None:
     """Copy the tokenizer and the chat template of a run next to its checkpoints.
 
     Args:
-        cfg: the recipe.
         is_resumed: the run continues from a checkpoint: what an earlier start copied is kept.
 
     Raises:
         ConfigError: a file cannot be read or written.
     """
-    name = tokenizer_name({"kind": cfg.data.kind, "tokenizer": cfg.data.tokenizer})
+    name = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     files: dict[str, Path] = {}
     if name and name != "bytes":
         path = existing_path("data.tokenizer", name)
         files = declaring_files(path)
-    if cfg.data.chat_template:
+    if data.chat_template:
         files = {file: found for file, found in files.items() if not file.startswith(TEMPLATE_DIR)}
-        files[TEMPLATE_FILE] = existing_path("data.chat_template", cfg.data.chat_template)
-    target = checkpoint_folder(cfg) / RUN_TOKENIZER_DIR
+        files[TEMPLATE_FILE] = existing_path("data.chat_template", data.chat_template)
+    target = checkpoint_folder(run, checkpoint) / RUN_TOKENIZER_DIR
     is_own_copy = any(target in found.parents for found in files.values())
     if is_own_copy or (is_resumed and target.exists()):
         return
@@ -89,14 +90,14 @@ def _copy_files(files: Mapping[str, Path], target: Path) -> None:
     unfinished.rename(target)
 
 
-def check_run_tokenizer(cfg: Config, checkpoint: Path) -> None:
+def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
     """Check that a run continues with the tokenizer that it began with, by what makes ids and text.
 
     Raises:
         ConfigError: it is another one, or its chat template is another one.
     """
     saved = find_run_tokenizer(checkpoint)
-    name = tokenizer_name({"kind": cfg.data.kind, "tokenizer": cfg.data.tokenizer})
+    name = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     if saved is None or name in ("", "bytes") or not tokenizer_file(saved).is_file():
         return
     path = existing_path("data.tokenizer", name)
@@ -105,7 +106,7 @@ def check_run_tokenizer(cfg: Config, checkpoint: Path) -> None:
     advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
     if ours.process.content_hash() != theirs.process.content_hash() or ours.end_of_text()[0] != theirs.end_of_text()[0]:
         raise ConfigError(f"data.tokenizer={name!r} makes other ids of a text than the tokenizer of the run: {advice}")
-    if cfg.data.kind in CHAT_KINDS and not cfg.data.chat_template and ours.templates != theirs.templates:
+    if data.reads_rows and not data.chat_template and ours.templates != theirs.templates:
         raise ConfigError(f"data.tokenizer={name!r} has another chat template than the tokenizer of the run: {advice}")
 
 

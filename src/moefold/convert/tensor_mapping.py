@@ -125,11 +125,6 @@ def build_mapping(slices: Iterable[SliceMapping], shapes: Mapping[str, Shape]) -
     )
 
 
-def full_region(shape: Shape) -> Region:
-    """Return the region of a whole tensor."""
-    return tuple(slice(0, size) for size in shape)
-
-
 def _bounding_shape(slices: list[SliceMapping]) -> Shape:
     ends = [[s.stop for s in piece.hf_region()] for piece in slices]
     return tuple(max(column) for column in zip(*ends, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.save_load import translate_io_errors
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.convert.run_tokenizer import (

@@ -13,8 +13,7 @@ from torch import Tensor
 from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.comm.sharded_tensor import local_slice, region_of
-from moefold.config.model import ModelConfig
-from moefold.config.schema import has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_config import multimodal_folder

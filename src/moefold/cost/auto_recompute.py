@@ -7,7 +7,9 @@ from itertools import combinations
 
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.schema import RECOMPUTE_PARTS, Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import IMPLIED_BY, missing_reason
@@ -81,7 +83,7 @@ def choose_recompute(
         if smallest is None or max_rank_bytes < smallest.max_rank_bytes:
             smallest = choice
     assert smallest is not None, "the empty set is legal"
-    raise ConfigError(_no_fit_message(cfg, smallest, budget_bytes))
+    raise ConfigError(_no_fit_message(cfg.parallel, cfg.train, smallest, budget_bytes))
 
 
 def with_recompute(cfg: Config, parts: tuple[str, ...]) -> Config:
@@ -136,12 +138,10 @@ def _recompute_flops(model: ModelConfig, layer: Layer, seq_len: int) -> dict[str
     }
 
 
-def _no_fit_message(cfg: Config, smallest: RecomputeChoice, budget_bytes: int) -> str:
+def _no_fit_message(p: ParallelConfig, train: TrainConfig, smallest: RecomputeChoice, budget_bytes: int) -> str:
     largest = max(smallest.memory, key=lambda rank: rank.total)
     activations = largest.activations.total
     states = largest.total - activations
-    p = cfg.parallel
-    train = cfg.train
     if states > budget_bytes:
         axes = {"pp": p.pp, "tp": p.tp, "ep": p.ep} | ({"zero": p.zero} if p.zero < 3 else {})
         options = ["raise " + ", ".join(f"parallel.{axis} (now {size})" for axis, size in axes.items())]

@@ -25,7 +25,7 @@ class BlockSizes:
         self.recompute = recompute
         self.kernels = kernels
         self.imbalance = imbalance
-        self.item_bytes = compute_dtype_bytes(cfg)
+        self.item_bytes = compute_dtype_bytes(cfg.run)
         self.high_precision_bytes = max(4, self.item_bytes)
         self.gathered_tokens = train.seq_len // p.cp * train.micro_batch_size
         self.tokens = self.gathered_tokens // p.tp
@@ -75,9 +75,9 @@ class BlockSizes:
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
         layer = self.cfg.model.layers[0]
-        if layer.norms_output:
+        if layer.residual.norms_output:
             saved["norms"] += self.hidden_norm() + self.hidden_bytes
-        if "norms" not in self.recompute and layer.norms_input:
+        if "norms" not in self.recompute and layer.residual.norms_input:
             saved["norms"] += self.hidden_norm()
             saved["norms"] += self.hidden_bytes if saves_output else 0
         if self.cfg.parallel.tp > 1 and part:

@@ -34,7 +34,7 @@ class ExpertMemory:
         self._recompute = recompute
         self._kernels = kernels
         self._imbalance = imbalance
-        self._item_bytes = compute_dtype_bytes(cfg)
+        self._item_bytes = compute_dtype_bytes(cfg.run)
         self._high_precision_bytes = max(4, self._item_bytes)
         self.dispatcher = chosen(cfg, DispatcherPart)
         self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp

@@ -27,9 +27,10 @@ from typing import get_args
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 
@@ -175,20 +176,19 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
     )
 
 
-def step_flops_per_token(cfg: Config) -> float:
+def step_flops_per_token(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> float:
     """Count the FLOPs per token of the training step of a recipe; frozen weights have no gradient.
 
     A matrix that adapters alone train costs a product in the forward pass and one in the backward pass, instead of two
     there, and each adapter three. An optimizer without gradients costs two forward passes.
     """
-    model = cfg.model
-    count = train_flops_per_token(model, cfg.train.seq_len)
+    count = train_flops_per_token(model, train.seq_len)
     adapters = 0
-    for kind in model.block_kinds if cfg.lora.rank else ():
-        adapters += sum(_gemm_flops(model, layer_adapters(kind, cfg.lora)).values())
-    if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
+    for kind in model.block_kinds if lora.rank else ():
+        adapters += sum(_gemm_flops(model, layer_adapters(kind, lora)).values())
+    if not chosen_in(train, OptimizerPart).needs_gradients:
         return 2 * (count.forward + adapters)
-    if not cfg.lora.rank:
+    if not lora.rank:
         return count.total
     frozen = count.forward - count.attention_core
     return TRAIN_TO_FORWARD * (count.attention_core + adapters) + (TRAIN_TO_FORWARD - 1) * frozen

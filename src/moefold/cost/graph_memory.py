@@ -38,7 +38,7 @@ def _attention_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     """Return the bytes of the output, both gradients, weight gradients, and gathered weights, of one layer."""
     weights = _num_weights(kind, "attention.")
     is_gathered = sizes.cfg.parallel.world_size > 1
-    item = sizes.item_bytes if is_gathered else master_dtype_bytes(sizes.cfg)
+    item = sizes.item_bytes if is_gathered else master_dtype_bytes(sizes.cfg.run)
     return in_flight * (3 * sizes.hidden_bytes + weights * item) + (weights * item if is_gathered else 0)
 
 
@@ -46,7 +46,7 @@ def _router_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     """Return the bytes of input, choices, probabilities, scores and logits with their gradients, and of the weights."""
     cfg = sizes.cfg
     value = max(sizes.high_precision_bytes, 8 if cfg.moe.router_dtype == "float64" else 4)
-    weights = _num_weights(kind, "ffn.router.") * master_dtype_bytes(cfg)
+    weights = _num_weights(kind, "ffn.router.") * master_dtype_bytes(cfg.run)
     routed = sizes.tokens * cfg.model.top_k * (INT64_BYTES + 2 * value)
     scores = 2 * 2 * sizes.tokens * cfg.model.num_router_choices * value
     samples = cfg.train.micro_batch_size * INT64_BYTES

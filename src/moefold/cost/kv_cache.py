@@ -18,7 +18,7 @@ CacheKind = Literal["latents", "heads"]
 def kv_cache_bytes(cfg: Config, num_tokens: int, batch_size: int, kind: CacheKind = "latents") -> int:
     """Return the bytes of the KV cache (or MLA latent cache) of a batch on the rank with the most layers."""
     width = max(_cached_widths(cfg, kind).values(), default=0)
-    return num_tokens * batch_size * width * compute_dtype_bytes(cfg)
+    return num_tokens * batch_size * width * compute_dtype_bytes(cfg.run)
 
 
 def num_state_slots(slots: int) -> int:
@@ -39,9 +39,9 @@ def cache_bytes(cfg: Config, num_pages: int, num_samples: int, kind: CacheKind =
 
 def rollouts_at_once(cfg: Config) -> int:
     """Return the largest number of rollouts that a rank decodes in one pass; 0 where a server samples."""
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.uses_server:
         return 0
-    p = (rollout_config(cfg) if has_rollout_mapping(cfg) else cfg).parallel
+    p = (rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg).parallel
     num_rollouts = cfg.rl.updates * cfg.train.global_batch_size // (p.world_size // (p.tp * p.pp))
     return min(num_rollouts, cfg.rollout.slots)
 
@@ -55,7 +55,7 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     Args:
         cfg: a recipe of reinforcement learning that `check_config` passed.
     """
-    sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
+    sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     p = sampling.parallel
     num_slots = rollouts_at_once(cfg)
     num_tokens = num_slots * cfg.rollout.max_tokens
@@ -87,7 +87,7 @@ def _state_bytes(cfg: Config) -> Counter[int]:
     found: Counter[int] = Counter()
     for rank, core in _cores(cfg):
         if isinstance(core, RecurrentCore):
-            found[rank] += core.state_bytes(cfg.parallel.tp, compute_dtype_bytes(cfg))
+            found[rank] += core.state_bytes(cfg.parallel.tp, compute_dtype_bytes(cfg.run))
     return found
 
 

@@ -130,7 +130,11 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
         runtime_slots(cfg)
         if shortest == whole
         else schedule_rows(
-            p.schedule, p.pp, p.virtual_stages, shortest.num_micro_batches, overlap=overlaps_micro_batches(cfg)
+            p.schedule,
+            p.pp,
+            p.virtual_stages,
+            shortest.num_micro_batches,
+            overlap=overlaps_micro_batches(cfg.model, cfg.parallel),
         )
     )
     return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, recipe_columns(cfg.model))

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from moefold.config.model import ModelConfig
-from moefold.config.schema import RECOMPUTE_PARTS, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.train import RECOMPUTE_PARTS
 
 AUTO = "auto"
 
@@ -34,6 +34,6 @@ def missing_reason(part: str, model: ModelConfig) -> str:
         return "no layer of model.layer_pattern is M"
     if part == "shared_experts" and model.shared_expert_ffn_hidden_size == 0:
         return "model.shared_expert_ffn_hidden_size=0 means none"
-    if part == "norms" and not model.layers[0].norms_input:
-        return "model.norm_placement='post' has no norms of inputs"
+    if part == "norms" and not model.layers[0].residual.norms_input:
+        return f"model.norm_placement={model.layers[0].residual.kind!r} has no norms of inputs"
     return ""

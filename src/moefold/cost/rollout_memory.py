@@ -26,8 +26,8 @@ def drawn_bytes(num_rows: int, vocab_size: int) -> int:
 
 def sampled_itemsize(cfg: Config) -> dict[str, int]:
     """Return the bytes of an element of each weight for inference: the compute type, or the master type."""
-    wide = master_dtype_bytes(cfg)
-    narrow = compute_dtype_bytes(cfg)
+    wide = master_dtype_bytes(cfg.run)
+    narrow = compute_dtype_bytes(cfg.run)
     names = WeightSharding.from_config(cfg, for_training=False).shapes
     weights = model_weights(cfg.model)
     # What is no parameter is a buffer of a router.
@@ -40,14 +40,16 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
     With rollout.ranks, of each of these ranks.
     """
     ranks = range(cfg.rollout.ranks or cfg.parallel.world_size)
-    if not has_rollout_mapping(cfg):
+    if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         return tuple(0 for _ in ranks)
     trained = WeightSharding.from_config(cfg, for_training=True)
     sampled = WeightSharding.from_config(rollout_config(cfg), for_training=False)
     itemsize = sampled_itemsize(rollout_config(cfg))
-    wide = master_dtype_bytes(cfg)
+    wide = master_dtype_bytes(cfg.run)
     # Experts that other ranks read lie in memory of their own.
-    peer_read = {name for name, weight in model_weights(cfg.model).items() if weight.is_expert and fetches_experts(cfg)}
+    peer_read = {
+        name for name, weight in model_weights(cfg.model).items() if weight.is_expert and fetches_experts(cfg.rollout)
+    }
     found = []
     for rank in ranks:
         held = {} if cfg.rollout.ranks else trained.boxes(rank)
@@ -67,7 +69,7 @@ def gathered_weight_bytes(cfg: Config) -> tuple[int, ...]:
     compute type depends on the kernels; they are not counted.
     """
     p = cfg.parallel
-    if has_rollout_mapping(cfg) or p.world_size == 1:
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) or p.world_size == 1:
         return (0,) * p.pp
     whole = WeightSharding.from_config(cfg, for_training=False)
     itemsize = sampled_itemsize(cfg)

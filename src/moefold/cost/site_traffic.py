@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import DataParallelShards, ParamSpec
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.unit_memory import trained_names
@@ -81,20 +87,19 @@ def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: 
     return WireFormat(8 * itemsize)
 
 
-def difference_itemsize(cfg: Config) -> int:
+def difference_itemsize(run: RunConfig) -> int:
     """Return the bytes of an element of the differences that sites exchange, before they are coded."""
-    return 8 if cfg.run.dtype == "float64" else 4
+    return 8 if run.dtype == "float64" else 4
 
 
-def recipe_format(cfg: Config, precision: str | None = None) -> WireFormat:
+def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = None) -> WireFormat:
     """Return the format of the differences of a recipe.
 
     Args:
-        cfg: a recipe with sites.
+        run, sites: sections of a recipe with sites.
         precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
-    sites = cfg.sites
-    itemsize = difference_itemsize(cfg)
+    itemsize = difference_itemsize(run)
     if precision is not None:
         return wire_format(precision, itemsize)
     return wire_format(sites.precision, itemsize, density=sites.density, values=sites.values)
@@ -134,21 +139,21 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         cfg: a recipe with sites under a mapping that `check_config` passed.
         precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
-    code = recipe_format(cfg, precision)
-    count = recipe_fragments(cfg)
+    code = recipe_format(cfg.run, cfg.sites, precision)
+    count = recipe_fragments(cfg.model, cfg.sites)
     coded = [0] * count
     plain = [0] * count
     # By fragment and pipeline rank, of the first of its ranks, which has the most.
     largest = Counter[tuple[int, int]]()
     largest_owned = Counter[tuple[int, int]]()
     largest_plain = Counter[tuple[int, int]]()
-    item = difference_itemsize(cfg)
+    item = difference_itemsize(cfg.run)
     optimizer = chosen_in(cfg.train, OptimizerPart)
     sharding = WeightSharding.from_config(cfg, for_training=True)
     stage_ranks = cfg.parallel.world_size // cfg.parallel.pp
-    for weight in _trained_weights(cfg):
+    for weight in _trained_weights(cfg.model, cfg.train, cfg.lora):
         fragment = fragment_of(weight.name, count)
-        shards = _shards(cfg, weight)
+        shards = _shards(cfg.parallel, weight)
         holders = sharding.pp_ranks_of(weight.name)
         copies = len(holders) * stage_ranks // shards.degree
         # A site sends its own experts alone, if sites own them.
@@ -168,7 +173,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
-    if cfg.sites.topology == "pairs":
+    if cfg.sites.in_pairs:
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
         largest_plain += largest
     of_rank = [
@@ -181,20 +186,19 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     return tuple(FragmentTraffic(coded[p], plain[p], *of_rank[p]) for p in range(count))
 
 
-def num_trained(cfg: Config) -> int:
+def num_trained(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> int:
     """Return the number of trained parameters of a recipe's model."""
-    return sum(weight.numel for weight in _trained_weights(cfg))
+    return sum(weight.numel for weight in _trained_weights(model, train, lora))
 
 
-def _trained_weights(cfg: Config) -> Iterator[ParamSpec]:
-    part = trained_names(cfg)
-    return (weight for name, weight in training_weights(cfg.model, cfg.lora).items() if part in name)
+def _trained_weights(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Iterator[ParamSpec]:
+    part = trained_names(model, train, lora)
+    return (weight for name, weight in training_weights(model, lora).items() if part in name)
 
 
-def _shards(cfg: Config, weight: ParamSpec) -> DataParallelShards:
-    p = cfg.parallel
-    degree = (p.edp if weight.is_expert else p.dp * p.cp) if p.zero else 1
-    return weight.shard(p.tp, p.ep, p.etp).dp_shards(degree)
+def _shards(parallel: ParallelConfig, weight: ParamSpec) -> DataParallelShards:
+    degree = (parallel.edp if weight.is_expert else parallel.dp * parallel.cp) if parallel.zero else 1
+    return weight.shard(parallel.tp, parallel.ep, parallel.etp).dp_shards(degree)
 
 
 def _padded_numel(shards: DataParallelShards, code: WireFormat, owners: int = 1) -> int:

@@ -6,8 +6,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 from moefold.config.layers import Layer
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
@@ -48,7 +51,9 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
 
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
     flops = [cost.flops for cost in _unit_costs(cfg)]
-    return _stages_between(cfg, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT, _unit_bounds(cfg)))
+    return _stages_between(
+        cfg.model, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT, _unit_bounds(cfg.model))
+    )
 
 
 def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
@@ -60,26 +65,26 @@ def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
     flops = [cost.flops for cost in costs]
     weights = [cost.num_parameters for cost in costs]
-    return _stages_between(cfg, _best_bounds(flops, [weights] * num_stages, 0, _unit_bounds(cfg)))
+    return _stages_between(cfg.model, _best_bounds(flops, [weights] * num_stages, 0, _unit_bounds(cfg.model)))
 
 
-def _unit_bounds(cfg: Config) -> frozenset[int]:
+def _unit_bounds(model: ModelConfig) -> frozenset[int]:
     """Return the units at which a stage may begin: the embedding, some layers by `stage_starts`, and the loss."""
-    return frozenset((0, *(number + 1 for number in stage_starts(cfg.model))))
+    return frozenset((0, *(number + 1 for number in stage_starts(model))))
 
 
 def _unit_costs(cfg: Config) -> list[StageCost]:
-    return [embedding_cost(cfg), *_layer_costs(cfg), loss_cost(cfg)]
+    return [embedding_cost(cfg.model, cfg.parallel), *_layer_costs(cfg), loss_cost(cfg.model, cfg.parallel, cfg.train)]
 
 
-def _stages_between(cfg: Config, bounds: Sequence[int]) -> tuple[StageParts, ...]:
+def _stages_between(model: ModelConfig, bounds: Sequence[int]) -> tuple[StageParts, ...]:
     """Return the stages between bounds in the list of units."""
-    last = cfg.model.num_layers + 1
+    last = model.num_layers + 1
     return tuple(
         StageParts(
             has_embedding=first == 0,
             layers=range(max(first - 1, 0), min(stop, last) - 1),
-            num_mtp_layers=cfg.model.mtp_layers if stop > last else 0,
+            num_mtp_layers=model.mtp_layers if stop > last else 0,
             has_loss=stop > last,
         )
         for first, stop in zip(bounds, bounds[1:], strict=False)
@@ -90,24 +95,27 @@ def stage_cost(cfg: Config, parts: StageParts) -> StageCost:
     """Return the cost of a stage."""
     cost = StageCost(0, 0)
     if parts.has_embedding:
-        cost += embedding_cost(cfg)
+        cost += embedding_cost(cfg.model, cfg.parallel)
     for i in parts.layers:
         cost += layer_cost(cfg, i)
     if not parts.has_loss:
         return cost
     is_shared = parts.has_embedding and cfg.model.last_stage_needs_embedding
-    return cost + loss_cost(cfg) + StageCost(0, -embedding_cost(cfg).num_parameters if is_shared else 0)
+    return (
+        cost
+        + loss_cost(cfg.model, cfg.parallel, cfg.train)
+        + StageCost(0, -embedding_cost(cfg.model, cfg.parallel).num_parameters if is_shared else 0)
+    )
 
 
-def embedding_cost(cfg: Config) -> StageCost:
+def embedding_cost(model: ModelConfig, parallel: ParallelConfig) -> StageCost:
     """Return the cost of the embedding: no FLOPs, as it is a look-up."""
-    return StageCost(0, _num_local(cfg, (embedding_weight(cfg.model),)))
+    return StageCost(0, _num_local(parallel, (embedding_weight(model),)))
 
 
-def _num_local(cfg: Config, weights: Iterable[ParamSpec]) -> int:
+def _num_local(parallel: ParallelConfig, weights: Iterable[ParamSpec]) -> int:
     """Return the number of elements of weights that a rank of tensor and expert parallelism has."""
-    p = cfg.parallel
-    return sum(weight.shard(p.tp, p.ep, p.etp).numel for weight in weights)
+    return sum(weight.shard(parallel.tp, parallel.ep, parallel.etp).numel for weight in weights)
 
 
 def _layer_costs(cfg: Config) -> list[StageCost]:
@@ -125,19 +133,18 @@ def _kind_cost(cfg: Config, layer: Layer) -> StageCost:
     """Return the cost of a layer."""
     flops = layer_flops(cfg.model, layer, cfg.train.seq_len)
     weights = (*layer.params, *layer_adapters(layer.kind, cfg.lora))
-    return StageCost(flops.forward, _num_local(cfg, weights))
+    return StageCost(flops.forward, _num_local(cfg.parallel, weights))
 
 
-def loss_cost(cfg: Config) -> StageCost:
+def loss_cost(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> StageCost:
     """Return the cost of the output head and the MTP layers, each of which uses the head once more.
 
     With tied embeddings and for MTP layers, the last stage has a copy of the embedding.
     """
-    model = cfg.model
-    flops = train_flops_per_token(model, cfg.train.seq_len)
+    flops = train_flops_per_token(model, train.seq_len)
     embedding = (embedding_weight(model),) if model.last_stage_needs_embedding else ()
     weights = (*head_weights(model), *embedding, *mtp_layer_weights(model) * model.mtp_layers)
-    return StageCost(flops.head + flops.mtp, _num_local(cfg, weights))
+    return StageCost(flops.head + flops.mtp, _num_local(parallel, weights))
 
 
 def _best_bounds(

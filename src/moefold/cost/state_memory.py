@@ -85,20 +85,6 @@ def state_table(
     return table
 
 
-def rank_state_bytes(cfg: Config, pp_rank: int, dense_dp_rank: int = 0, expert_dp_rank: int = 0) -> StateBytes:
-    """Return the state bytes of one rank.
-
-    Data-parallel rank 0, such as the first rank of each stage, holds most: later ranks get the remaining rows.
-
-    Args:
-        cfg: a recipe that `check_config` passed.
-        pp_rank: pipeline rank.
-        dense_dp_rank: rank within the dp x cp group over which dense weights are sharded.
-        expert_dp_rank: rank within the edp group over which experts are sharded.
-    """
-    return StateMemory(cfg).by_pp_rank((dense_dp_rank, expert_dp_rank))[pp_rank]
-
-
 def recipe_stages(cfg: Config) -> tuple[list[ModelChunk], list[list[int]]]:
     """Return the layers of each stage, and the stage indices of each pipeline rank."""
     plan = plan_stages(cfg)
@@ -115,7 +101,14 @@ class StateMemory(UnitMemory):
         return self.by_pp_rank((0, 0))
 
     def by_pp_rank(self, dp_ranks: tuple[int, int]) -> tuple[StateBytes, ...]:
-        """Return the state bytes of each pipeline rank, for given data-parallel ranks; see `rank_state_bytes`."""
+        """Return the state bytes of each pipeline rank, for given data-parallel ranks.
+
+        Data-parallel rank 0, such as the first rank of each stage, holds most: later ranks get the remaining rows.
+
+        Args:
+            dp_ranks: rank within the dp x cp group over which dense weights are sharded, and within the edp group over
+                which experts are sharded.
+        """
         cfg = self._cfg
         dp_ranks = dp_ranks if self._is_sharded else (0, 0)
         table = state_table(
@@ -133,7 +126,7 @@ class StateMemory(UnitMemory):
         p = self._cfg.parallel
         return {
             column: self.shard_spec.prefetched_bytes(
-                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)
+                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg.model, self._cfg.lora, name)
             )
             for column, name in self._units.items()
         }
@@ -147,7 +140,7 @@ class StateMemory(UnitMemory):
             return (OptimizerOffloadMemory(),) * p.pp
         sizes: dict[int, list[int]] = {}
         for column, name in self._units.items():
-            weights = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
+            weights = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg.model, cfg.lora, name))
             sizes[column] = list(offloaded_moment_sizes(self.shard_spec, weights, cfg.train.offload_min_kib))
         if cfg.model.last_stage_needs_embedding:
             columns = recipe_columns(cfg.model)

@@ -9,10 +9,14 @@ from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
@@ -53,14 +57,14 @@ class StateBytes:
         return self.weights + self.optimizer + self.buffers
 
 
-def master_dtype_bytes(cfg: Config) -> int:
+def master_dtype_bytes(run: RunConfig) -> int:
     """Return the bytes of one element of a master weight, its gradient or a float32 moment."""
-    return 8 if cfg.run.dtype == "float64" else 4
+    return 8 if run.dtype == "float64" else 4
 
 
-def compute_dtype_bytes(cfg: Config) -> int:
+def compute_dtype_bytes(run: RunConfig) -> int:
     """Return the bytes of one element of the compute type."""
-    return ITEM_BYTES[cfg.run.dtype]
+    return ITEM_BYTES[run.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,16 +142,16 @@ class ShardSpec:
 def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
     """Return the shard spec of a recipe for given sharding degrees."""
     train = cfg.train
-    master = master_dtype_bytes(cfg)
+    master = master_dtype_bytes(cfg.run)
     optimizer = chosen_in(train, OptimizerPart)
     return ShardSpec(
         degrees=degrees,
         accumulates_gradients=accumulates_gradients,
         master_bytes=master,
-        compute_bytes=compute_dtype_bytes(cfg),
+        compute_bytes=compute_dtype_bytes(cfg.run),
         gradient_bytes=master if optimizer.needs_gradients else 0,
         optimizer=optimizer,
-        trained_names=trained_names(cfg),
+        trained_names=trained_names(cfg.model, cfg.train, cfg.lora),
         narrows_frozen=cfg.trains_adapters_only,
         outer_bytes=master * cfg.sites.num_states,
         residual_bytes=master * cfg.sites.has_residual,
@@ -156,11 +160,11 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
     )
 
 
-def trained_names(cfg: Config) -> str:
+def trained_names(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> str:
     """Return a part of the names of the weights that a recipe trains; empty if it trains all."""
-    if cfg.trains_adapters_only:
+    if lora.trains_adapters_only:
         return f".{MODULE_NAME}."
-    return ".indexer." if cfg.trains_indexers_only else ""
+    return ".indexer." if train.trains_indexers_only(model) else ""
 
 
 def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: int) -> bool:
@@ -176,15 +180,15 @@ def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
     return QUANTIZED_COPIES * sum(w.numel for w in weights if w.uses_muon and w.part in QUANTIZED_PARTS)
 
 
-def expert_buffer_bytes(cfg: Config) -> int:
+def expert_buffer_bytes(model: ModelConfig, moe: MoEConfig) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
-    counts = 8 * (aux_coefficient(cfg.moe) > 0 and chosen_in(cfg.moe, BalanceScopePart).keeps_counts)
-    return cfg.model.num_router_choices * (4 * cfg.model.expert_bias + counts)
+    counts = 8 * (aux_coefficient(moe) > 0 and chosen_in(moe, BalanceScopePart).keeps_counts)
+    return model.num_router_choices * (4 * model.expert_bias + counts)
 
 
 def rope_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of the RoPE cosines and sines, which every stage has."""
-    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg)
+    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg.run)
 
 
 def dispatch_buffer_bytes(cfg: Config) -> int:
@@ -200,25 +204,24 @@ def dispatch_sizes(cfg: Config) -> DispatchSizes:
         num_experts=cfg.model.num_experts,
         max_rows=cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k,
         width=cfg.model.expert_hidden_size,
-        item_bytes=compute_dtype_bytes(cfg),
+        item_bytes=compute_dtype_bytes(cfg.run),
         fp8_dispatch=chosen(cfg, WirePart).rounds,
     )
 
 
-def cast_copy_bytes(cfg: Config, names: Iterable[Unit]) -> int:
+def cast_copy_bytes(run: RunConfig, model: ModelConfig, lora: LoraConfig, names: Iterable[Unit]) -> int:
     """Return the bytes of an unsharded rank's weights in the compute type; 0 if that is the master type."""
-    if compute_dtype_bytes(cfg) == master_dtype_bytes(cfg):
+    if compute_dtype_bytes(run) == master_dtype_bytes(run):
         return 0
-    read = [name for name in names if name != "embedding" or cfg.model.tie_embeddings]
-    weights = [weight for name in read for weight in unit_weights(cfg, name) if not weight.is_full_precision]
-    if cfg.trains_adapters_only:
+    read = [name for name in names if name != "embedding" or model.tie_embeddings]
+    weights = [weight for name in read for weight in unit_weights(model, lora, name) if not weight.is_full_precision]
+    if lora.trains_adapters_only:
         weights = [weight for weight in weights if is_adapter(weight.name)]
-    return sum(weight.numel for weight in weights) * compute_dtype_bytes(cfg)
+    return sum(weight.numel for weight in weights) * compute_dtype_bytes(run)
 
 
-def unit_names(cfg: Config, stage: Stage) -> list[Unit]:
+def unit_names(model: ModelConfig, stage: Stage) -> list[Unit]:
     """Return the units of a stage."""
-    model = cfg.model
     parts = stage.parts
     names: list[Unit] = ["embedding"] if stage.is_first or (stage.is_last and model.last_stage_needs_embedding) else []
     names += [model.block_kinds[i] for i in parts.layers]
@@ -231,17 +234,17 @@ def has_experts(model: ModelConfig, name: Unit) -> bool:
     return not isinstance(layer, str) and layer.ffn.is_routed
 
 
-def unit_weights(cfg: Config, name: Unit) -> tuple[ParamSpec, ...]:
+def unit_weights(model: ModelConfig, lora: LoraConfig, name: Unit) -> tuple[ParamSpec, ...]:
     """Return the unsharded weights of a unit, in training: with their adapters."""
     match name:
         case "embedding":
-            return (embedding_weight(cfg.model),)
+            return (embedding_weight(model),)
         case "head":
-            return head_weights(cfg.model)
+            return head_weights(model)
         case "mtp":
-            return mtp_layer_weights(cfg.model)
+            return mtp_layer_weights(model)
     assert not isinstance(name, str), f"{name} is not a unit"
-    return (*name.params, *layer_adapters(name, cfg.lora))
+    return (*name.params, *layer_adapters(name, lora))
 
 
 class UnitMemory:
@@ -282,13 +285,21 @@ class UnitMemory:
         """
         if (name, dp_ranks) not in self._unit_cache:
             p = self._cfg.parallel
-            weights = [weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg, name)]
-            gathered = self.shard_spec.gathered_bytes(weights) if self._is_fsdp else cast_copy_bytes(self._cfg, [name])
+            weights = [
+                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg.model, self._cfg.lora, name)
+            ]
+            gathered = (
+                self.shard_spec.gathered_bytes(weights)
+                if self._is_fsdp
+                else cast_copy_bytes(self._cfg.run, self._cfg.model, self._cfg.lora, [name])
+            )
             if self._caches_quantized_weights:
                 gathered += quantized_copy_bytes(weights)
             self._unit_cache[name, dp_ranks] = replace(
                 self.shard_spec.state_bytes(weights, dp_ranks),
                 gathered=gathered,
-                buffers=expert_buffer_bytes(self._cfg) if has_experts(self._cfg.model, name) else 0,
+                buffers=expert_buffer_bytes(self._cfg.model, self._cfg.moe)
+                if has_experts(self._cfg.model, name)
+                else 0,
             )
         return self._unit_cache[name, dp_ranks]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.conversation_format import check_roles, join_parts
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart, RewardSelectionPart
-from moefold.config.schema import DataConfig
 from moefold.data.best_fit import (
     BestFitSamples,
     DocumentBoundaries,
@@ -220,11 +220,11 @@ class _DatasetBuilder:
                 Mixture([part.validation for part in parts], data.weights),
                 tokenizer,
             )
-        if self.token_file_set is None and data.kind == "tokens" and data.corrupt == "skip":
+        if self.token_file_set is None and data.drops_files:
             self.token_file_set = self._build_token_file_set()
         if self.token_file_set is None:
             self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
-        if data.kind in ("sft", "preference"):
+        if data.has_conversations:
             return self._conversations(tokenizer)
         if data.kind == "task":
             training_problems, held_out = open_task(data, tokenizer, seq_len=self.seq_len, seed=self.seed)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.bounded_read import open_regular
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import skipped_files
@@ -40,7 +40,7 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
         try:
             found[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
         except ConfigError:
-            if data.kind != "tokens" or data.corrupt == "fatal":
+            if not data.drops_files:
                 raise
             found[name] = SKIPPED
     if data.kind == "python-docs":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.file_formats import unknown_column_message
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
 from moefold.data.table_folder import is_saved_dataset, split_files

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
-from moefold.config.schema import DataConfig
 from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message

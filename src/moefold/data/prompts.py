@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates

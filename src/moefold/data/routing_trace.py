@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from moefold.bounded_read import read_json
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.train import TrainConfig
 from moefold.data.file_formats import map_npy
 from moefold.data.shard_reader import ShardReader, TokenArraySpec
 from moefold.errors import ConfigError
@@ -85,15 +86,15 @@ class TraceShape:
         return copy
 
 
-def trace_shape(cfg: Config) -> TraceShape:
+def trace_shape(model: ModelConfig, train: TrainConfig) -> TraceShape:
     """Return the shape of the trace that a run writes."""
     return TraceShape(
-        layers=cfg.model.moe_layer_numbers,
-        num_experts=cfg.model.num_router_choices,
-        top_k=cfg.model.top_k,
-        global_batch_size=cfg.train.global_batch_size,
-        seq_len=cfg.train.seq_len,
-        zero_experts=cfg.model.zero_experts,
+        layers=model.moe_layer_numbers,
+        num_experts=model.num_router_choices,
+        top_k=model.top_k,
+        global_batch_size=train.global_batch_size,
+        seq_len=train.seq_len,
+        zero_experts=model.zero_experts,
     )
 
 

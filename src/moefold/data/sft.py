@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.cache_dir import cache_folders, entry_key, write_json_entry
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.file_formats import ColumnError, jsonl_records
 from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
@@ -110,7 +110,7 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
     try:
         if data.kind == "text":
             check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))
-        elif data.kind in ("sft", "preference"):
+        elif data.has_conversations:
             for _ in jsonl_records(file):
                 pass
         else:

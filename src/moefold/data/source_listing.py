@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.file_formats import is_jsonl
 from moefold.data.input_paths import ENDS_SUFFIXES, existing_path, files_below, name_below
 from moefold.data.text_source import python_docs_corpus
@@ -49,8 +49,7 @@ def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
     if is_remote(name):
         return False
     path = Path(name).expanduser()
-    is_left_out = data.kind == "tokens" and data.corrupt == "skip" and path.suffix in TOKEN_SUFFIXES
-    return is_left_out and not path.exists()
+    return data.drops_files and path.suffix in TOKEN_SUFFIXES and not path.exists()
 
 
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
@@ -68,4 +67,4 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
 def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
         return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix in ENDS_SUFFIXES)
-    return data.kind not in ("sft", "preference", "prompts") or is_jsonl(file)
+    return not data.reads_rows or is_jsonl(file)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.bin_formats import MEGATRON_SUFFIX, read_bin_layout, read_megatron_index
 from moefold.data.file_formats import map_npy
 from moefold.data.input_paths import (

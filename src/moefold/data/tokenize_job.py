@@ -54,7 +54,6 @@ from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
 
 InputFormat = Literal["text", "jsonl", "parquet"]
-INPUT_FORMATS: tuple[InputFormat, ...] = ("text", "jsonl", "parquet")
 _BLOCK_BYTES = 2**20
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
 
     Args:
         names: files and folders.
-        input_format: one of `INPUT_FORMATS`, or "auto": by the file's suffix, text if it is unknown.
+        input_format: an `InputFormat`, or "auto": by the file's suffix, text if it is unknown.
         out: the output folder.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_folder import read_tokenizer_folder, translate_tokenizer_errors
 from moefold.data.tokenizer_process import TokenizerLimits

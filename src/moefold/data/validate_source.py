@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moefold.bounded_read import open_regular, parse_json
-from moefold.config.schema import DataConfig
+from moefold.config.data import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.dataset import check_enough_tokens, check_no_data_path
 from moefold.data.file_formats import is_jsonl
@@ -42,7 +42,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         check_no_data_path(data)
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
         return
-    if data.kind in ("sft", "preference", "prompts"):
+    if data.reads_rows:
         conversation_files(data)
         load_chat_template(data, tokenizer)
         return

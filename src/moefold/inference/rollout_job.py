@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
-from moefold.config.schema import Config, DataConfig
+from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
 from moefold.data.reward_prompt import override_want
@@ -124,14 +125,16 @@ def prepare_rollouts(
     )
     cfg = launched_config(source, inference, "generate", rank_env)
     task_cfg = _task_config(request, source)
-    prompts = open_rollout_prompts(task_cfg, source, request, reports=rank_env is None or rank_env.rank == 0)
+    prompts = open_rollout_prompts(
+        task_cfg.data, task_cfg.reward, source, request, reports=rank_env is None or rank_env.rank == 0
+    )
     num_prompts = request.count or (DEFAULT_PROBLEMS if request.task else len(prompts))
     if num_prompts > len(prompts):
         raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
     with reworded_errors(*ROLLOUT_WORDS):
         for problem in reward_problems(task_cfg.reward):
             raise ConfigError(problem)
-        check_reward(task_cfg, [prompts.prompt(0)])
+        check_reward(task_cfg.data, task_cfg.reward, [prompts.prompt(0)])
     longest = max(len(prompts.prompt(i).ids) for i in range(num_prompts)) + request.max_tokens
     cfg = launched_config(source, replace(inference, seq_len=longest), "generate", rank_env)
     settings = EngineSettings(
@@ -152,7 +155,7 @@ def prepare_rollouts(
 
 
 def open_rollout_prompts(
-    task_cfg: Config, source: ModelSource, request: RolloutRequest, *, reports: bool = False
+    data: DataConfig, reward: RewardConfig, source: ModelSource, request: RolloutRequest, *, reports: bool = False
 ) -> PromptSource:
     """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`.
 
@@ -162,12 +165,12 @@ def open_rollout_prompts(
     with reworded_errors(*(TOKENIZER_OPTION if request.tokenizer else ())):
         tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
-        problems = Problems(task_cfg.data, request.sampling.seed, is_validation=request.is_held_out)
+        problems = Problems(data, request.sampling.seed, is_validation=request.is_held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        check = check_columns(reward_names(task_cfg))
+        check = check_columns(reward_names(data, reward))
         found: list[Prompt] = read_prompts(
-            task_cfg.data, tokenizer, source.want, check=check, report=_log_note if reports else None
+            data, tokenizer, source.want, check=check, report=_log_note if reports else None
         )
     return FilePrompts(found, None)
 

@@ -35,7 +35,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
     ):
         request = job.request
         tokenizer = open_tokenizer(job.source, request.tokenizer)
-        prompts = open_rollout_prompts(job.task_cfg, job.source, request)
+        prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
         report_decoding(loaded)
         summary = RolloutSummary(request.samples)
@@ -49,7 +49,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
                 reward,
                 tokenizer,
                 loaded.groups,
-                stop=stop_rule(job.task_cfg, tokenizer),
+                stop=stop_rule(job.task_cfg.data, job.task_cfg.reward, tokenizer),
                 max_tokens=request.max_tokens,
             )
             shards = loaded.groups.attn.dp_cp.size

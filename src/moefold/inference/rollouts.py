@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import Config
+from moefold.config.data import DataConfig
+from moefold.config.rl import RewardConfig
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.prompts import Prompt, has_conversations
 from moefold.data.tokenizer import Tokenizer
@@ -188,16 +189,16 @@ class RolloutCollector:
         ]
 
 
-def stop_rule(cfg: Config, tokenizer: Tokenizer) -> StopRule:
+def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> StopRule:
     """Return what ends a rollout: the end of text, and in conversations the end of the assistant's turn.
 
     Args:
-        cfg: the kind of prompts, their files, the tokenizer, the chat template, and the reward.
+        data: the kind of prompts, their files, the tokenizer and the chat template.
+        reward: the reward.
         tokenizer: the tokenizer.
     """
-    data = cfg.data
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
-    if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(reward_names(cfg))):
+    if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(reward_names(data, reward))):
         return StopRule(eos_ids)
     turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
     return StopRule(eos_ids | turn_ids, mark)

@@ -7,15 +7,19 @@ from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any, Literal, get_args
 
-from moefold.config.chosen import chosen, part_of_kind
+from moefold.config.chosen import DispatchSections, chosen, chosen_in, part_of_kind
 from moefold.config.find import built_in_kinds
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
-from moefold.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import describe_type, nearest_numbers
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, raise_all, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
@@ -116,7 +120,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     except ConfigError as error:
         raise ConfigError(_remove_model_size_hints(str(error))) from error
     if purpose == "generate":
-        _check_generation(cfg)
+        _check_generation(cfg.parallel, cfg.moe, cfg.rollout)
     return cfg
 
 
@@ -186,9 +190,8 @@ def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose
         raise ConfigError("moe.eval_capacity_factor=-1.0 must be at least 0 here (0: dropless)")
 
 
-def _check_generation(cfg: Config) -> None:
-    p = cfg.parallel
-    if fetches_experts(cfg):
+def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig) -> None:
+    if fetches_experts(rollout):
         degrees = {axis: getattr(p, axis) for axis in ROLLOUT_DEGREES}
         with reworded_errors(*EXPERTS_OPTION):
             raise_all(fetch_violations(degrees, "parallel"))
@@ -197,15 +200,15 @@ def _check_generation(cfg: Config) -> None:
             f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "
             "with tp for memory, or dp for speed"
         )
-    dispatcher = chosen(cfg, DispatcherPart)
+    dispatcher = chosen(DispatchSections(p, moe), DispatcherPart)
     if dispatcher.needs_equal_token_counts and p.world_size > p.pp:
         raise ConfigError(
             f"parallel.dispatcher={dispatcher.kind!r} needs equally many tokens on each rank, which generation does "
             "not have; choose 'alltoall'"
         )
-    if chosen(cfg, ChoicePart).is_forced:
+    if chosen_in(moe, ChoicePart).is_forced:
         raise ConfigError(
-            f"the run of this checkpoint forced its routing (moe.choice={cfg.moe.choice!r}, a benchmark) by positions "
+            f"the run of this checkpoint forced its routing (moe.choice={moe.choice!r}, a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"
         )
 

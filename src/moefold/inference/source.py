@@ -13,8 +13,9 @@ from moefold.checkpoint.checkpoint_dir import (
     read_meta,
     skipped_checkpoints,
 )
+from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import DataConfig, MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path

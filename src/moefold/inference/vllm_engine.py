@@ -39,7 +39,7 @@ class VllmEngine:
 
     def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel, *, records_routing: bool) -> None:
         self._groups = groups
-        self._server = vllm_server(cfg, returns_experts=records_routing)
+        self._server = vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=records_routing)
         self._slots = cfg.rollout.slots
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._layers = [number for stage in model.stages for number in stage.moe_layers()]

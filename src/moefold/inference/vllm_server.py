@@ -23,7 +23,9 @@ from urllib.request import ProxyHandler, Request, build_opener
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.schema import Config
+from moefold.config.rl import RolloutConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.convert.run_config import read_json_object
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.requests import Completion
@@ -288,14 +290,13 @@ class VllmServer:
         )
 
 
-def vllm_server(cfg: Config, *, returns_experts: bool) -> VllmServer:
+def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, returns_experts: bool) -> VllmServer:
     """Return the server of a recipe."""
-    rollout = cfg.rollout
     return VllmServer(
         url=rollout.url,
         folder=rollout.folder,
-        dtype=cfg.run.dtype,
-        max_tokens=cfg.train.seq_len + 1,
+        dtype=run.dtype,
+        max_tokens=train.seq_len + 1,
         timeout_s=rollout.timeout_s,
         returns_experts=returns_experts,
     )

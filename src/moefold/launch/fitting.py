@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory, available_host_memory, available_process_memory
@@ -58,12 +59,12 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
     """
     if not cfg.run.check_memory or (rank_env is not None and rank_env.local_rank):
         return
-    host = local_host_capacity(cfg, device_type, rank_env)
+    host = local_host_capacity(cfg.parallel, device_type, rank_env)
     if host.pp_ranks:
         check_training_fits(cfg, host)
     if cfg.rollout.ranks:
         first_rank = cfg.parallel.world_size
-        sampling = local_host_capacity(rollout_config(cfg), device_type, rank_env, first_rank)
+        sampling = local_host_capacity(rollout_config(cfg).parallel, device_type, rank_env, first_rank)
         if sampling.pp_ranks:
             check_sampling_fits(cfg, sampling, host.pp_ranks)
 
@@ -86,29 +87,37 @@ def check_inference(
     if rank_env is not None and rank_env.local_rank:
         return
     needs = tuple(BytesByPart(part) + BytesByPart(extra_bytes) for part in inference_weight_memory(cfg))
-    if (shortage := find_shortage(needs, local_host_capacity(cfg, device_type, rank_env))) is not None:
+    if (shortage := find_shortage(needs, local_host_capacity(cfg.parallel, device_type, rank_env))) is not None:
         raise ConfigError(f"the model does not fit into memory: {shortage_message(shortage)}; {suggestion}")
 
 
-def local_host_capacity(cfg: Config, device_type: str, rank_env: RankEnv | None, first_rank: int = 0) -> HostCapacity:
+def local_host_capacity(
+    parallel: ParallelConfig, device_type: str, rank_env: RankEnv | None, first_rank: int = 0
+) -> HostCapacity:
     """Return the memory of this machine and the pipeline ranks of its ranks that have a mapping.
 
     Args:
-        cfg: a recipe with the mapping.
+        parallel: the mapping.
         device_type: "cpu" or "cuda".
         rank_env: see `check_training`.
         first_rank: rank in the job of the first rank of the mapping.
     """
-    p = cfg.parallel
     layout = fold(
-        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+        world_size=parallel.world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+        moe_order=parallel.moe_order,
     )
     first, count = (
-        (first_rank, p.world_size)
+        (first_rank, parallel.world_size)
         if rank_env is None
         else (rank_env.rank - rank_env.local_rank, rank_env.local_world_size)
     )
-    ranks = range(max(0, first - first_rank), min(first + count - first_rank, p.world_size))
+    ranks = range(max(0, first - first_rank), min(first + count - first_rank, parallel.world_size))
     pp_ranks = tuple(layout.attention.coordinate(rank, "pp") for rank in ranks)
     if device_type == "cuda":
         return HostCapacity(device_type, pp_ranks, _smallest_gpu_memory(len(pp_ranks)))

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.faults import FaultsConfig
 from moefold.config.limits import MAX_RANKS
+from moefold.config.lora import LoraConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.errors import ConfigError
 from moefold.launch.job_text import fill_template
 from moefold.remote_path import is_remote
@@ -133,12 +138,12 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
     _check_options(request)
     _check_node(request)
     _check_size(cfg, request)
-    _check_start(cfg)
-    _check_storage(cfg, request)
+    _check_start(cfg.lora, cfg.checkpoint, cfg.sites)
+    _check_storage(cfg.run, cfg.checkpoint, request)
     if request.scheduler == "slurm" and not request.time:
         request = replace(request, time=DEFAULT_SLURM_TIME)
     time_s = _parse_time(request.time)
-    _check_times(cfg, request, time_s)
+    _check_times(cfg.faults, request, time_s)
     is_exclusive = request.exclusive is not False
     job = _Job(
         recipe=recipe,
@@ -254,23 +259,23 @@ def _check_size(cfg: Config, request: JobRequest) -> None:
         raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
 
 
-def _check_start(cfg: Config) -> None:
+def _check_start(lora: LoraConfig, checkpoint: CheckpointConfig, sites: SitesConfig) -> None:
     """Check what the ranks of a job would refuse when they start."""
-    if cfg.sites.starts_all:
+    if sites.starts_all:
         raise ConfigError(
-            f"sites.count={cfg.sites.count} without a number starts all sites on one machine, and a job file starts "
+            f"sites.count={sites.count} without a number starts all sites on one machine, and a job file starts "
             "one site; set sites.number and sites.meet, and write a job file for each site"
         )
-    if cfg.lora.rank and not cfg.checkpoint.init_from:
+    if lora.rank and not checkpoint.init_from:
         raise ConfigError(
-            f"lora.rank={cfg.lora.rank} trains adapters of given weights, and checkpoint.init_from names none; add "
+            f"lora.rank={lora.rank} trains adapters of given weights, and checkpoint.init_from names none; add "
             "checkpoint.init_from=FOLDER as an argument"
         )
 
 
-def _check_storage(cfg: Config, request: JobRequest) -> None:
+def _check_storage(run: RunConfig, checkpoint: CheckpointConfig, request: JobRequest) -> None:
     """Check that the run is written where all nodes and the next start find it, and that it can resume."""
-    for key, folder in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
+    for key, folder in (("run.dir", run.dir), ("checkpoint.dir", checkpoint.dir)):
         if not folder and key == "checkpoint.dir":
             continue
         if is_remote(folder):
@@ -281,26 +286,25 @@ def _check_storage(cfg: Config, request: JobRequest) -> None:
                 f"{key}={folder!r} must be an absolute path on storage that all nodes share, not in /tmp; "
                 f"add {key}=/SHARED/{path.name or 'run'} as an argument"
             )
-    mount = PurePosixPath(cfg.run.dir).parent
+    mount = PurePosixPath(run.dir).parent
     if request.claim and str(mount) == "/":
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r} must be a folder inside the mounted volume; "
-            "add run.dir=/shared/run as an argument"
+            f"run.dir={run.dir!r} must be a folder inside the mounted volume; add run.dir=/shared/run as an argument"
         )
-    is_local = bool(cfg.checkpoint.dir) and not is_remote(cfg.checkpoint.dir)
-    if request.claim and is_local and not PurePosixPath(cfg.checkpoint.dir).is_relative_to(mount):
+    is_local = bool(checkpoint.dir) and not is_remote(checkpoint.dir)
+    if request.claim and is_local and not PurePosixPath(checkpoint.dir).is_relative_to(mount):
         raise ConfigError(
-            f"checkpoint.dir={cfg.checkpoint.dir!r} must be inside {mount}, where the volume --claim={request.claim} "
+            f"checkpoint.dir={checkpoint.dir!r} must be inside {mount}, where the volume --claim={request.claim} "
             "is mounted; leave it out for RUN_DIR/checkpoints"
         )
-    if request.restarts and not cfg.checkpoint.every:
+    if request.restarts and not checkpoint.every:
         raise ConfigError(
             f"checkpoint.every=0 leaves nothing to resume from for --restarts={request.restarts}; set "
             "checkpoint.every, or --restarts 0"
         )
-    if request.restarts and cfg.checkpoint.resume != "auto":
+    if request.restarts and checkpoint.resume != "auto":
         raise ConfigError(
-            f"checkpoint.resume={cfg.checkpoint.resume!r} would lose the steps since then at each of "
+            f"checkpoint.resume={checkpoint.resume!r} would lose the steps since then at each of "
             f"--restarts={request.restarts}; set checkpoint.resume=auto, or --restarts 0"
         )
 
@@ -319,7 +323,7 @@ def _parse_time(text: str) -> int:
     return seconds
 
 
-def _check_times(cfg: Config, request: JobRequest, time_s: int) -> None:
+def _check_times(faults: FaultsConfig, request: JobRequest, time_s: int) -> None:
     if request.grace is not None and request.grace < MIN_GRACE_S:
         raise ConfigError(
             f"--grace={request.grace} must be at least {MIN_GRACE_S} s: after SIGTERM a step is finished and saved"
@@ -327,8 +331,8 @@ def _check_times(cfg: Config, request: JobRequest, time_s: int) -> None:
     grace_s = DEFAULT_GRACE_S if request.grace is None else request.grace
     if time_s and time_s <= grace_s:
         raise ConfigError(f"--time={request.time} must be longer than --grace={grace_s} s, which ends it")
-    if time_s and cfg.faults.timeout_s >= time_s:
+    if time_s and faults.timeout_s >= time_s:
         raise ConfigError(
-            f"faults.timeout_s={cfg.faults.timeout_s:g} must be less than --time={request.time}, or a hang is never "
+            f"faults.timeout_s={faults.timeout_s:g} must be less than --time={request.time}, or a hang is never "
             "reported; lower it, or raise --time"
         )

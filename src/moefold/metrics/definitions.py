@@ -1,13 +1,10 @@
 """Definitions of all reported numbers: name, unit, what is counted, and the name that other frameworks give it.
 
-`python -m moefold.metrics.definitions > docs/metrics.md` writes the page. A test compares the table with the keys of
+`python -m tools.metrics_page > docs/metrics.md` writes the page. A test compares the table with the keys of
 metrics.jsonl, of `moefold inspect --json` and with the words of a step's line. Torch-free.
 """
 
-import textwrap
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,38 +445,6 @@ GROUPS = (
 )
 
 
-def undefined(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names in a record that no definition has, as paths with dots.
-
-    Args:
-        record: a record of metrics.jsonl, or of a group.
-        prefix: path of the record: the prefix of its group without the dot at its end; empty for metrics.jsonl.
-    """
-    known = {(group.prefix + one.name) for group in GROUPS for one in group.definitions}
-    return [path for path in _paths(record, f"{prefix}." if prefix else "") if not _is_known(path, known)]
-
-
-def _paths(record: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the path of each key; paths of dicts in a list or below a key follow it."""
-    for key, value in record.items():
-        path = f"{prefix}{key}"
-        yield path
-        if key in ("loss_terms", "nonfinite", "pass_at", "rewards"):
-            continue
-        for part in value if isinstance(value, list) else (value,):
-            if isinstance(part, Mapping):
-                yield from _paths(part, f"{path}.")
-
-
-def _is_known(path: str, known: set[str]) -> bool:
-    """Return whether a path or its parts are defined, by name or by a name with "*" in the place of parts."""
-    parts = path.split(".")
-    return any(name == path or name.startswith(f"{path}.") for name in known) or any(
-        len(names) == len(parts) and all(name in ("*", part) for name, part in zip(names, parts, strict=True))
-        for names in (one.split(".") for one in known if "*" in one)
-    )
-
-
 def definitions_text() -> str:
     """Return all definitions, formatted for a terminal."""
     lines = ["Often misread:", "", *(f"  {text}" for text in MISREAD), ""]
@@ -491,34 +456,3 @@ def definitions_text() -> str:
             lines += [f"  {one.name}{unit}", f"      {one.counts}{other}"]
         lines.append("")
     return "\n".join(lines)
-
-
-def metrics_page() -> str:
-    """Return the text of the page `docs/metrics.md`."""
-    lines = [
-        "# Every reported number",
-        "",
-        "<!-- From src/moefold/metrics/definitions.py: `python -m moefold.metrics.definitions > docs/metrics.md`. -->",
-        "",
-        "What each number of a run counts, and its name in Megatron-LM, torchtitan, transformers (HF), TRL and vLLM.",
-        "`moefold inspect --definitions` prints this page. The text on the console, `metrics.jsonl`, the trackers, the",
-        "board and the API show one record.",
-        "",
-        "## Often misread",
-        "",
-        *(f"* {text}" for text in MISREAD),
-        "",
-    ]
-    for group in GROUPS:
-        lines += [f"## {group.title}", ""]
-        lines += [*textwrap.wrap(group.intro, 120), ""] if group.intro else []
-        lines += ["| name | unit | what it counts | elsewhere |", "| --- | --- | --- | --- |"]
-        for one in group.definitions:
-            cells = (f"`{one.name}`", one.unit, one.counts, one.elsewhere)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(metrics_page(), end="")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moefold.config.schema import MetricsConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.metrics.step_metrics import StepMetrics

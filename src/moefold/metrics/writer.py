@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from moefold.bounded_read import bounded_lines, open_regular, parse_json
-from moefold.config.schema import MetricsConfig
+from moefold.config.metrics import MetricsConfig
 from moefold.metrics.auxiliary import AuxiliaryOutputs
 from moefold.metrics.step_metrics import METRICS_FILE, StepMetrics, read_records
 from moefold.metrics.tracker import Tracker, tracker_starters
@@ -178,19 +177,6 @@ def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
     line = json.dumps({"time_s": round(time.time(), 3), **{key: to_json_value(value) for key, value in record.items()}})
     with (run_dir / FAULTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
-
-
-def read_faults(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the faults of a run in order, without invalid lines."""
-    path = run_dir / FAULTS_FILE
-    if not path.is_file():
-        return []
-    faults = []
-    with open_regular(path) as file:
-        for line in bounded_lines(file):
-            with contextlib.suppress(ValueError):
-                faults.append(parse_json(line))
-    return faults
 
 
 def to_json_value(value: Any) -> Any:

@@ -208,9 +208,9 @@ class Attention(SelfAttention):
         self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
         self.bo = nn.Parameter(torch.empty(hidden)) if cfg.attention_output_bias else None
         self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
-        gates = cfg.num_attention_heads * cfg.attention_gate_size
+        gates = cfg.num_attention_heads * cfg.softmax_attention.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
-        self.gates_whole_heads = cfg.attention_gate_size == 1
+        self.gates_whole_heads = cfg.softmax_attention.gate_size == 1
         self.query_norm = _head_norm(cfg, query)
         self.key_norm = _head_norm(cfg, key_value)
         self.kv_rows = slice(None)
@@ -326,11 +326,12 @@ def gate_heads(attended_SBAD: Tensor, gate: Tensor) -> Tensor:
 
 
 def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
-    if not cfg.qk_norm:
+    norm = cfg.softmax_attention.qk_norm
+    if norm is None:
         return None
-    if cfg.qk_norm_width == "all_heads":
+    if norm.over_all_heads:
         return FullWidthQKNorm(width, cfg.norm_eps)
-    if not cfg.qk_norm_weight:
+    if not norm.has_weight:
         return HeadL2Norm(cfg.norm_eps)
     return RMSNorm(cfg.head_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
 

@@ -100,22 +100,6 @@ def token_losses(
     return TokenLosses(*_CrossEntropy.apply(logits, labels, vocab_range, ops, softmax))
 
 
-def chunked_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk: int,
-    vocab_range: VocabRange = FULL_VOCAB,
-    *,
-    saves_exponentials: bool = False,
-    gemm: Gemm = TORCH_GEMM,
-    ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
-) -> Tensor:
-    """Compute `cross_entropy` of the logits x @ weight.T, `chunk` tokens at a time; see `chunked_token_losses`."""
-    options = ChunkOptions(chunk, vocab_range, saves_exponentials, gemm, ops)
-    return chunked_token_losses(x, weight, labels, options).loss
-
-
 @dataclass(frozen=True)
 class ChunkOptions:
     """Non-tensor arguments of the chunked loss."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
@@ -13,7 +15,6 @@ from moefold.model.indexer import Selection
 from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
-from moefold.model.rope import softmax_factor
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 
@@ -74,19 +75,20 @@ class LatentAttention(SelfAttention):
         self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
         self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
         self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
-        gates = heads * cfg.attention_gate_size
+        gates = heads * cfg.softmax_attention.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
-        self.gates_whole_heads = cfg.attention_gate_size == 1
+        self.gates_whole_heads = cfg.softmax_attention.gate_size == 1
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
         has_query_latent = cfg.mla_scale_latents and cfg.q_lora_rank > 0
         self._query_latent_scale = (hidden / cfg.q_lora_rank) ** 0.5 if has_query_latent else 1.0
         self._latent_scale = (hidden / cfg.kv_lora_rank) ** 0.5 if cfg.mla_scale_latents else 1.0
-        self._scale = softmax_factor(cfg) / cfg.head_size**0.5
+        factor = chosen_in(cfg, RopeScalingPart).score_factor
+        self._scale = factor / cfg.head_size**0.5
         self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
         self._has_wide_values = cfg.v_head_dim > cfg.head_size
-        self._query_factor = softmax_factor(cfg) * (self._padded_head_dim / cfg.head_size) ** 0.5
+        self._query_factor = factor * (self._padded_head_dim / cfg.head_size) ** 0.5
 
     def forward(
         self,

@@ -49,22 +49,23 @@ class Block(nn.Module):
         model = cfg.model
         layer = model.all_layers[number]
         hidden = model.hidden_size
-        self.attention_norm: Norm | None = build_norm(layer.norm, hidden) if layer.norms_input else None
+        residual = layer.residual
+        self.attention_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
         self.attention: TokenMixer = build_attention(layer, model)
         if layer.chunk:
             assert isinstance(self.attention, SelfAttention)
             self.attention.limit_to_chunks(layer.chunk)
-        self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if layer.norms_output else None
-        self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if layer.norms_input else None
+        self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
+        self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
         self.ffn: nn.Module = layer.ffn.build(cfg, number)
-        self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if layer.norms_output else None
+        self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope_interleaved
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
         if shares_selections(model) and layer.attention.selector is not None:
             self.shared_selection = selection_sources(model)[number]
-        self.residual_multiplier = model.residual_multiplier
+        self.residual_multiplier = layer.residual.multiplier
         self.norm_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope, TokenColumns], LayerOutput] | None = None
         self.is_frozen = cfg.trains_indexers_only

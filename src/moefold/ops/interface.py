@@ -1,6 +1,6 @@
 """Interface of the routed experts' operations, and the permutations of routed tokens that they read.
 
-The reference of every `ExpertOps` is `moefold.model.moe.reference_experts.reference_experts`.
+The reference of every `ExpertOps` is tests/model/moe/reference_experts.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.config.model import ModelConfig
 from moefold.ops.elementwise import sigmoid, silu
 
 
@@ -120,10 +119,3 @@ class ClampedSwiGLUActivation:
         slope = share * (1 + self.alpha * clamped * (1 - share))
         grad_g = (grad * factor * slope).masked_fill_(g > self.limit, 0.0)
         return factor * swish, grad_g, grad_u
-
-
-def expert_activation(model: ModelConfig) -> ExpertActivation:
-    """Return the activation of the routed experts."""
-    if model.moe_activation == "clamped_swiglu":
-        return ClampedSwiGLUActivation(model.swiglu_alpha, model.swiglu_limit)
-    return SWIGLU

@@ -14,7 +14,9 @@ from moefold.config.find import built_in_kinds
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import build_part
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 
@@ -53,10 +55,10 @@ SECOND_PEAK = 0.5
 the first peak, as half of a cosine has passed, and ends at 0 again."""
 
 
-def schedule_settings(cfg: Config) -> dict[str, Any]:
+def schedule_settings(run: RunConfig, train: TrainConfig) -> dict[str, Any]:
     """Return the settings of a run that determine its learning rates, by their keys."""
-    values = keys_of(cfg.train)
-    return {"run.steps": cfg.run.steps} | {f"train.{key}": without_source(values[key]) for key in SCHEDULE_KEYS}
+    values = keys_of(train)
+    return {"run.steps": run.steps} | {f"train.{key}": without_source(values[key]) for key in SCHEDULE_KEYS}
 
 
 def check_schedule_settings(settings: Mapping[str, Any]) -> None:
@@ -67,7 +69,8 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
     """
     if not settings:
         return
-    default = schedule_settings(Config())
+    cfg = Config()
+    default = schedule_settings(cfg.run, cfg.train)
     if settings.keys() != default.keys():
         raise TypeError(f"schedule has the keys {sorted(settings)}")
     for key, value in settings.items():
@@ -80,26 +83,26 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
             raise TypeError(f"schedule has {key}={value!r}")
 
 
-def describe_schedule_change(before: Mapping[str, Any], cfg: Config, step: int) -> str:
+def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training: TrainConfig, step: int) -> str:
     """Describe how the learning rate goes on after a checkpoint with other settings; empty if they are the same.
 
     Args:
         before: `schedule_settings` of the run that saved the checkpoint; empty if they are unknown.
-        cfg: the recipe that goes on.
+        run, training: sections of the recipe that goes on.
         step: the step of the checkpoint.
     """
-    now = schedule_settings(cfg)
-    if before == now or not 0 < step < cfg.run.steps:
+    now = schedule_settings(run, training)
+    if before == now or not 0 < step < run.steps:
         return ""
-    rate = learning_rate(cfg.train, cfg.run.steps, step + 1)
-    course = _describe_course(cfg, step)
+    rate = learning_rate(training, run.steps, step + 1)
+    course = _describe_course(run, training, step)
     if not before:
         return f"the learning rate of step {step + 1} is {rate:.3g}; {course}"
     steps = before["run.steps"]
     keys = {name.removeprefix("train."): value for name, value in before.items() if name != "run.steps"}
     changes = ", ".join(f"{key}={now[key]} (it had {before[key]})" for key in now if now[key] != before[key])
     try:
-        train = replace(cfg.train, **keys | {"lr_schedule": _part_before(keys["lr_schedule"], cfg.train)})
+        train = replace(training, **keys | {"lr_schedule": _part_before(keys["lr_schedule"], training)})
     except ConfigError:
         return f"with {changes} the learning rate of step {step + 1} is {rate:.3g}; {course}"
     last = learning_rate(train, steps, step)
@@ -127,15 +130,14 @@ def _decays(train: TrainConfig, steps: int) -> bool:
     return steps > peak and chosen_in(train, LrSchedulePart).rate(train.lr, peak, steps, steps) < train.lr
 
 
-def _describe_course(cfg: Config, step: int) -> str:
+def _describe_course(run: RunConfig, train: TrainConfig, step: int) -> str:
     """Describe the rates of a run after a step."""
-    train = cfg.train
-    if not _decays(train, cfg.run.steps):
+    if not _decays(train, run.steps):
         return "it is constant after the warm-up" if step < train.warmup_steps else "it is constant from there on"
-    return chosen_in(train, LrSchedulePart).describe(train.lr, _peak_step(train), step, cfg.run.steps)
+    return chosen_in(train, LrSchedulePart).describe(train.lr, _peak_step(train), step, run.steps)
 
 
-def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
+def continuation(run: RunConfig, train: TrainConfig, steps: int) -> tuple[tuple[str, ...], str]:
     """Return settings with which a finished run goes on to more steps, and what they do to the learning rate.
 
     With more steps alone, a schedule that has ended is replaced by one that is in the middle of its decay: the rate
@@ -143,18 +145,17 @@ def continuation(cfg: Config, steps: int) -> tuple[tuple[str, ...], str]:
     lower schedule follows.
 
     Args:
-        cfg: the recipe of the finished run.
+        run, train: sections of the recipe of the finished run.
         steps: run.steps to go on to.
 
     Returns:
         Overrides, and an explanation that may be empty.
     """
-    train = cfg.train
     # A command line has one of both: the value of the finished run is replaced by a longer one.
-    longer = f"run.epochs={cfg.run.epochs * steps / cfg.run.steps:g}" if cfg.run.epochs else f"run.steps={steps}"
-    if not _decays(train, cfg.run.steps):
+    longer = f"run.epochs={run.epochs * steps / run.steps:g}" if run.epochs else f"run.steps={steps}"
+    if not _decays(train, run.steps):
         return (longer,), ""
-    last = learning_rate(train, cfg.run.steps, cfg.run.steps)
+    last = learning_rate(train, run.steps, run.steps)
     if last:
         return (longer, f"train.lr={last!r}"), f"keeps the learning rate at {last:.3g}, where its schedule has ended"
     peak = f"train.lr={train.lr * SECOND_PEAK!r}"

@@ -13,8 +13,8 @@ from moefold.comm.collectives import all_gather, differentiable_all_reduce
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import names_failure
-from moefold.config.schema import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.causal_blocks import zigzag
 from moefold.model.indexer import LightningIndexer
@@ -45,12 +45,11 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> AttentionPlanner | None:
     """Return what the layers plan their attention with; None: they do not, or there is nothing to send."""
-    is_balanced = parallel.attention_hosts == "balanced"
-    moves_work = is_balanced and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
-    is_planned = chosen_in(parallel, ContextPart).is_planned
-    if not is_planned or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
+    part = chosen_in(parallel, ContextPart)
+    moves_work = part.balances_hosts and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
+    if not part.is_planned or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
         return None
-    if not is_balanced:
+    if not part.balances_hosts:
         return AttentionPlanner(groups, PlanOptions())
     options = PlanOptions(
         tolerance=parallel.attention_tolerance,

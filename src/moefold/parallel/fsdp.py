@@ -34,8 +34,9 @@ from moefold.comm.torch_compat import (
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
+from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim, shard_rows
-from moefold.config.schema import Config
+from moefold.config.run import RunConfig
 from moefold.cost.adapter_spec import is_adapter, training_weights
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
@@ -91,18 +92,18 @@ def _full_precision_parameters(stage: Transformer) -> Iterator[tuple[nn.Module, 
                 yield module, leaf
 
 
-def shard_data_parallel(stage: Transformer, groups: ParallelGroups, cfg: Config) -> None:
+def shard_data_parallel(stage: Transformer, groups: ParallelGroups, run: RunConfig, parallel: ParallelConfig) -> None:
     """Apply FSDP2: dense parameters over dp x cp, experts over edp, gradients summed (never averaged).
 
     zero 0 replicates (an all-reduce of gradients); 1 and 2 keep the gathered parameters between forward and backward;
     3 frees them after each use.
     """
-    replicates = cfg.parallel.zero == 0
+    replicates = parallel.zero == 0
     dense = groups.dense_mesh["dp_cp", "one"] if replicates else groups.dense_mesh["dp_cp"]
     experts = groups.expert_mesh["edp", "one"] if replicates else groups.expert_mesh["edp"]
-    compute = TORCH_DTYPES[cfg.run.dtype]
-    master = master_weight_dtype(cfg)
-    reshard = cfg.parallel.zero == 3
+    compute = TORCH_DTYPES[run.dtype]
+    master = master_weight_dtype(run)
+    reshard = parallel.zero == 3
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
     )
@@ -203,9 +204,9 @@ def _forward_fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in _fsdp_modules(stage) if id(module) not in skipped]
 
 
-def master_weight_dtype(cfg: Config) -> torch.dtype:
+def master_weight_dtype(run: RunConfig) -> torch.dtype:
     """Return the type of master weights, gradients and moments: float32, or float64 if the run computes in float64."""
-    return TORCH_DTYPES["float64" if cfg.run.dtype == "float64" else "float32"]
+    return TORCH_DTYPES["float64" if run.dtype == "float64" else "float32"]
 
 
 def _placement(dim: int | None) -> Placement:

@@ -36,7 +36,7 @@ class InferenceModel:
         self.chain = ForwardChain(sharded.stages, sharded.stage_plan, cfg, groups)
         self.positions = sharded.positions
         """Sequence positions of this rank, int64 [S/cp]."""
-        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts(cfg) else None
+        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts(cfg.rollout) else None
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:

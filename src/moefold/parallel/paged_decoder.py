@@ -332,7 +332,7 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
 
 def shares_experts_over_samples(chain: ForwardChain) -> bool:
     """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
-    if fetches_experts(chain.cfg):
+    if fetches_experts(chain.cfg.rollout):
         return False
     groups = chain.groups
     view = groups.layout.attention

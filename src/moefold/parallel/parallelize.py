@@ -140,10 +140,10 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None
     recorders = CudaGraphRecorders()
     for stage in stages:
-        stage.to(master_weight_dtype(cfg) if for_training else stage.dtype)
+        stage.to(master_weight_dtype(cfg.run) if for_training else stage.dtype)
         for layer in stage.moe_layers().values():
-            layer.router.to(master_weight_dtype(cfg))
-        keep_full_precision(stage, master_weight_dtype(cfg))
+            layer.router.to(master_weight_dtype(cfg.run))
+        keep_full_precision(stage, master_weight_dtype(cfg.run))
         if for_training and cfg.trains_adapters_only:
             narrow_frozen_weights(stage)
         apply_tensor_parallel(stage, groups.attn.tp)
@@ -166,7 +166,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         if for_training and cfg.trains_adapters_only:
             freeze_all_but_adapters(stage)
         if layout.world_size > 1 and for_training:
-            shard_data_parallel(stage, groups, cfg)
+            shard_data_parallel(stage, groups, cfg.run, cfg.parallel)
         stage.to_empty(device=groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
@@ -56,10 +57,10 @@ class PipelineRunner:
                     module,
                     placed.number,
                     num_stages,
-                    wgrad_store=self._make_wgrad_store(module, cfg),
+                    wgrad_store=self._make_wgrad_store(module, cfg.parallel),
                     reduces_at_end=zero < 2 and not overlaps,
                     resumable=partial(_forward_resumable, module) if overlaps else None,
-                    on_backward_end=self._finish_backward(module, cfg),
+                    on_backward_end=self._finish_backward(module, cfg.parallel),
                 )
             )
         layout = groups.layout
@@ -79,18 +80,18 @@ class PipelineRunner:
             for order in (rows, forward_rows(rows))
         )
 
-    def _make_wgrad_store(self, module: Transformer, cfg: Config) -> WeightGradStore | None:
+    def _make_wgrad_store(self, module: Transformer, parallel: ParallelConfig) -> WeightGradStore | None:
         """Delay the weight gradients of a stage if the schedule splits the backward pass."""
-        if not chosen(cfg, SchedulePart).splits_backward:
+        if not chosen_in(parallel, SchedulePart).splits_backward:
             return None
         has_hooks = self._unsharded_params is None
-        store = WeightGradStore(module, reduces_each_micro_batch=cfg.parallel.zero >= 2, has_hooks=has_hooks)
+        store = WeightGradStore(module, reduces_each_micro_batch=parallel.zero >= 2, has_hooks=has_hooks)
         set_on_modules(module, "wgrad_store", store)
         return store
 
-    def _finish_backward(self, module: Transformer, cfg: Config) -> Callable[[], None] | None:
+    def _finish_backward(self, module: Transformer, parallel: ParallelConfig) -> Callable[[], None] | None:
         """Return what accumulates the gradients of unsharded parameters after a backward pass that is not split."""
-        if self._unsharded_params is None or chosen(cfg, SchedulePart).splits_backward:
+        if self._unsharded_params is None or chosen_in(parallel, SchedulePart).splits_backward:
             return None
         return partial(self._unsharded_params.finish_backward, module)
 

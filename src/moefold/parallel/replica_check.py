@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
@@ -234,10 +235,10 @@ class ReplicaCheck:
             yield _TensorDigest(f"the gathered {name}", self._hasher.digest(parameter), (axis,))
 
 
-def samples_by_replica(cfg: Config) -> tuple[int, ...]:
+def samples_by_replica(parallel: ParallelConfig, train: TrainConfig) -> tuple[int, ...]:
     """Return the samples of each data-parallel replica in a step, without padding."""
-    count = cfg.num_micro_batches * cfg.train.micro_batch_size
-    rest = (cfg.train.global_batch_size - number * count for number in range(cfg.parallel.dp))
+    count = train.num_micro_batches(parallel.dp) * train.micro_batch_size
+    rest = (train.global_batch_size - number * count for number in range(parallel.dp))
     return tuple(min(max(samples, 0), count) for samples in rest)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.moe.router import ReplayedRouting
 from moefold.parallel.parallel_model import ParallelModel
@@ -78,17 +78,16 @@ class RolloutReplay:
         model: the model in training. Its routers replay the choices that `use` sets.
         sampling: the process groups of the mapping that samples.
         sampled_layers: MoE layers of this rank under that mapping.
-        cfg: the recipe.
 
     The constructor is collective over all ranks.
     """
 
     def __init__(
-        self, model: ParallelModel, sampling: ParallelGroups, sampled_layers: Sequence[int], cfg: Config
+        self, model: ParallelModel, sampling: ParallelGroups, sampled_layers: Sequence[int], sizes: ModelConfig
     ) -> None:
         self._groups = model.groups
-        self._top_k = cfg.model.top_k
-        self._dtype = expert_index_dtype(cfg.model.num_router_choices)
+        self._top_k = sizes.top_k
+        self._dtype = expert_index_dtype(sizes.num_router_choices)
         tp = sampling.attn.tp
         own = _Member(
             dp_rank=self._groups.attn.dp.rank,

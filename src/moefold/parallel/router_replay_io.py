@@ -36,7 +36,7 @@ class RouterReplayBuffer:
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
         self._groups = model.groups
-        self._shape = trace_shape(cfg)
+        self._shape = trace_shape(cfg.model, cfg.train)
         self._record_every = cfg.moe.trace_every
         self._num_samples = cfg.num_micro_batches * cfg.train.micro_batch_size
         self._trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay") if cfg.moe.replay else None

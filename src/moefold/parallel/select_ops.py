@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, RunConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
@@ -118,8 +123,8 @@ def _triton_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> 
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
-    routing, routing_message = _router_kernel(cfg)
-    block_attention, attention_message = _block_attention(cfg, device, autotuner)
+    routing, routing_message = _router_kernel(cfg.model, cfg.moe)
+    block_attention, attention_message = _block_attention(cfg.run, cfg.model, cfg.parallel, device, autotuner)
     has_recurrence = any(
         isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in cfg.model.layers
     )
@@ -206,7 +211,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
-    has_swiglu = cfg.model.moe_activation == "swiglu"
+    has_swiglu = chosen_in(cfg.model, ActivationPart).is_swiglu
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
     parts["linear attention"] = has_linear
@@ -246,7 +251,7 @@ def uses_c_kernels(kernels: Kernels) -> bool:
 
 
 def _block_attention(
-    cfg: Config, device: torch.device, autotuner: Autotuner
+    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, device: torch.device, autotuner: Autotuner
 ) -> tuple[MeasuredBlockAttention | None, str]:
     """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
 
@@ -254,9 +259,8 @@ def _block_attention(
 
     Not with `run.deterministic`, which its backward pass need not be.
     """
-    p = cfg.parallel
-    needs_lse = not chosen_in(p, ContextPart).shards_heads if p.cp > 1 else cfg.model.attention_sinks
-    if device.type != "cuda" or cfg.run.deterministic or not needs_lse:
+    needs_lse = not chosen_in(parallel, ContextPart).shards_heads if parallel.cp > 1 else model.attention_sinks
+    if device.type != "cuda" or run.deterministic or not needs_lse:
         return None, ""
     reason = probe_cudnn_attention(device)
     if reason:
@@ -264,12 +268,12 @@ def _block_attention(
     return MeasuredBlockAttention(autotuner, "cuDNN", CudnnAttention()), ""
 
 
-def _router_kernel(cfg: Config) -> tuple[RoutingKernel | None, str]:
+def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | None, str]:
     """Return the fused kernel of the routers, or None with a message if it does not support the model."""
     from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
 
-    reason = fused_router_unsupported_reason(cfg.model, cfg.moe)
-    return (None, f", but plain routing, as {reason}") if reason else (FusedRouting(cfg.model), "")
+    reason = fused_router_unsupported_reason(model, moe)
+    return (None, f", but plain routing, as {reason}") if reason else (FusedRouting(model), "")
 
 
 def _low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> SelectedKernels:

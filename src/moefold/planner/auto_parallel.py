@@ -87,24 +87,24 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
     planner = legal or Planner(_plan_request(base, counts[0], machine, fixed))
     best = planner.best()
     planned = replace(planner.config_for(best), run=cfg.run)
-    simulated = matrix_unit_unsupported_reason(cfg, PLANNER_NAMES[cfg.train.precision], planner.request.device)
+    simulated = matrix_unit_unsupported_reason(cfg.run, PLANNER_NAMES[cfg.train.precision], planner.request.device)
     notes = []
     priced = planner.request.workload.gemm_precision
     if simulated:
         setting = f"train.precision={cfg.train.precision!r} is simulated, at the speed of float32 at best"
         notes.append(f"\n  priced in {priced}: {setting}, as {simulated}")
-    if reason := dtype_unsupported_reason(cfg, planner.request.device):
+    if reason := dtype_unsupported_reason(cfg.run, planner.request.device):
         notes.append(f"\n  priced in {priced}: run.dtype={cfg.run.dtype!r} has no price, as {reason}")
     return planned, _describe(planner, best) + "".join(notes)
 
 
 def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed: dict[str, object]) -> PlanRequest:
-    parallel = replace(base.parallel, world_size=num_ranks, context=legal_context(base))
+    parallel = replace(base.parallel, world_size=num_ranks, context=legal_context(base.model, base.parallel))
     cfg = replace(base, parallel=parallel)
     train = cfg.train
     device = _device_with_memory(machine, num_ranks)
     precision = PLANNER_NAMES[train.precision]
-    known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_unsupported_reason(cfg, device) else cfg
+    known = replace(cfg, run=replace(cfg.run, dtype="bfloat16")) if dtype_unsupported_reason(cfg.run, device) else cfg
     return PlanRequest(
         base_config=cfg,
         model_spec=replace(model_spec_from_config(cfg.model), name=cfg.model.preset or "the model"),
@@ -112,7 +112,10 @@ def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed:
         # All mappings emulate the same GEMMs, or have the same dtype, so a supported precision ranks them; the
         # description reports it.
         workload=workload_from_config(
-            known, BF16 if matrix_unit_unsupported_reason(cfg, precision, device) else precision
+            known.run,
+            known.moe,
+            known.train,
+            BF16 if matrix_unit_unsupported_reason(cfg.run, precision, device) else precision,
         ),
         restriction=Restriction(fixed),
         reserve_gib=default_reserve_gib(device),

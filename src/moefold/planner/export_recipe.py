@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import toml_table
 from moefold.config.presets import load_preset
@@ -55,7 +56,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
             "schedule": m.schedule,
             "vpp": m.vpp,
             "zero": m.zero,
-            "dispatcher": _recipe_value(constraints.base_config, m.dispatcher),
+            "dispatcher": _recipe_value(constraints.base_config.parallel, m.dispatcher),
             "recompute": m.recompute,
             "overlap": m.overlap,
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),
@@ -145,6 +146,6 @@ def _format_toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def _recipe_value(cfg: Config, part: DispatcherPart) -> str | Part:
+def _recipe_value(parallel: ParallelConfig, part: DispatcherPart) -> str | Part:
     """Return how a recipe chooses a dispatcher: its kind, or the part where the recipe has it with its settings."""
-    return part if part == cfg.parallel.dispatcher else part.written_as or part.kind
+    return part if part == parallel.dispatcher else part.written_as or part.kind

@@ -11,7 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from moefold.bounded_read import check_regular_file
-from moefold.config.groups.attention import RecurrentCore
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
+from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
@@ -26,26 +28,15 @@ from moefold.recipe import load_config
 BF16_BYTES = 2
 """Bytes of a weight or an activation value of a bfloat16 run."""
 
-RECURRENCE_BYTES = 128.0
-"""Forward memory traffic for each token and inner channel of a recurrence: convolution, chunk states, scan and gate,
-each a memory-bound kernel."""
-
-SCAN_SHARE = 0.25
-"""Share of the scan over the states in the time of a recurrence; 0.08 to 0.31 with torch operations (docs/log.md)."""
-
-CONVOLUTION_BYTES = 16.0
-"""Likewise of a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
-
 CLAMPED_SWIGLU_PASSES = 14.6
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMixer:
-    """Token mixer of a layer: attention or a recurrence."""
+    """Token mixer of a layer: its core, and the widths of its projections."""
 
-    kind: str
-    """gqa, mla, linear (gated delta rule) or mamba."""
+    core: SoftmaxCore | RecurrentCore
     num_params: int
     """Weights of the projections of one layer; each token uses every one once."""
     sharded_width: int
@@ -53,47 +44,15 @@ class TokenMixer:
     output_width: int
     """Rows of the output projection, which tp shards."""
     latent_width: int = 0
-    """Columns of the down-projections to latents, which tp replicates (mla)."""
+    """Columns of the down-projections to latents, which tp replicates."""
     latent_rank: int = 0
-    """Mean width of the latents that are projected up to the heads (mla); 0: heads are projected from the hidden
-    state."""
-    num_heads: int = 0
-    """Query heads of the softmax; 0 for a recurrence."""
-    num_kv_heads: int = 0
-    """KV heads, which context parallelism exchanges."""
-    head_size: int = 0
-    """Width of a query and key head."""
-    value_head_size: int = 0
-    """Width of a value head."""
+    """Mean width of the latents that are projected up to the heads; 0: heads are projected from the hidden state."""
+    index_params: int = 0
+    """Of `num_params`, the weights of the indexer, which tp replicates; each rank projects its own tokens."""
     window: int = 0
     """Width of the sliding window in tokens; 0: full attention."""
     chunk_size: int = 0
     """Tokens of an attention chunk; 0: no chunks."""
-    selected_keys: int = 0
-    """Keys of a query that an indexer selects (sparse attention); 0: all."""
-    values_in_keys: bool = False
-    """True: the first dims of the keys are the values (sparse latent attention), so that no values are exchanged."""
-    index_params: int = 0
-    """Of `num_params`, the weights of the indexer, which tp replicates; each rank projects its own tokens."""
-    index_width: int = 0
-    """Numbers of the indexer's key of a token, which context parallelism exchanges."""
-    index_flops: int = 0
-    """FLOPs of the indexer's score of one key for one token, forward."""
-    state_flops: int = 0
-    """FLOPs of the recurrence for one token, forward."""
-    core_bytes: float = RECURRENCE_BYTES
-    """Forward memory traffic of a recurrence or convolution for each token and row of the output projection."""
-    segment_states: int = 0
-    """Numbers in float32 by which a segment of tokens changes the states of all heads: [D, D + Dv] of each head."""
-    segment_scan: float = 0.0
-    """Time to compute these numbers, over the time of the recurrence: a scan with D more columns than its Dv."""
-    segment_tokens: int = 0
-    """Numbers of the last tokens of a segment that the convolutions of the next one read."""
-
-    @property
-    def key_value_size(self) -> int:
-        """Width of the key and value of a KV head."""
-        return self.head_size if self.values_in_keys else self.head_size + self.value_head_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,49 +156,28 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
 
 
 def _layer_from_config(model: ModelConfig, layer: Layer) -> LayerKind:
-    mixer = replace(_mixer_from_config(layer), chunk_size=layer.chunk)
-    return LayerKind(mixer=mixer, feed_forward=_feed_forward_from_config(model, layer), layer=layer.kind)
+    feed_forward = _feed_forward_from_config(model, layer)
+    return LayerKind(mixer=_mixer_from_config(layer), feed_forward=feed_forward, layer=layer.kind)
 
 
 def _mixer_from_config(layer: Layer) -> TokenMixer:
-    core = layer.core
-    matrices = [w for w in layer.attention.params(layer.hidden_size) if w.is_matrix]
-    if isinstance(core, RecurrentCore):
-        state_size = core.state_size
-        return TokenMixer(
-            kind="linear",
-            num_params=sum(weight.numel for weight in matrices),
-            sharded_width=sum(w.shape[0] for w in matrices if w.tp_dim == 0 and not w.name.startswith("conv")),
-            output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
-            state_flops=round(core.state_flops),
-            core_bytes=RECURRENCE_BYTES if state_size else CONVOLUTION_BYTES,
-            segment_states=core.transition_size + state_size,
-            segment_scan=SCAN_SHARE * (1 + core.transition_size / state_size) if state_size else 0.0,
-            segment_tokens=(core.conv_kernel - 1) * core.conv_width,
-        )
+    matrices = [weight for weight in layer.attention.params(layer.hidden_size) if weight.is_matrix]
     indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
-    num_params = sum(weight.numel for weight in matrices)
-    matrices = [weight for weight in matrices if weight not in indexer]
-    into_heads = [weight for weight in matrices if weight.tp_dim == 0]
+    own = [weight for weight in matrices if weight not in indexer and not weight.name.startswith("conv")]
+    into_heads = [weight for weight in own if weight.tp_dim == 0]
     sharded_width = sum(weight.shape[0] for weight in into_heads)
-    latent_width = sum(weight.shape[0] for weight in matrices if weight.tp_dim is None)
+    is_recurrent = isinstance(layer.core, RecurrentCore)
+    latent_width = 0 if is_recurrent else sum(weight.shape[0] for weight in own if weight.tp_dim is None)
     return TokenMixer(
-        kind=layer.attention.kind,
-        num_params=num_params,
+        core=layer.core,
+        num_params=sum(weight.numel for weight in matrices),
         sharded_width=sharded_width,
-        output_width=sum(weight.shape[1] for weight in matrices if weight.tp_dim == 1),
+        output_width=sum(weight.shape[1] for weight in own if weight.tp_dim == 1),
         latent_width=latent_width,
         latent_rank=sum(weight.numel for weight in into_heads) // sharded_width if latent_width else 0,
-        num_heads=core.heads,
-        num_kv_heads=core.kv_heads,
-        head_size=core.key_width,
-        value_head_size=core.value_width,
-        window=layer.window,
-        selected_keys=core.selected,
-        values_in_keys=core.values_in_keys,
         index_params=sum(weight.numel for weight in indexer),
-        index_width=core.index_width,
-        index_flops=core.index_flops,
+        window=layer.window,
+        chunk_size=layer.chunk,
     )
 
 
@@ -251,6 +189,7 @@ def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> Tok
 def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
     if not layer.ffn.is_routed:
         return FeedForward(kind="dense", width=model.ffn_hidden_size)
+    is_swiglu = chosen_in(model, ActivationPart).is_swiglu
     return FeedForward(
         kind="moe",
         width=model.moe_ffn_hidden_size,
@@ -259,7 +198,7 @@ def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
         zero_experts=model.zero_experts,
         shared_width=model.shared_expert_ffn_hidden_size,
         expert_hidden_size=model.moe_hidden_size,
-        activation_passes=CLAMPED_SWIGLU_PASSES if model.moe_activation == "clamped_swiglu" or model.moe_bias else 1.0,
+        activation_passes=1.0 if is_swiglu and not model.moe_bias else CLAMPED_SWIGLU_PASSES,
         num_groups=model.num_groups,
         top_groups=model.top_groups,
     )
@@ -267,13 +206,8 @@ def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
 
 def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
     """Return the forward FLOPs of a token mixer for one token of one layer."""
-    flops = 2.0 * mixer.num_params + mixer.state_flops
-    if mixer.num_heads:
-        keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
-        selected = min(keys, mixer.selected_keys) if mixer.selected_keys else keys
-        flops += 2.0 * selected * mixer.num_heads * (mixer.head_size + mixer.value_head_size)
-        flops += mixer.index_flops * keys
-    return flops
+    keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
+    return 2.0 * mixer.num_params + mixer.core.flops(keys)
 
 
 def expert_parameters(layer: FeedForward, hidden_size: int) -> int:
@@ -366,11 +300,10 @@ def _mamba(hidden: int, heads: int) -> TokenMixer:
     inner = heads * 64
     width = 2 * inner + 2 * 8 * 128 + heads
     return TokenMixer(
-        kind="mamba",
+        core=RecurrentCore(state_flops=46 * inner * 128),
         num_params=hidden * (width + inner),
         sharded_width=width,
         output_width=inner,
-        state_flops=46 * inner * 128,
     )
 
 

@@ -10,9 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.load import config_from_dict
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, SiteLink
@@ -73,15 +75,15 @@ class PlanRequest:
         )
 
 
-def legal_context(cfg: Config) -> str | Part:
+def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
     """Return the kind of context parallelism to search with: the recipe's, or the only one of sparse attention.
 
     Without context parallelism `parallel.context` has no effect.
     """
-    is_sparse = cfg.model.index_topk > 0 and cfg.model.has_softmax_attention
-    context = chosen(cfg, ContextPart)
+    is_sparse = model.index_topk > 0 and model.has_softmax_attention
+    context = chosen_in(parallel, ContextPart)
     is_illegal = is_sparse and not (context.takes_selected_keys or context.is_planned)
-    return "allgather" if is_illegal else cfg.parallel.context
+    return "allgather" if is_illegal else parallel.context
 
 
 class Planner:

@@ -95,7 +95,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     options = query.options
     device = load_device(query.gpu)
     base, shape = read_model(query.model)
-    check_priced_stage(base)
+    check_priced_stage(base.model, base.train, base.lora)
     is_recipe = query.model.endswith(".toml")
     p = base.parallel
     train = base.train
@@ -123,7 +123,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         base_with_precision,
         run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
         moe=replace(base.moe, capacity_factor=factor),
-        parallel=replace(p, world_size=num_gpus, mapping="given", context=legal_context(base)),
+        parallel=replace(p, world_size=num_gpus, mapping="given", context=legal_context(base.model, base.parallel)),
         train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
     )
     cfg, site_link = resolve_sites(cfg, device, options.sites, options.site_link, options.site_latency)
@@ -135,7 +135,9 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         model_spec=shape,
         device=device,
         workload=workload_from_config(
-            cfg,
+            cfg.run,
+            cfg.moe,
+            cfg.train,
             precision,
             imbalance=options.imbalance,
             cuda_graphs=options.cuda_graphs,

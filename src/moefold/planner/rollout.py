@@ -148,7 +148,7 @@ def sampling_mappings(cfg: Config) -> Iterator[SamplingDegrees]:
         for tp, ep, etp in product(tps, eps, divisors(stage)):
             degrees = dict(zip(ROLLOUT_DEGREES, (tp, pp, ep, etp), strict=True))
             changed = _with_degrees(cfg, degrees)
-            if stage % (ep * etp) or not has_rollout_mapping(changed):
+            if stage % (ep * etp) or not has_rollout_mapping(changed.parallel, changed.rl, changed.rollout):
                 continue
             try:
                 check_rollout_mapping(changed)
@@ -203,8 +203,8 @@ class _Pricing:
 
     def _least_held_bytes(self, degrees: SamplingDegrees) -> float:
         """Return a lower bound of the second model's bytes; 0 if it may share parameters, of the type of training."""
-        itemsize = compute_dtype_bytes(self._cfg)
-        if not self._ranks and itemsize == master_dtype_bytes(self._cfg):
+        itemsize = compute_dtype_bytes(self._cfg.run)
+        if not self._ranks and itemsize == master_dtype_bytes(self._cfg.run):
             return 0.0
         model = self._cfg.model
         numel = sum(
@@ -232,7 +232,7 @@ class _Pricing:
             degrees=degrees,
             is_in_place=is_in_place,
             # Rollouts are packed into samples of train.seq_len, for which the step was priced.
-            train_s=self._plan.time.total_s * packed_fraction(cfg, self._lengths),
+            train_s=self._plan.time.total_s * packed_fraction(cfg.parallel, cfg.train, self._lengths),
             prefill_s=sampling.prefill_s / updates,
             decode_s=sampling.decode_s / updates,
             reshard_s=copy_seconds(cfg, self._device, received) / updates,

@@ -5,7 +5,10 @@ from math import ceil
 
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device
 from moefold.cost.rollout_memory import rollout_weight_bytes, sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
@@ -28,18 +31,18 @@ class RolloutLengths:
         return self.prompt + self.new
 
 
-def default_lengths(cfg: Config) -> RolloutLengths:
+def default_lengths(train: TrainConfig, rollout: RolloutConfig) -> RolloutLengths:
     """Return the longest completion, and the longest prompt that fits into a sample with it."""
-    new = cfg.rollout.max_tokens
-    return RolloutLengths(prompt=max(1, cfg.train.seq_len + 1 - new), new=new)
+    new = rollout.max_tokens
+    return RolloutLengths(prompt=max(1, train.seq_len + 1 - new), new=new)
 
 
-def packed_fraction(cfg: Config, lengths: RolloutLengths) -> float:
+def packed_fraction(parallel: ParallelConfig, train: TrainConfig, lengths: RolloutLengths) -> float:
     """Return the samples of a step over train.global_batch_size: several rollouts are packed into a sample.
 
     A pipeline fills the batch up with padding.
     """
-    return 1.0 if cfg.parallel.pp > 1 else min(1.0, lengths.total / cfg.train.seq_len)
+    return 1.0 if parallel.pp > 1 else min(1.0, lengths.total / train.seq_len)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +69,7 @@ class SamplingCost:
     def __init__(self, cfg: Config, device: Device, lengths: RolloutLengths) -> None:
         self._cfg = cfg
         self._lengths = lengths
-        self._cost = DecodeCost(cfg.model, device, cfg.run.dtype, compute_dtype_bytes(cfg), cfg.rollout.cache)
+        self._cost = DecodeCost(cfg.model, device, cfg.run.dtype, compute_dtype_bytes(cfg.run), cfg.rollout.cache)
 
     def times(self, degrees: SamplingDegrees) -> SamplingTimes:
         """Return the seconds of a round under a mapping."""
@@ -75,7 +78,7 @@ class SamplingCost:
         lengths = self._lengths
         model = cfg.model
         per_rank = ceil(cfg.rl.updates * cfg.train.global_batch_size / degrees.dp)
-        item = compute_dtype_bytes(cfg)
+        item = compute_dtype_bytes(cfg.run)
         states = [core for layer in model.layers if isinstance(core := layer.core, RecurrentCore)]
         cached = [layer.core for layer in model.layers if not isinstance(layer.core, RecurrentCore)]
         is_expanded = rollout.cache == "heads"
@@ -97,9 +100,9 @@ class SamplingCost:
         )
 
 
-def recipe_sampling_degrees(cfg: Config) -> SamplingDegrees:
+def recipe_sampling_degrees(parallel: ParallelConfig, rollout: RolloutConfig) -> SamplingDegrees:
     """Return the mapping of a recipe for sampling."""
-    return SamplingDegrees(cfg.rollout.ranks or cfg.parallel.world_size, **rollout_degrees(cfg))
+    return SamplingDegrees(rollout.ranks or parallel.world_size, **rollout_degrees(parallel, rollout))
 
 
 def copy_seconds(cfg: Config, device: Device, received_bytes: float) -> float:
@@ -118,7 +121,7 @@ def weights_for_sampling(cfg: Config) -> tuple[float, float]:
         itemsize = sampled_itemsize(rollout_config(cfg))
         held = max(held_bytes(sampled.boxes(rank), itemsize) for rank in range(cfg.rollout.ranks))
         return held, held
-    return copied_bytes(cfg) if has_rollout_mapping(cfg) else gathered_bytes(cfg)
+    return copied_bytes(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else gathered_bytes(cfg)
 
 
 def gathered_bytes(cfg: Config) -> tuple[float, float]:

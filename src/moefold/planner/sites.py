@@ -249,12 +249,12 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
         precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
     sites = cfg.sites
-    code = recipe_format(cfg, precision)
+    code = recipe_format(cfg.run, cfg.sites, precision)
     name = precision or sites.precision
     is_sparse = precision is None and sites.density < 1
     encode_s, decode_s = TOP_K_CODING_S if is_sparse else CODING_S[name]
     # A site also decodes its own vector, if its code loses anything.
-    num_members = 2 if sites.topology == "pairs" else sites.count
+    num_members = 2 if sites.in_pairs else sites.count
     num_decoded = num_members + (is_sparse or name != "float32")
     return tuple(
         RoundVolume(part.num_bytes(code), part.messages, part.rank_coded * (encode_s + num_decoded * decode_s))
@@ -279,7 +279,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     sites = cfg.sites
     precisions = _precisions(sites)
     volumes = {name: site_volumes(cfg, None if sites.density < 1 else name) for name in precisions}
-    cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.topology == "pairs")
+    cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.in_pairs)
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
     overlaps = _overlaps(sites)
     choices = {(overlap, name): _least_settings(cost, name, overlap) for overlap, name in product(overlaps, precisions)}
@@ -298,7 +298,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         options=options,
         chosen=chosen,
         further=_further_keys(sites, chosen.settings),
-        data_parallel=cost.data_parallel(num_trained(cfg) * difference_itemsize(cfg)),
+        data_parallel=cost.data_parallel(num_trained(cfg.model, cfg.train, cfg.lora) * difference_itemsize(cfg.run)),
     )
 
 

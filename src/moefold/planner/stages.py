@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.schema import Config
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.stage_partition import fastest_stages
 from moefold.cost.stages import stage_parts

@@ -48,7 +48,7 @@ _RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
 _RECOMPUTE_PATTERNS = {
     r"norm": "norms",
     r"core.?att": "core_attention",
-    r"mla": "mla_up",
+    r"mla.?up": "mla_up",
     r"\bmlp": "dense_mlp",
     r"\b(moe.?)?act(ivation)?\b": "expert_activation",
     r"shared": "shared_experts",

@@ -1,6 +1,9 @@
 """Checks of the prompts and the reward function of reinforcement learning, before ranks start. Torch-free."""
 
+from moefold.config.data import DataConfig
+from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer, report_notes
 from moefold.errors import ConfigError
@@ -21,7 +24,9 @@ def check_rollout_data(cfg: Config) -> int:
     """
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
     report_notes(tokenizer)
-    prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg)), reports=True)
+    prompts = open_prompts(
+        cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward)), reports=True
+    )
     num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
     if len(prompts.train) < num_prompts:
         raise ConfigError(
@@ -30,24 +35,26 @@ def check_rollout_data(cfg: Config) -> int:
             "train.global_batch_size"
         )
     sources = [source for source in (prompts.train, prompts.validation) if source is not None]
-    longest = max(_check_lengths(cfg, source) for source in sources)
-    check_reward(cfg, [prompts.train.prompt(i) for i in range(min(len(prompts.train), _num_checked(cfg)))])
+    longest = max(_check_lengths(cfg.train, cfg.data, cfg.rollout, source) for source in sources)
+    check_reward(
+        cfg.data, cfg.reward, [prompts.train.prompt(i) for i in range(min(len(prompts.train), _num_checked(cfg.data)))]
+    )
     return longest
 
 
-def _check_lengths(cfg: Config, source: PromptSource) -> int:
+def _check_lengths(train: TrainConfig, data: DataConfig, rollout: RolloutConfig, source: PromptSource) -> int:
     longest = max(
-        (source.prompt(i) for i in range(min(len(source), _num_checked(cfg)))), key=lambda prompt: len(prompt.ids)
+        (source.prompt(i) for i in range(min(len(source), _num_checked(data)))), key=lambda prompt: len(prompt.ids)
     )
-    length = len(longest.ids) + cfg.rollout.max_tokens
-    if length > cfg.train.seq_len + 1:
+    length = len(longest.ids) + rollout.max_tokens
+    if length > train.seq_len + 1:
         raise ConfigError(
-            f"train.seq_len={cfg.train.seq_len} is too short for the prompt of {longest.location}, {len(longest.ids)} "
-            f"tokens, with rollout.max_tokens={cfg.rollout.max_tokens}; set train.seq_len to {length - 1} or more, or "
+            f"train.seq_len={train.seq_len} is too short for the prompt of {longest.location}, {len(longest.ids)} "
+            f"tokens, with rollout.max_tokens={rollout.max_tokens}; set train.seq_len to {length - 1} or more, or "
             "lower max_tokens"
         )
     return length
 
 
-def _num_checked(cfg: Config) -> int:
-    return MAX_CHECKED_PROBLEMS if cfg.data.kind == "task" else 2**62
+def _num_checked(data: DataConfig) -> int:
+    return MAX_CHECKED_PROBLEMS if data.kind == "task" else 2**62

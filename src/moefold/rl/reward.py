@@ -11,7 +11,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.data import DataConfig
 from moefold.config.limits import MAX_NUMBER
+from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
@@ -51,9 +53,9 @@ class Scores:
     """Of several functions: what each of them returned, [completions], by its name in metrics; NaN for None."""
 
 
-def reward_names(cfg: Config) -> tuple[str, ...]:
+def reward_names(data: DataConfig, reward: RewardConfig) -> tuple[str, ...]:
     """Return the functions of reward.use, or the verifier of the task."""
-    return cfg.reward.functions or ((TASK_VERIFIERS[cfg.data.task],) if cfg.data.kind == "task" else ())
+    return reward.functions or ((TASK_VERIFIERS[data.task],) if data.kind == "task" else ())
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -82,7 +84,7 @@ class Reward:
 
     def __init__(self, cfg: Config) -> None:
         """Open the functions of a recipe that `check_reward` passed."""
-        self._names = reward_names(cfg)
+        self._names = reward_names(cfg.data, cfg.reward)
         self._weights = cfg.reward.weights or (1.0,) * len(self._names)
         self._on_error = cfg.reward.on_error
         self._pools: dict[str, RewardPool] = {}
@@ -225,24 +227,23 @@ def _is_finite(score: Any) -> bool:
         return False
 
 
-def check_reward(cfg: Config, prompts: Sequence[Prompt]) -> None:
+def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """Check the reward functions of a recipe; a Python function is called once with two completions.
 
     Args:
-        cfg: the recipe.
         prompts: at least one prompt of the run; a verifier needs its columns in each.
 
     Raises:
         ConfigError: there is no such function, a column that it reads is missing or useless, or the call fails.
     """
-    names = reward_names(cfg)
+    names = reward_names(data, reward)
     if not names:
         raise ConfigError(
-            f"reward.use='' must name the reward of data.kind={cfg.data.kind!r}: one of "
+            f"reward.use='' must name the reward of data.kind={data.kind!r}: one of "
             f"{', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
         )
     for name in names:
-        _check_function(name, prompts, cfg.reward.timeout_s)
+        _check_function(name, prompts, reward.timeout_s)
 
 
 def check_columns(names: Sequence[str]) -> Callable[[Prompt], None]:

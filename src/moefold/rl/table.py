@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.schema import Config
+from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
@@ -278,19 +279,19 @@ def table_headers(state: object) -> list[dict[str, Any]]:
     return list(headers)
 
 
-def check_headers(headers: Sequence[Mapping[str, Any]], cfg: Config) -> None:
+def check_headers(headers: Sequence[Mapping[str, Any]], train: TrainConfig, rl: RLConfig) -> None:
     """Check that the rounds of a checkpoint are rounds of a recipe.
 
     Raises:
         ConfigError: they have another number of rollouts or of groups.
     """
-    needed = cfg.rl.updates * cfg.train.global_batch_size
+    needed = rl.updates * train.global_batch_size
     for header in headers:
         size = header["rollouts"] // header["groups"]
-        if header["rollouts"] != needed or size != cfg.rl.group_size:
+        if header["rollouts"] != needed or size != rl.group_size:
             raise ConfigError(
                 f"the checkpoint has rollouts that are not trained on yet (rl.staleness), {header['rollouts']} a round "
-                f"in groups of {size}, and the recipe needs {needed} in groups of {cfg.rl.group_size}: set "
+                f"in groups of {size}, and the recipe needs {needed} in groups of {rl.group_size}: set "
                 "train.global_batch_size, rl.group_size and rl.updates as they were, or start a new run with its "
                 "weights by checkpoint.init_from"
             )

@@ -3,7 +3,9 @@
 import re
 from bisect import bisect_left
 
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
 
 PROBED_ROUNDS = 10
 """Rounds from one comparison of the routing to the next."""
@@ -34,76 +36,77 @@ def fragment_of(name: str, count: int) -> int:
     return int(layer[1]) % count if layer else count - 1
 
 
-def recipe_fragments(cfg: Config) -> int:
+def recipe_fragments(model: ModelConfig, sites: SitesConfig) -> int:
     """Return the number of fragments of a recipe."""
-    return num_fragments(cfg.model.num_layers, cfg.sites.fragment_layers)
+    return num_fragments(model.num_layers, sites.fragment_layers)
 
 
-def fragments_due(cfg: Config, step: int) -> tuple[int, ...]:
+def fragments_due(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> tuple[int, ...]:
     """Return the fragments of the round after a step, counted from 1; empty if there is no round.
 
     Fragment p of P has a round every `sites.every` steps, at an offset of p * every // P steps. After the last step of
     the run, all fragments have one.
     """
-    sites = cfg.sites
-    count = recipe_fragments(cfg)
+    count = recipe_fragments(model, sites)
     if not sites.is_active:
         return ()
-    if step == cfg.run.steps:
+    if step == run.steps:
         return tuple(range(count))
     if step <= sites.first:
         return ()
     return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
 
 
-def rounds_until(cfg: Config, step: int) -> int:
+def rounds_until(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> int:
     """Return the number of rounds up to a step, that after the step included."""
-    sites = cfg.sites
     if not sites.is_active:
         return 0
-    count = recipe_fragments(cfg)
-    last = min(step, cfg.run.steps - 1)
+    count = recipe_fragments(model, sites)
+    last = min(step, run.steps - 1)
     num_rounds = 0
     if last > sites.first:
         for offset in (p * sites.every // count for p in range(count)):
             num_rounds += (last - offset) // sites.every - (sites.first - offset) // sites.every
-    return num_rounds + (step >= cfg.run.steps)
+    return num_rounds + (step >= run.steps)
 
 
-def step_of_round(cfg: Config, index: int) -> int:
+def step_of_round(run: RunConfig, model: ModelConfig, sites: SitesConfig, index: int) -> int:
     """Return the step after which a round is due on this site, with rounds counted from 1; 0: before all rounds."""
-    return bisect_left(range(cfg.run.steps + 1), index, key=lambda step: rounds_until(cfg, step))
+    return bisect_left(range(run.steps + 1), index, key=lambda step: rounds_until(run, model, sites, step))
 
 
-def round_order(cfg: Config) -> list[int]:
+def round_order(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> list[int]:
     """Return what sites must share for the same rounds: their number, and the fragment of the first one."""
-    first = fragments_due(cfg, step_of_round(cfg, 1))
-    return [rounds_until(cfg, cfg.run.steps), *first]
+    first = fragments_due(run, model, sites, step_of_round(run, model, sites, 1))
+    return [rounds_until(run, model, sites, run.steps), *first]
 
 
-def is_probed(cfg: Config, step: int) -> bool:
+def is_probed(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> bool:
     """Return whether the sites compare their routing in the round after a step.
 
     They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
     """
-    if 0 not in fragments_due(cfg, step) or not has_moe_layers(cfg.model) or cfg.sites.count == 1:
+    if 0 not in fragments_due(run, model, sites, step) or not has_moe_layers(model) or sites.count == 1:
         return False
     # Rounds are counted, as sites may take other numbers of steps between them.
-    return step == cfg.run.steps or (rounds_until(cfg, step) - 1) // recipe_fragments(cfg) % PROBED_ROUNDS == 0
+    return (
+        step == run.steps
+        or (rounds_until(run, model, sites, step) - 1) // recipe_fragments(model, sites) % PROBED_ROUNDS == 0
+    )
 
 
-def merged_fragments(cfg: Config, step: int) -> tuple[int, ...]:
+def merged_fragments(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> tuple[int, ...]:
     """Return the fragments whose experts are merged after their round of a step; empty if the share is 0."""
-    sites = cfg.sites
-    if merge_share(cfg, step) == 0:
+    if merge_share(sites, step) == 0:
         return ()
-    count = recipe_fragments(cfg)
-    return tuple(p for p in fragments_due(cfg, step) if (step - p * sites.every // count) % sites.merge_every == 0)
+    count = recipe_fragments(model, sites)
+    return tuple(
+        p for p in fragments_due(run, model, sites, step) if (step - p * sites.every // count) % sites.merge_every == 0
+    )
 
 
-def merge_share(cfg: Config, step: int) -> float:
+def merge_share(sites: SitesConfig, step: int) -> float:
     """Return the share of the merging of experts after a step, which falls linearly to 0 at sites.merge_until."""
-    sites = cfg.sites
     return sites.merge_experts * max(0.0, 1 - step / sites.merge_until) * sites.owns_experts
 
 

@@ -6,40 +6,42 @@ It has the ranks of training, or `rollout.ranks` ranks of its own, which follow 
 from dataclasses import replace
 
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.schema import Config
 
 ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 """Degrees of sampling that a recipe may set; all other ranks sample prompts of their own (dp)."""
 
 
-def rollout_degrees(cfg: Config) -> dict[str, int]:
+def rollout_degrees(parallel: ParallelConfig, rollout: RolloutConfig) -> dict[str, int]:
     """Return the degrees of sampling; a degree that the recipe leaves at 0 is the degree of training.
 
     With rollout.experts="whole", ep and etp are 1 instead.
     """
-    defaults = {axis: getattr(cfg.parallel, axis) for axis in ROLLOUT_DEGREES}
-    if cfg.rollout.experts == "whole":
+    defaults = {axis: getattr(parallel, axis) for axis in ROLLOUT_DEGREES}
+    if rollout.experts == "whole":
         defaults |= {"ep": 1, "etp": 1}
-    return {axis: getattr(cfg.rollout, axis) or default for axis, default in defaults.items()}
+    return {axis: getattr(rollout, axis) or default for axis, default in defaults.items()}
 
 
-def has_rollout_mapping(cfg: Config) -> bool:
+def has_rollout_mapping(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> bool:
     """Return whether a second model samples: on other ranks, under other degrees, or with fetched experts."""
-    if not cfg.is_rl:
+    if not rl.is_on:
         return False
-    has_degrees = any(degree != getattr(cfg.parallel, axis) for axis, degree in rollout_degrees(cfg).items())
-    return cfg.rollout.ranks > 0 or fetches_experts(cfg) or has_degrees
+    has_degrees = any(degree != getattr(parallel, axis) for axis, degree in rollout_degrees(parallel, rollout).items())
+    return rollout.ranks > 0 or fetches_experts(rollout) or has_degrees
 
 
-def fetches_experts(cfg: Config) -> bool:
+def fetches_experts(rollout: RolloutConfig) -> bool:
     """Return whether ranks that sample read each other's experts from shared memory."""
-    return cfg.rollout.experts == "fetch"
+    return rollout.experts == "fetch"
 
 
 def rollout_config(cfg: Config) -> Config:
     """Return the recipe of the inference model that samples: merged adapters, no cp, ZeRO and virtual stages."""
     p = cfg.parallel
-    degrees = rollout_degrees(cfg)
+    degrees = rollout_degrees(cfg.parallel, cfg.rollout)
     parallel = ParallelConfig(
         world_size=cfg.rollout.ranks or p.world_size,
         tp=degrees["tp"],

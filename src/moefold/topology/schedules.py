@@ -5,9 +5,11 @@ from functools import cache, lru_cache
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import built_in_kinds, find_part, is_built_in
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, describe_part, names_failure
 from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
-from moefold.config.schema import Config, ParallelConfig, has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 DEFAULT_SCHEDULE = ParallelConfig().schedule
@@ -80,7 +82,9 @@ def runtime_slots(cfg: Config) -> tuple[SlotRow, ...]:
     """
     p = cfg.parallel
     schedule = chosen(cfg, SchedulePart)
-    return schedule_rows(schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, overlap=overlaps_micro_batches(cfg))
+    return schedule_rows(
+        schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, overlap=overlaps_micro_batches(cfg.model, cfg.parallel)
+    )
 
 
 def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
@@ -90,12 +94,12 @@ def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
         ConfigError: the schedule file cannot be read.
     """
     rows = runtime_slots(cfg)
-    return rows if overlaps_micro_batches(cfg) else tuple(map(split_pairs, rows))
+    return rows if overlaps_micro_batches(cfg.model, cfg.parallel) else tuple(map(split_pairs, rows))
 
 
-def overlaps_micro_batches(cfg: Config) -> bool:
+def overlaps_micro_batches(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return whether the passes of a pair overlap: `parallel.overlap_experts` of a model with experts."""
-    return cfg.parallel.overlap_experts and has_moe_layers(cfg.model)
+    return parallel.overlap_experts and has_moe_layers(model)
 
 
 def stage_ranks(p: ParallelConfig) -> tuple[int, ...]:

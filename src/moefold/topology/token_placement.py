@@ -91,11 +91,6 @@ class Placement:
         return tuple(Document(*row) for row in np.stack((samples, starts, stops), 1).tolist())
 
     @cached_property
-    def first_slots(self) -> Integers:
-        """Slot of the first token of each run in the slots of its rank."""
-        return np.cumsum(self.lengths_M) - self.lengths_M - self.ranks_M * self.shape.tokens_per_rank
-
-    @cached_property
     def runs_by_token(self) -> Integers:
         """Indices of the runs in the order of their tokens."""
         return np.argsort(self.firsts_M, kind="stable")

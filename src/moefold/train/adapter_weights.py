@@ -8,6 +8,8 @@ from moefold.checkpoint.adapter_settings import adapter_settings, check_base, fo
 from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.lora import LoraConfig
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError
@@ -39,11 +41,11 @@ class AdapterWeights:
         """
         found: tuple[Path | None, str, str] = (None, "", "")
         if groups.rank == 0:
-            found = _find_base(cfg, resumed)
+            found = _find_base(cfg.checkpoint, resumed)
         base, digest, reason = current_world().all_gather_object(found)[0]
         if reason:
             raise ConfigError(reason)
-        return AdapterWeights(cfg, base, adapter_settings(cfg, "" if base is None else str(base), digest))
+        return AdapterWeights(cfg, base, adapter_settings(cfg.lora, "" if base is None else str(base), digest))
 
     @staticmethod
     def of_settings(cfg: Config, settings: dict[str, Any]) -> "AdapterWeights":
@@ -59,13 +61,13 @@ class AdapterWeights:
         return load_initial_weights(self.cfg, model, is_first_rank=is_first_rank, folder=self.base)
 
 
-def load_initial_adapters(cfg: Config, model: ParallelModel) -> str:
+def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:
     """Load the adapters that lora.init_from names; collective. Returns a description.
 
     Raises:
         ConfigError: they are of other matrices, or the checkpoint is damaged.
     """
-    given = cfg.lora.init_from
+    given = lora.init_from
     if not given:
         return ""
     from moefold.convert.preflight import resolve_weights_folder, weights_path
@@ -73,13 +75,13 @@ def load_initial_adapters(cfg: Config, model: ParallelModel) -> str:
 
     world = current_world()
     path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
-    check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
+    check_integrity(path, world, checks_hashes=checkpoint.verify)
     adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
     load_shards(CheckpointSource(path), adapters, str(path))
     return f"; adapters from {path}"
 
 
-def _find_base(cfg: Config, resumed: Path | None) -> tuple[Path | None, str, str]:
+def _find_base(checkpoint: CheckpointConfig, resumed: Path | None) -> tuple[Path | None, str, str]:
     """Return the folder of the base weights, its digest, and why they cannot be used; local."""
     try:
         if resumed is not None:
@@ -88,11 +90,11 @@ def _find_base(cfg: Config, resumed: Path | None) -> tuple[Path | None, str, str
             if base is not None:
                 check_base(stored, base, str(resumed))
             return base, stored["base_digest"], ""
-        if not cfg.checkpoint.init_from:
+        if not checkpoint.init_from:
             return None, "", ""
         from moefold.convert.preflight import resolve_weights_folder, weights_path
 
-        base = resolve_weights_folder(weights_path(cfg.checkpoint.init_from)).resolve()
+        base = resolve_weights_folder(weights_path(checkpoint.init_from)).resolve()
         return base, folder_digest(base), ""
     except ConfigError as error:
         return None, "", str(error)

@@ -42,10 +42,11 @@ class AttentionMeter:
                     planners[id(module.core_attention.planner)] = module.core_attention.planner
         self._planners = list(planners.values())
         self._groups = model.groups
-        self._cfg = cfg
         p = cfg.parallel
         # Equal on all ranks, also on those without softmax attention.
-        self._num_rounds = cfg.num_micro_batches if chosen_in(p, ContextPart).is_planned and p.dp * p.cp > 1 else 0
+        context = chosen_in(p, ContextPart)
+        self._num_rounds = cfg.num_micro_batches if context.is_planned and p.dp * p.cp > 1 else 0
+        self._plan_axes = ("stage",) if context.balances_hosts or context.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:
         """Forget earlier passes."""
@@ -54,11 +55,8 @@ class AttentionMeter:
 
     def host_facts(self) -> list[HostFact]:
         """Return the checksums of the plans of this step, for the replica check."""
-        p = self._cfg.parallel
-        is_shared = p.attention_hosts == "balanced" or p.placement != "samples"
-        axes = ("stage",) if is_shared else ("tp", "cp")
         checksums = [planner.statistics.plans_crc for planner in self._planners]
-        return [HostFact("the attention plan", str(checksums), axes)] if self._num_rounds else []
+        return [HostFact("the attention plan", str(checksums), self._plan_axes)] if self._num_rounds else []
 
     def local_statistics(self, device: torch.device) -> Tensor:
         """Return this rank's summands, [ranks + 1, micro-batches]: its pairs in its row; rows and bytes in the last.

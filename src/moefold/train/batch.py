@@ -60,7 +60,7 @@ class BatchSharder:
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
         self._dp_group = groups.attn.dp
-        self._placer = RoundPlacer(cfg, groups)
+        self._placer = RoundPlacer(cfg.parallel, cfg.train, groups)
         self._placement = cfg.parallel.placement
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()

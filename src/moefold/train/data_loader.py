@@ -19,7 +19,9 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
-from moefold.config.schema import Config, DataConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.schema import Config
 from moefold.data import Dataset, ProgramData, Sampler, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
@@ -140,7 +142,7 @@ class DataLoader:
         self.message = ""
         """A message about files dropped earlier or moved, or why the data restarts at sample 0; may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
-        self._can_drop_files = cfg.data.kind == "tokens" and cfg.data.corrupt == "skip"
+        self._can_drop_files = cfg.data.drops_files
 
     def open(self, meta: CheckpointMeta | None) -> None:
         """Open the samples of a run, continuing a checkpoint's samples if its data is the same; collective.
@@ -152,7 +154,7 @@ class DataLoader:
         resumed_meta = None
         if meta is not None and continues_data(cfg, meta, self.fingerprints):
             resumed_meta = relocated(meta, cfg, self.fingerprints)
-        self._shards = resolve_token_files(cfg, self._data_files, resumed_meta, current_world())
+        self._shards = resolve_token_files(cfg.model, cfg.data, self._data_files, resumed_meta, current_world())
         data = self._program_data or open_dataset(
             cfg.data,
             seq_len=cfg.train.seq_len,
@@ -355,7 +357,7 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
     reasons = dict(on_rank0.skip_reasons)
     for rank, differences in enumerate(world.all_gather_object(size_differences)):
         reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
-        if differences and not (data.kind == "tokens" and data.corrupt == "skip"):
+        if differences and not data.drops_files:
             raise ConfigError(f"{reason}; give all machines the same files")
         for name in differences:
             fingerprints[name] = SKIPPED
@@ -364,12 +366,11 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
 
 
 def resolve_token_files(
-    cfg: Config, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
+    model: ModelConfig, data: DataConfig, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
 ) -> TokenFileSet | None:
     """Return the token files of a run, and those that are dropped; collective over the world.
 
     Args:
-        cfg: the recipe.
         fingerprints: fingerprints of all data files.
         meta: metadata of the checkpoint whose data the run continues; None for a new run.
         world: all ranks.
@@ -380,7 +381,7 @@ def resolve_token_files(
     Raises:
         ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0; all files are lost.
     """
-    if cfg.data.kind != "tokens":
+    if data.kind != "tokens":
         return None
     skipped = {name for name, value in fingerprints.by_name.items() if value == SKIPPED}
     if meta is not None and meta.data_tokens:
@@ -391,13 +392,13 @@ def resolve_token_files(
         known = TokenFileSet(meta.data_tokens, reasons)
         if world.is_rank0:
             earlier = {name for name, value in meta.data_files.items() if value == SKIPPED}
-            check_same_files(known, cfg.data, skipped=earlier | skipped)
+            check_same_files(known, data, skipped=earlier | skipped)
         # No rank opens a file before rank 0 has checked all of them.
         world.all_gather_object(None)
         return known
     found = None
     if world.is_rank0:
-        found = build_token_file_set(cfg.data, vocab_size=cfg.model.vocab_size, skipped=skipped)
+        found = build_token_file_set(data, vocab_size=model.vocab_size, skipped=skipped)
     shards: TokenFileSet = world.all_gather_object(found)[0]
     return shards
 

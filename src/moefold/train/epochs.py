@@ -4,7 +4,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moefold.config.data import DataConfig
 from moefold.config.limits import MAX_STEPS
+from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.train.log_lines import MIN_UNBOUNDED_SAMPLES
@@ -26,7 +28,7 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
     Raises:
         ConfigError: the length of the data is unknown, or the data cannot be read.
     """
-    if reason := _unknown_length_reason(cfg):
+    if reason := _unknown_length_reason(cfg.data, cfg.rl):
         raise ConfigError(f"run.epochs={cfg.run.epochs:g} needs the length of the data, and {reason}; set run.steps")
     number = _num_samples(cfg, program_data, is_first=is_first)
     if not 0 < number < MIN_UNBOUNDED_SAMPLES:
@@ -45,13 +47,13 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
     return replace(cfg, run=replace(cfg.run, steps=steps)), message
 
 
-def _unknown_length_reason(cfg: Config) -> str:
+def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
     """Return why the settings alone tell that the length of the data is unknown; "" if they do not."""
-    if cfg.data.streaming:
+    if data.streaming:
         return "data.streaming=true reads a stream, whose length is unknown"
-    if cfg.data.kind == "synthetic":
+    if data.kind == "synthetic":
         return "data.kind='synthetic' has no end"
-    if cfg.is_rl and cfg.rl.mixed_only:
+    if rl.is_on and rl.mixed_only:
         return "rl.mixed_only=true takes as many prompts as it needs"
     return ""
 
@@ -72,11 +74,15 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
         from moefold.rl.reward import check_columns, reward_names
 
         tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)
-        return len(open_prompts(data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg))).train)
+        return len(
+            open_prompts(
+                data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
+            ).train
+        )
     seq_len = cfg.train.seq_len
     vocab_size = cfg.model.vocab_size
     seed = cfg.run.seed
-    if is_first and (data.kind != "tokens" or data.corrupt == "fatal"):
+    if is_first and not data.drops_files:
         prepare(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align)
     samples = open_dataset(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align).train
     sites = cfg.sites

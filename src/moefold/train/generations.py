@@ -20,6 +20,8 @@ from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkp
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
 from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
@@ -136,7 +138,11 @@ def with_saved_checkpoints(cfg: Config, history: SaveHistory) -> Config:
     All ranks learn of the saves: one that was a spare has taken part in none of them.
     """
     world = current_world()
-    found = bool(complete_checkpoints(checkpoint_folder(cfg))) if world.is_rank0 and cfg.checkpoint.saves else False
+    found = (
+        bool(complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)))
+        if world.is_rank0 and cfg.checkpoint.saves
+        else False
+    )
     known = world.all_gather_object((found, history.saved_step))
     history.saved_step = max((step for _, step in known if step is not None), default=None)
     if not known[0][0] or history.saved_step is None:
@@ -144,20 +150,19 @@ def with_saved_checkpoints(cfg: Config, history: SaveHistory) -> Config:
     return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
 
 
-def newest_complete_step(cfg: Config, facts: Mapping[int, Any]) -> int:
+def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Mapping[int, Any]) -> int:
     """Return the step of the newest complete checkpoint that the survivors have saved; -1 without one.
 
     It is newer than all snapshots where these are taken less often than checkpoints are saved, or by none of the ranks,
     as a job with dp=1 takes none.
 
     Args:
-        cfg: the recipe.
         facts: of each survivor, the `saved_step` of its `SaveHistory`.
     """
     last = max((known["saved_step"] for known in facts.values() if known["saved_step"] is not None), default=-1)
-    if last < 0 or not cfg.checkpoint.saves:
+    if last < 0 or not checkpoint.saves:
         return -1
-    steps = map(step_of, complete_checkpoints(checkpoint_folder(cfg)))
+    steps = map(step_of, complete_checkpoints(checkpoint_folder(run, checkpoint)))
     return max((step for step in steps if step <= last), default=-1)
 
 
@@ -300,7 +305,7 @@ class GenerationLoop:
         held = {rank: known["snapshots"] for rank, known in facts.items()}
         choice = choose(held, sizes[-1], self._history.snapshots)
         step = choice.step
-        if step is not None and newest_complete_step(self._cfg, facts) > step:
+        if step is not None and newest_complete_step(self._cfg.run, self._cfg.checkpoint, facts) > step:
             step = None
         lacks_shards = choice.generation > 0 and choice.step is None
         return choice.members, {"snapshots": choice.generation, "step": step, "lacks_shards": lacks_shards}

@@ -12,10 +12,18 @@ from moefold.checkpoint.checkpoint_dir import (
     read_meta,
     step_of,
 )
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import Config, ParallelConfig, has_moe_layers
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
@@ -41,16 +49,16 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
     optimizer = chosen_in(cfg.train, OptimizerPart).kind
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
-        f"model  {_describe_model(cfg)}",
+        f"model  {_describe_model(cfg.model, cfg.lora)}",
         f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
         f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
-        f"ranks  {_describe_ranks(cfg, device_type)}",
+        f"ranks  {_describe_ranks(cfg.run, cfg.parallel, device_type)}",
         *_loss_lines(cfg, device_type),
-        *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg) else []),
-        f"saves  {_describe_saves(cfg)}",
-        *([f"sites  {_describe_sites(cfg)}"] if cfg.sites.is_active else []),
-        *_warmup_lines(cfg),
+        *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else []),
+        f"saves  {_describe_saves(cfg.checkpoint)}",
+        *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
+        *_warmup_lines(cfg.model, cfg.moe, cfg.train),
     ]
 
 
@@ -66,15 +74,15 @@ def _loss_lines(cfg: Config, device_type: str) -> list[str]:
     ]
 
 
-def _warmup_lines(cfg: Config) -> list[str]:
+def _warmup_lines(model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> list[str]:
     """Return a note on losses that are reported and train nothing in the warm-up of indexers."""
     coefficients = {
-        "moe.aux_loss": aux_coefficient(cfg.moe) if has_moe_layers(cfg.model) else 0.0,
-        "moe.z_loss": cfg.moe.z_loss if has_moe_layers(cfg.model) else 0.0,
-        "train.mtp_loss": cfg.train.mtp_loss if cfg.model.mtp_layers else 0.0,
+        "moe.aux_loss": aux_coefficient(moe) if has_moe_layers(model) else 0.0,
+        "moe.z_loss": moe.z_loss if has_moe_layers(model) else 0.0,
+        "train.mtp_loss": train.mtp_loss if model.mtp_layers else 0.0,
     }
     idle = [key for key, value in coefficients.items() if value]
-    if not cfg.trains_indexers_only or not idle:
+    if not train.trains_indexers_only(model) or not idle:
         return []
     return [f"note   train.indexer_stage='warmup' trains the indexers alone, not by {', '.join(idle)}"]
 
@@ -83,14 +91,13 @@ MIN_ROUNDS_OF_MOMENTUM = 100
 """Rounds below which an outer momentum above 0.5 does harm: docs/log.md, 2026-11-26."""
 
 
-def _describe_sites(cfg: Config) -> str:
-    sites = cfg.sites
-    count = recipe_fragments(cfg)
+def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> str:
+    count = recipe_fragments(model, sites)
     # The last round is one of all fragments.
-    num_rounds = 1 + -(-(rounds_until(cfg, cfg.run.steps) - 1) // count)
+    num_rounds = 1 + -(-(rounds_until(run, model, sites, run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if count > 1 else ""
-    pairs = " of random pairs" if sites.topology == "pairs" else ""
+    pairs = " of random pairs" if sites.in_pairs else ""
     resting = ", in which one site rests" if pairs and sites.count % 2 else ""
     text = f"{number}a round{pairs} every {sites.every} steps{fragments}{resting}, learning rate {sites.lr:g}"
     if sites.momentum:
@@ -123,16 +130,17 @@ def _describe_batch(cfg: Config, filled: float) -> str:
     return text
 
 
-def _describe_model(cfg: Config) -> str:
-    model = cfg.model
-    count = count_parameters(cfg.model)
+def _describe_model(model: ModelConfig, lora_config: LoraConfig) -> str:
+    count = count_parameters(model)
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
     zero = f" and {model.zero_experts} without computation" if model.zero_experts else ""
     experts = f", {model.num_experts} experts{zero}, top {model.top_k}" if has_moe_layers(model) else ""
-    adapters = adapter_weights(model, cfg.lora)
+    adapters = adapter_weights(model, lora_config)
     trained = sum(weight.numel for weight in adapters.values())
-    lora = f"; {format_count(trained)} parameters in adapters of rank {cfg.lora.rank} are trained" if adapters else ""
+    lora = (
+        f"; {format_count(trained)} parameters in adapters of rank {lora_config.rank} are trained" if adapters else ""
+    )
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
     return f"{name}{format_count(count.total)} parameters{active}; {layers}{experts}{lora}"
 
@@ -157,9 +165,8 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
     return ", ".join(parts)
 
 
-def _describe_ranks(cfg: Config, device_type: str) -> str:
-    parallel = cfg.parallel
-    where = f"{parallel.world_size} on {device_type}, {cfg.run.dtype}"
+def _describe_ranks(run: RunConfig, parallel: ParallelConfig, device_type: str) -> str:
+    where = f"{parallel.world_size} on {device_type}, {run.dtype}"
     if parallel.world_size == 1:
         return where
     return f"{where}; {_describe_mapping(parallel)}"
@@ -172,8 +179,7 @@ def _describe_mapping(parallel: ParallelConfig) -> str:
     return f"attention {attention}, experts {experts}"
 
 
-def _describe_saves(cfg: Config) -> str:
-    checkpoint = cfg.checkpoint
+def _describe_saves(checkpoint: CheckpointConfig) -> str:
     if not checkpoint.saves:
         return "no model is saved (checkpoint.every=0, checkpoint.at_end=false)"
     every = [f"every {checkpoint.every:,} steps"] if checkpoint.every else []
@@ -202,24 +208,25 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
         status: 0, or 128 plus the number of the signal that stopped the run.
         step: the last finished step.
     """
-    complete = complete_checkpoints(checkpoint_folder(cfg))
+    complete = complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     newest = complete[-1] if complete else None
     if status:
         where = f"step {step} of {cfg.run.steps}{', before its evaluation' if step == cfg.run.steps else ''}"
-        return [
-            f"stopped by {Signals(status - SIGNAL_STATUS).name} after {where}; {_describe_last_save(cfg, newest, step)}"
-        ]
+        last = _describe_last_save(cfg.checkpoint, newest, step)
+        return [f"stopped by {Signals(status - SIGNAL_STATUS).name} after {where}; {last}"]
     done = f"done: {step} steps, in {cfg.run.dir}; "
     if newest is None:
-        return [done + f"no model was saved, as {_not_saved_reason(cfg)}; set checkpoint.at_end=true to save one"]
+        return [
+            done + f"no model was saved, as {_not_saved_reason(cfg.checkpoint)}; set checkpoint.at_end=true to save one"
+        ]
     if step_of(newest) < step:
-        done += f"not saved since step {step_of(newest)}, as {_not_saved_reason(cfg)}; "
-    return [f"{done}model in {newest}", *_best_line(cfg, complete), *next_commands(cfg)]
+        done += f"not saved since step {step_of(newest)}, as {_not_saved_reason(cfg.checkpoint)}; "
+    return [f"{done}model in {newest}", *_best_line(cfg.checkpoint, complete), *next_commands(cfg)]
 
 
-def _best_line(cfg: Config, complete: list[Path]) -> list[str]:
+def _best_line(checkpoint: CheckpointConfig, complete: list[Path]) -> list[str]:
     """Return the line about the checkpoint with the lowest held-out loss, if the run keeps it."""
-    best = best_of(complete) if cfg.checkpoint.keep_best else None
+    best = best_of(complete) if checkpoint.keep_best else None
     if best is None:
         return []
     return [f"best: {best.name}, held-out loss {read_meta(best).eval_loss:.4f}; {best.parent / BEST_NAME} names it"]
@@ -228,11 +235,11 @@ def _best_line(cfg: Config, complete: list[Path]) -> list[str]:
 def next_commands(cfg: Config) -> list[str]:
     """Return commands to suggest once the run has a model."""
     run_dir = shlex.quote(cfg.run.dir)
-    overrides, effect = continuation(cfg, 2 * cfg.run.steps)
+    overrides, effect = continuation(cfg.run, cfg.train, 2 * cfg.run.steps)
     train_on = f"or train on: the same command with {' '.join(overrides)}{f' ({effect})' if effect else ''}"
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
-    chat = " --chat" if cfg.data.kind in ("sft", "preference") else ""
-    if cfg.data.kind in ("task", "prompts"):
+    chat = " --chat" if cfg.data.has_conversations else ""
+    if cfg.data.has_prompts:
         return [f"next: {_rollout_command(cfg)}", train_on]
     use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
     return [f"next: {use}", train_on]
@@ -252,15 +259,15 @@ def _rollout_command(cfg: Config) -> str:
     return f"moefold rollout {shlex.quote(cfg.run.dir)} {prompts}{limit} --out scored.jsonl"
 
 
-def _describe_last_save(cfg: Config, newest: Path | None, step: int) -> str:
+def _describe_last_save(checkpoint: CheckpointConfig, newest: Path | None, step: int) -> str:
     if newest is None and not step:
         return "there is nothing to save"
     if newest is None:
-        return f"nothing was saved, as {_not_saved_reason(cfg)}"
+        return f"nothing was saved, as {_not_saved_reason(checkpoint)}"
     missing = f", which lacks the last {step - step_of(newest)} steps" if step_of(newest) < step else ""
     return f"saved in {newest}{missing}; the same command goes on from there"
 
 
-def _not_saved_reason(cfg: Config) -> str:
-    every = cfg.checkpoint.every
-    return f"checkpoint.every={every} and checkpoint.at_end={str(cfg.checkpoint.at_end).lower()} say"
+def _not_saved_reason(checkpoint: CheckpointConfig) -> str:
+    every = checkpoint.every
+    return f"checkpoint.every={every} and checkpoint.at_end={str(checkpoint.at_end).lower()} say"

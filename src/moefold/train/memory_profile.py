@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes, dispatch_sizes
 from moefold.data import open_dataset
@@ -130,7 +133,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     if dispatcher.kernel_package or dispatcher.prefers:
         # The weights do not depend on it, and its package need not be installed here.
         cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher="alltoall"))
-    with fake_rank(cfg, rank) as groups:
+    with fake_rank(cfg.parallel, rank) as groups:
         stages = build_sharded_stages(cfg, groups, for_training=True).stages
         parameters: dict[str, nn.Parameter] = {}
         for stage in stages:
@@ -140,7 +143,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             weights, gathered = sharded_bytes(stages)
         else:
             weights = sum(map(_tensor_bytes, parameters.values()))
-            gathered = _cast_copy_bytes(cfg, parameters)
+            gathered = _cast_copy_bytes(cfg.run, cfg.model, parameters)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         experts = expert_names(cfg.model, cfg.lora)
         # All sites have equally many experts.
@@ -164,11 +167,11 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     return StateBytes(weights=weights, gathered=gathered, optimizer=moments, buffers=buffers)
 
 
-def _cast_copy_bytes(cfg: Config, parameters: dict[str, nn.Parameter]) -> int:
+def _cast_copy_bytes(run: RunConfig, model: ModelConfig, parameters: dict[str, nn.Parameter]) -> int:
     """Return the bytes of bfloat16 weight copies on a single rank: all but routers and untied embeddings."""
-    if cfg.run.dtype != "bfloat16":
+    if run.dtype != "bfloat16":
         return 0
-    not_cast = ("embedding.weight",) if not cfg.model.tie_embeddings else ()
+    not_cast = ("embedding.weight",) if not model.tie_embeddings else ()
     cast = [p for name, p in parameters.items() if ".router." not in name and name not in not_cast]
     return sum(p.numel() for p in cast) * BFLOAT16_BYTES
 

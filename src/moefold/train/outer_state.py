@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-from moefold.config.schema import Config
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
+from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
@@ -15,19 +17,23 @@ from moefold.topology.fragments import recipe_fragments
 
 
 def make_outer_optimizer(
-    model: ParallelModel, cfg: Config, optimizer: torch.optim.Optimizer, state_store: StateStore | None
+    model: ParallelModel,
+    sizes: ModelConfig,
+    lora: LoraConfig,
+    sites: SitesConfig,
+    optimizer: torch.optim.Optimizer,
+    state_store: StateStore | None,
 ) -> OuterOptimizer:
     """Return the outer optimizer of a run with sites over this rank's shards.
 
     Args:
         model: the model.
-        cfg: the recipe.
         optimizer: the inner optimizer, whose moments the sites may average.
         state_store: store of the outer states; None: on the device.
     """
     parameters = trained_parameters(model)
     averaged = dict(model.named_buffers)
-    if cfg.sites.moments == "average":
+    if sites.moments == "average":
         averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
     replicas = {
         name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
@@ -36,11 +42,11 @@ def make_outer_optimizer(
     return OuterOptimizer(
         parameters,
         averaged,
-        cfg.sites,
+        sites,
         state_store or StateStore(),
-        num_fragments=recipe_fragments(cfg),
+        num_fragments=recipe_fragments(sizes, sites),
         replicas=replicas,
-        experts=expert_names(cfg.model, cfg.lora),
+        experts=expert_names(sizes, lora),
     )
 
 

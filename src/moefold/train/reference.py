@@ -61,7 +61,7 @@ class ReferenceModel:
             ConfigError: they cannot be read.
         """
         if self._cfg.rl.reference == "start":
-            load_initial_adapters(self._cfg, self._model)
+            load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, self._model)
         if not self.source:
             return ""
         # A run may have newer checkpoints when training is resumed.

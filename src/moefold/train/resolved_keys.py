@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.config.data import DataConfig
 from moefold.config.method_defaults import (
     LR_KEY,
     METHOD_KEYS,
@@ -18,7 +19,9 @@ from moefold.config.method_defaults import (
     method_of,
     method_settings,
 )
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 
 CHUNK_KEY = "train.loss_chunk"
 
@@ -34,7 +37,9 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
         settings: the keys of the run as "section.key"; it may lack some, and hold anything.
         left_out: keys of `recipe.RESOLVED_KEYS` that the recipe leaves out.
     """
-    same_length = all(settings.get(key) == value for key, value in _length_settings(cfg).items())
+    same_length = all(
+        settings.get(key) == value for key, value in _length_settings(cfg.run, cfg.train, cfg.data).items()
+    )
     if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
         cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
     chunk = settings.get(CHUNK_KEY)
@@ -55,12 +60,11 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     return replace(cfg, train=replace(cfg.train, lr=float(rate)))
 
 
-def _length_settings(cfg: Config) -> dict[str, Any]:
+def _length_settings(run: RunConfig, train: TrainConfig, data: DataConfig) -> dict[str, Any]:
     """Return the settings that determine the number of steps, with the files of the data."""
-    train = cfg.train
     sizes = {"train.seq_len": train.seq_len, "train.global_batch_size": train.global_batch_size}
-    path = list(cfg.data.path) if isinstance(cfg.data.path, tuple) else cfg.data.path
-    return {"run.epochs": cfg.run.epochs, "data.kind": cfg.data.kind, "data.path": path} | sizes
+    path = list(data.path) if isinstance(data.path, tuple) else data.path
+    return {"run.epochs": run.epochs, "data.kind": data.kind, "data.path": path} | sizes
 
 
 def settings_of_checkpoint(meta: CheckpointMeta, cfg: Config) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change,
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
+from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
@@ -128,13 +129,13 @@ class RolloutLoader(DataLoader):
         replays, replay_message = replays_routing(cfg, is_exact=is_exact)
         self._is_exact = is_exact
         self._begins_round = False
-        decoding = "" if cfg.rollout.engine == "vllm" else modules_notice(sampling.model)
-        self._startup_message = "; ".join(filter(None, (exactness_message(cfg, inexact), replay_message, decoding)))
+        decoding = "" if cfg.rollout.uses_server else modules_notice(sampling.model)
+        self._startup_message = "; ".join(filter(None, (exactness_message(cfg.rl, inexact), replay_message, decoding)))
         self._replay: RolloutReplay | None = None
         if replays:
             stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
             layers = [number for stage in stages for number in stage.moe_layers()]
-            self._replay = RolloutReplay(model, sampling.groups, layers, cfg)
+            self._replay = RolloutReplay(model, sampling.groups, layers, cfg.model)
         self._sampler = RoundSampler(
             cfg,
             sampling.model,
@@ -177,7 +178,9 @@ class RolloutLoader(DataLoader):
             self._initial_fingerprints = relocated(meta, cfg, self.fingerprints).data_files
             self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, cfg)]))
         self.reference = None
-        prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg)))
+        prompts = open_prompts(
+            cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
+        )
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts
@@ -244,7 +247,7 @@ class RolloutLoader(DataLoader):
         headers = table_headers(meta.rl)
         if not headers or data_order_change(meta, self._cfg, self.fingerprints):
             return
-        check_headers(headers, self._cfg)
+        check_headers(headers, self._cfg.train, self._cfg.rl)
         arrays = empty_arrays(headers)
         load_entries(path, {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()})
         self._table = restore_table(headers, arrays, self._prompts.train.prompt, self._cfg.rl.group_size)
@@ -455,9 +458,9 @@ def _inexact_settings(cfg: Config, device: torch.device) -> tuple[str, ...]:
     return inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
 
 
-def exactness_message(cfg: Config, inexact: Sequence[str]) -> str:
+def exactness_message(rl: RLConfig, inexact: Sequence[str]) -> str:
     """Return a log message that names the settings under which sampling differs from training by rounding."""
-    staleness = cfg.rl.staleness
+    staleness = rl.staleness
     if staleness:
         return f"rollouts are sampled by the weights of {staleness} optimizer step{'s' * (staleness > 1)} before"
     if not inexact:

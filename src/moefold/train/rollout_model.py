@@ -26,7 +26,7 @@ class RolloutModel:
         self.cfg = cfg
         self._transfer: WeightTransfer | None = None
         self._vllm: VllmEngine | None = None
-        if has_rollout_mapping(cfg) and not cfg.rollout.ranks:
+        if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
             self.groups = ParallelGroups.create(layout, groups.device, groups.recorder)
@@ -39,7 +39,7 @@ class RolloutModel:
         Raises:
             ConfigError: rollout.folder is of another model, or cannot be written to.
         """
-        if self.cfg.rollout.engine == "vllm" and self._vllm is None:
+        if self.cfg.rollout.uses_server and self._vllm is None:
             assert isinstance(self.model, ParallelModel), "checked before the run"
             self._vllm = VllmEngine(self.cfg, self.groups, self.model, records_routing=records_routing)
         return self._vllm

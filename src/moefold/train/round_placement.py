@@ -12,7 +12,8 @@ from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
 from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, expand, place
@@ -25,21 +26,19 @@ class RoundPlacer:
     """Places the tokens of the rounds of a batch on the dp x cp ranks; every rank computes the same placement.
 
     Args:
-        cfg: the recipe.
         groups: the process groups of this rank.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        p = cfg.parallel
-        is_planned = chosen_in(p, ContextPart).is_planned and p.dp * p.cp > 1
-        self._shares_work = is_planned and p.attention_hosts == "balanced"
-        self._kind = p.placement
-        self._block = p.attention_block
+    def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
+        context = chosen_in(parallel, ContextPart)
+        self._shares_work = context.balances_hosts and parallel.dp * parallel.cp > 1
+        self._kind = parallel.placement
+        self._block = parallel.attention_block
         self._groups = groups
         self._shape = RoundShape(
-            dp=p.dp, cp=p.cp, micro_batch_size=cfg.train.micro_batch_size, seq_len=cfg.train.seq_len
+            dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
         )
-        self.moves_tokens = is_planned and p.placement != "samples"
+        self.moves_tokens = context.moves_tokens and parallel.dp * parallel.cp > 1
         """Whether ranks hold other tokens than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:

@@ -86,11 +86,13 @@ class RoundSampler:
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._collector = RolloutCollector(
             engine
-            or RolloutEngine(model, EngineSettings.of_recipe(cfg), self._sampling, records_routing=records_routing),
+            or RolloutEngine(
+                model, EngineSettings.of_recipe(cfg.rollout), self._sampling, records_routing=records_routing
+            ),
             reward,
             tokenizer,
             groups,
-            stop=stop_rule(cfg, tokenizer),
+            stop=stop_rule(cfg.data, cfg.reward, tokenizer),
             max_tokens=cfg.rollout.max_tokens,
         )
 

@@ -26,8 +26,10 @@ from moefold.checkpoint.checkpoint_dir import (
     resume_candidate,
     step_of,
 )
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.load import config_to_dict
 from moefold.config.part import without_source
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
@@ -117,7 +119,8 @@ def _contains_run(folder: Path, cfg: Config) -> bool:
         has_steps = metrics.is_file() and metrics.stat().st_size > 0
     except OSError:
         return False
-    return has_steps or bool(named_checkpoints(checkpoint_folder(_in_folder(cfg, folder))))
+    recipe = _in_folder(cfg, folder)
+    return has_steps or bool(named_checkpoints(checkpoint_folder(recipe.run, recipe.checkpoint)))
 
 
 def _with_number(run_dir: Path, number: int) -> Path:
@@ -157,12 +160,14 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
-    newest = _newest_intact_checkpoint(cfg)
+    newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if moved and (newest is None or _data_difference(read_meta(newest), cfg)):
         return False
     if newest is None:
         # All checkpoints are damaged: the start rejects that. No checkpoint: a running job may be about to save one.
-        return bool(named_checkpoints(checkpoint_folder(cfg))) or (folder != locked_folder and is_in_use(folder))
+        return bool(named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))) or (
+            folder != locked_folder and is_in_use(folder)
+        )
     if step_of(newest) < cfg.run.steps:
         return True
     ignored = ("parallel.",) if cfg.parallel.elastic else ()
@@ -187,7 +192,7 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
     settings = _read_settings(folder)
     if settings is None or cfg.checkpoint.resume != "auto" or not cfg.checkpoint.saves:
         return False
-    saved = checkpoint_folder(cfg)
+    saved = checkpoint_folder(cfg.run, cfg.checkpoint)
     if not _contains_run(folder, cfg) or named_checkpoints(saved):
         return False
     differing = _changed_keys(settings, cfg)
@@ -208,13 +213,13 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     resume = cfg.checkpoint.resume
     if resume == "never":
         return "checkpoint.resume='never'"
-    checkpoints = named_checkpoints(checkpoint_folder(cfg))
+    checkpoints = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     if resume != "auto":
         given = to_path(resume)
         # Checkpoints of later steps are rejected by name at the start.
         is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
-    newest = _newest_intact_checkpoint(cfg)
+    newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if newest is None:
         # Damaged checkpoints are rejected by name at the start.
         return "" if checkpoints else "it has no checkpoint to go on from"
@@ -247,10 +252,10 @@ def _data_difference(meta: CheckpointMeta, cfg: Config) -> str:
     return data_order_change(meta, cfg, fingerprint(cfg.data) if needs_content else None)
 
 
-def _newest_intact_checkpoint(cfg: Config) -> Path | None:
+def _newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
     """Return the newest checkpoint of the run whose file sizes are right."""
     damaged: list[str] = []
-    while (path := resume_candidate(cfg, damaged)) is not None and quick_validate(path):
+    while (path := resume_candidate(run, checkpoint, damaged)) is not None and quick_validate(path):
         damaged.append(str(path))
     return path
 
@@ -312,7 +317,11 @@ def _found_message(run_dir: Path, folder: Path) -> str:
 
 def _changes_message(settings: Settings | None, cfg: Config) -> str:
     """Return a message with the settings that changed on resume; empty if none did."""
-    if settings is None or cfg.checkpoint.resume != "auto" or _newest_intact_checkpoint(cfg) is None:
+    if (
+        settings is None
+        or cfg.checkpoint.resume != "auto"
+        or _newest_intact_checkpoint(cfg.run, cfg.checkpoint) is None
+    ):
         return ""
     changed = [
         _describe_change(key, settings, cfg) for key in _changed_keys(settings, cfg) if not _is_free_to_change(key)

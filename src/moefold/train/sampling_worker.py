@@ -55,7 +55,9 @@ class SamplingWorker:
         assert tokenizer.separator_id is not None, "checked before the run"
         self._pad_id = tokenizer.separator_id
         self._prompts = PromptSampler(
-            open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg))).train,
+            open_prompts(
+                cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
+            ).train,
             cfg.train.seq_len,
         )
         model = InferenceModel(rollout_config(cfg), groups)

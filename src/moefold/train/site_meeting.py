@@ -13,6 +13,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.part import flat_keys_of, keys_of, without_source
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import Message, read_secret
@@ -43,16 +44,20 @@ def equal_settings(cfg: Config) -> dict[str, Any]:
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
         | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
-        | {"run.seed": cfg.run.seed, ROUNDS_SETTING: round_order(cfg), "run.dtype": cfg.run.dtype}
-        | _optimizer_states(cfg)
+        | {
+            "run.seed": cfg.run.seed,
+            ROUNDS_SETTING: round_order(cfg.run, cfg.model, cfg.sites),
+            "run.dtype": cfg.run.dtype,
+        }
+        | _optimizer_states(cfg.train)
         | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )
 
 
-def _optimizer_states(cfg: Config) -> dict[str, Any]:
+def _optimizer_states(train: TrainConfig) -> dict[str, Any]:
     """Return the settings that decide which states the optimizer has, by name."""
-    optimizer = chosen_in(cfg.train, OptimizerPart)
+    optimizer = chosen_in(train, OptimizerPart)
     table = without_source(optimizer.as_table(), "file")
     owner: Any = type(optimizer)
     names = {field: name for field, name in flat_keys_of(owner) if isinstance(name, str)}

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_order_change, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
+from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.moe import MoEConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
@@ -105,7 +109,7 @@ def check_initial_weights(cfg: Config) -> None:
     if cfg.trains_adapters_only:
         from moefold.convert.preflight import check_initial_adapters
 
-        check_initial_adapters(cfg)
+        check_initial_adapters(cfg.lora, cfg.checkpoint)
     initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
     if cfg.rl.reference != "start":
         initial_weights["rl.reference"] = cfg.rl.reference
@@ -118,7 +122,8 @@ def check_initial_weights(cfg: Config) -> None:
             model = replace(cfg.model, upcycle_from=upcycle_from)
             with reworded_errors((r"^'", f"{key}: '")):
                 folder = weights_path(path)
-            if reason := init_from_unsupported_reason(replace(cfg, model=model), folder):
+            recipe = replace(cfg, model=model)
+            if reason := init_from_unsupported_reason(recipe.model, recipe.checkpoint, folder):
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 
@@ -139,10 +144,10 @@ def check_replay(cfg: Config) -> None:
             f"moe.replay={cfg.moe.replay!r} is the trace of this very run, which a new start removes; "
             "choose another run.dir"
         )
-    trace.check_replay(trace_shape(cfg), cfg.run.steps)
+    trace.check_replay(trace_shape(cfg.model, cfg.train), cfg.run.steps)
 
 
-def check_replay_content(cfg: Config) -> None:
+def check_replay_content(run: RunConfig, moe: MoEConfig) -> None:
     """Check every expert choice of the trace to replay; reads the whole trace, so call it on one process per host.
 
     The trace must have passed `check_replay`.
@@ -150,11 +155,11 @@ def check_replay_content(cfg: Config) -> None:
     Raises:
         ConfigError: an expert id is out of range, or a token has an expert twice.
     """
-    if not cfg.moe.replay:
+    if not moe.replay:
         return
     from moefold.data.routing_trace import RoutingTrace
 
-    RoutingTrace(Path(cfg.moe.replay), "moe.replay").check_content(cfg.run.steps)
+    RoutingTrace(Path(moe.replay), "moe.replay").check_content(run.steps)
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
@@ -302,7 +307,7 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     if rank_env is not None and cfg.parallel.elastic:
         cfg = with_world_size(cfg, rank_env.world_size)
     check_config(cfg)
-    _check_program_data(cfg, program_data)
+    _check_program_data(cfg.train, cfg.data, program_data)
     if rank_env is not None:
         check_world_size(rank_env, cfg.parallel.world_size, cfg.rollout.ranks)
     if cfg.faults.regroups:
@@ -359,19 +364,19 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
         )
 
 
-def _check_program_data(cfg: Config, program_data: "ProgramData | None") -> None:
+def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "ProgramData | None") -> None:
     """Check that a program passes samples if and only if the recipe says so, and that they fit the recipe."""
-    if program_data is not None and cfg.data.kind != "program":
-        raise ConfigError(f'data.kind={cfg.data.kind!r} must be "program" where a program passes the data')
-    if program_data is None and cfg.data.kind == "program":
+    if program_data is not None and data.kind != "program":
+        raise ConfigError(f'data.kind={data.kind!r} must be "program" where a program passes the data')
+    if program_data is None and data.kind == "program":
         from moefold.data.dataset import NEEDS_PROGRAM
 
         raise ConfigError(NEEDS_PROGRAM)
     if program_data is not None:
-        program_data.check(cfg.train.seq_len)
-        if cfg.train.eval_every and not len(program_data.validation):
+        program_data.check(train.seq_len)
+        if train.eval_every and not len(program_data.validation):
             raise ConfigError(
-                f"train.eval_every={cfg.train.eval_every} needs validation samples; set it to 0, or pass "
+                f"train.eval_every={train.eval_every} needs validation samples; set it to 0, or pass "
                 "ProgramData(train, validation)"
             )
 
@@ -399,17 +404,17 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     cfg = setup.folder.cfg
     if rank_env is not None and rank_env.local_rank != 0:
         return
-    check_replay_content(cfg)
+    check_replay_content(cfg.run, cfg.moe)
     if cfg.is_rl:
         from moefold.rl.preflight import check_rollout_data
 
         longest = check_rollout_data(cfg)
-        if cfg.rollout.engine == "vllm":
+        if cfg.rollout.uses_server:
             check_vllm(cfg, rank_env, max_tokens=longest)
         else:
             check_rollout_cache(cfg)
         check_saved_rollouts(setup)
-    elif cfg.data.kind != "program" and (cfg.data.kind != "tokens" or cfg.data.corrupt == "fatal"):
+    elif cfg.data.kind != "program" and not cfg.data.drops_files:
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
         prepare(
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
@@ -418,7 +423,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     if setup.resume is not None:
         from moefold.convert.run_tokenizer import check_run_tokenizer
 
-        check_run_tokenizer(cfg, setup.resume)
+        check_run_tokenizer(cfg.data, setup.resume)
 
 
 def check_saved_rollouts(setup: RunSetup) -> None:
@@ -435,7 +440,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     cfg = setup.folder.cfg
     meta = read_meta(setup.resume)
     if not data_order_change(meta, cfg, fingerprint(cfg.data)):
-        check_headers(table_headers(meta.rl), cfg)
+        check_headers(table_headers(meta.rl), cfg.train, cfg.rl)
 
 
 def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:
@@ -456,11 +461,11 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     rollout = cfg.rollout
     # The ranks of other machines need the server, and not the folder.
     is_first = rank_env is None or rank_env.rank == 0
-    if is_first and (reason := init_from_unsupported_reason(cfg, Path(rollout.folder))):
+    if is_first and (reason := init_from_unsupported_reason(cfg.model, cfg.checkpoint, Path(rollout.folder))):
         raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
     replays, _ = replays_routing(cfg, is_exact=False)
     try:
-        vllm_server(cfg, returns_experts=replays).check(max_tokens=max_tokens)
+        vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=replays).check(max_tokens=max_tokens)
     except VllmError as error:
         raise ConfigError(str(error)) from None
 
@@ -477,11 +482,11 @@ def check_rollout_cache(cfg: Config) -> None:
     from moefold.inference.engine.requests import EngineSettings, Request
 
     rollout = cfg.rollout
-    settings = EngineSettings.of_recipe(cfg)
+    settings = EngineSettings.of_recipe(cfg.rollout)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
     words = ("a larger cache_gib", "a larger rollout.cache_gib"), ("fewer slots", "fewer rollout.slots")
     with reworded_errors((r"\bcache_gib=", "rollout.cache_gib="), (r"\bslots=", "rollout.slots="), *words):
-        mappings = [rollout_config(cfg) if has_rollout_mapping(cfg) else cfg]
+        mappings = [rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg]
         if cfg.rl.staleness and cfg.train.eval_every:
             mappings.append(cfg)
         for mapping in mappings:
@@ -525,7 +530,7 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
     check_cuda_graphs_device(cfg, device_type)
     check_offload_device(cfg, device_type)
     check_memory_device(cfg, device_type)
-    if has_rollout_mapping(cfg):
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         num_training = cfg.parallel.world_size
         ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size
         first_rank = num_training if cfg.rollout.ranks else 0

@@ -58,7 +58,7 @@ class StepFault:
         decision = self.result.decision
         world = current_world()
         safe = world.all_gather_object(
-            _describe_intact_checkpoint(checkpoint_folder(self.cfg)) if world.is_rank0 else ""
+            _describe_intact_checkpoint(checkpoint_folder(self.cfg.run, self.cfg.checkpoint)) if world.is_rank0 else ""
         )[0]
         kept = f"nothing of the step was applied, and {safe}"
         if decision.reason == "mismatch":

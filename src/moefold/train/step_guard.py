@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from moefold.config.schema import FaultsConfig
+from moefold.config.faults import FaultsConfig
 from moefold.errors import ConfigError
 
 FaultAction = Literal["update", "log", "skip", "rollback", "stop"]

@@ -167,7 +167,11 @@ class TrainingStep:
         self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
         self.optimizer = build_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
-        self.outer = make_outer_optimizer(model, cfg, self.optimizer, state_store) if cfg.sites.is_active else None
+        self.outer = (
+            make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
+            if cfg.sites.is_active
+            else None
+        )
         self._delay = (
             GradientDelay(self.optimizer, trained, cfg.train.delay_correction) if cfg.train.gradient_delay else None
         )
@@ -191,7 +195,7 @@ class TrainingStep:
                     named_moments(self.optimizer, self.optimized),
                     zero,
                     self._fsdp_hooks,
-                    samples_by_replica(cfg),
+                    samples_by_replica(cfg.parallel, cfg.train),
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
@@ -258,7 +262,7 @@ class TrainingStep:
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, step, flags(), data_s, memory_tracker)
-        check_receive_loads(totals.receive_loads, self._cfg, f"step {step}")
+        check_receive_loads(totals.receive_loads, self._cfg.parallel, self._cfg.moe, f"step {step}")
         metrics = (
             None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
         )
@@ -422,10 +426,10 @@ class TrainingStep:
         self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._cfg)
+        loads = local_receive_load(self.model, self._cfg.parallel, self._cfg.moe)
         if loads.numel():
             loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._cfg, "the validation")
+        check_receive_loads(loads.cpu(), self._cfg.parallel, self._cfg.moe, "the validation")
         total = torch.stack(losses).sum(0)
         return float(all_reduce_sum(self._tp_dedup(total.double()), self.model.groups.world)), raised
 
@@ -477,7 +481,7 @@ class TrainingStep:
             times[world.rank, COMM] = waited_s
         packer.add("rank times", times)
         packer.add("offload", self._offload_metrics(device))
-        packer.add("receive loads", local_receive_load(self.model, self._cfg))
+        packer.add("receive loads", local_receive_load(self.model, self._cfg.parallel, self._cfg.moe))
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)

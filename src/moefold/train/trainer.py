@@ -235,7 +235,7 @@ class Trainer:
             if message
         ]
         messages += self._checkpointing.resume_messages
-        depends_on_dp = depends_on_data_parallel_size(self._cfg)
+        depends_on_dp = depends_on_data_parallel_size(self._cfg.model, self._cfg.moe)
         checkpoint_dp = self._checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):
             messages.append(
@@ -264,7 +264,7 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         from moefold.train.callbacks.sites import SiteRounds
 
         rounds = (SiteRounds(cfg),)
-        evaluations = (*evaluations, SiteEvaluation(cfg))
+        evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
     return (
         KernelChoices(),
         *rounds,

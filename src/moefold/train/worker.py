@@ -13,6 +13,9 @@ import torch
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink, JobSplit
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.faults import FaultsConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.data import ProgramData
 from moefold.errors import ConfigError
@@ -135,11 +138,15 @@ def train_on_rank(
         if regroups:
             loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
             status = loop.run(stop)
-            newest = None if regroup.is_spare or regroup.rank else _newest_checkpoint(folder.cfg)
+            newest = (
+                None if regroup.is_spare or regroup.rank else _newest_checkpoint(folder.cfg.run, folder.cfg.checkpoint)
+            )
             return TrainOutcome(status, run_dir, reporting.last, newest)
         status = training.train(folder.cfg, (), (), SaveHistory())
         watchdog.flight_recorder.set_phase("listing the checkpoints")
-        newest = current_world().all_gather_object(_newest_checkpoint(folder.cfg) if rank_env.rank == 0 else None)[0]
+        newest = current_world().all_gather_object(
+            _newest_checkpoint(folder.cfg.run, folder.cfg.checkpoint) if rank_env.rank == 0 else None
+        )[0]
         return TrainOutcome(status, run_dir, reporting.last, newest)
 
 
@@ -188,9 +195,9 @@ class _RankTraining:
             return trainer.run(self.stop)
 
 
-def _newest_checkpoint(cfg: Config) -> Path | None:
+def _newest_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
     """Return the newest complete checkpoint of a run."""
-    saved = complete_checkpoints(checkpoint_folder(cfg))
+    saved = complete_checkpoints(checkpoint_folder(run, checkpoint))
     return to_path(str(saved[-1])) if saved else None
 
 
@@ -234,7 +241,7 @@ class _RunLocks:
         """
         if self._is_held:
             return
-        for lock in _run_locks(self._folder.cfg):
+        for lock in _run_locks(self._folder.cfg.run, self._folder.cfg.checkpoint, self._folder.cfg.faults):
             self._stack.enter_context(lock)
         if starts_run:
             _reject_other_run(self._cfg, self._folder)
@@ -254,14 +261,14 @@ class _RunLocks:
         self._stack.__exit__(kind, error, trace)
 
 
-def _run_locks(cfg: Config) -> list[FolderLock]:
+def _run_locks(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> list[FolderLock]:
     """Return one lock for each folder that the run writes to."""
     # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
-    wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
-    folders = {"run.dir": Path(cfg.run.dir)}
+    wait_s = min(MAX_LOCK_WAIT_S, faults.timeout_s / 2)
+    folders = {"run.dir": Path(run.dir)}
     # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
-    if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
-        folders["checkpoint.dir"] = Path(cfg.checkpoint.dir)
+    if checkpoint.dir and checkpoint.saves and not is_remote(checkpoint.dir):
+        folders["checkpoint.dir"] = Path(checkpoint.dir)
     # One lock if both are the same folder: this process could not take it twice.
     distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
     return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]

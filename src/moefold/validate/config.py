@@ -109,12 +109,12 @@ def check_rollout_mapping(cfg: Config) -> None:
     Raises:
         ConfigError: it does not fit the ranks or the model.
     """
-    if not has_rollout_mapping(cfg):
+    if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         return
     try:
         check_config(rollout_config(cfg), is_training=False)
     except ConfigError as error:
-        degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg).items())
+        degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg.parallel, cfg.rollout).items())
         rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
         if cfg.rollout.ranks:
             rules = rules.replace("parallel.world_size", "rollout.ranks")
@@ -130,4 +130,6 @@ def check_model(model: ModelConfig) -> None:
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg))
-    raise_all(message for rule in MODEL_RULES for message in rule(cfg))
+    parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
+    messages = [message for rule in MODEL_RULES for message in rule(cfg)]
+    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
@@ -107,8 +108,7 @@ _OBSTACLES_BY_MODE: dict[str, Callable[[Config], Iterator[Obstacle]]] = {
 
 def has_documents(cfg: Config) -> bool:
     """Return whether the samples of a recipe may hold several documents."""
-    kinds = ("sft", "preference", "program", "task")
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.is_rl or cfg.data.kind in kinds
+    return cfg.data.has_documents or cfg.data.kind == "program"
 
 
 def check_cuda_graphs_device(cfg: Config, device_type: str) -> None:

@@ -37,7 +37,7 @@ def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = Tru
         has_c_kernels: whether the ranks compute with the C kernels; False only where they were selected and this
             machine has no compiler, or its libraries are faster, see `uses_c_kernels` in parallel/select_ops.py.
     """
-    if cfg.is_rl and cfg.rollout.engine == "vllm":
+    if cfg.is_rl and cfg.rollout.uses_server:
         return ("rollout.engine='vllm': it computes with kernels of its own; choose 'own'",)
     return (*_kernels(cfg, device_type, has_c_kernels), *_mapping(cfg), *_model(cfg), *_routing(cfg))
 
@@ -72,7 +72,7 @@ def _mapping(cfg: Config) -> Iterator[str]:
         degree = getattr(p, axis)
         if degree > MAX_COMMUTING_RANKS:
             yield f"parallel.{axis}={degree}: sums of more than two ranks depend on the number of tokens; set 2 or 1"
-        sampling = rollout_degrees(cfg)[axis]
+        sampling = rollout_degrees(cfg.parallel, cfg.rollout)[axis]
         if cfg.is_rl and sampling != degree:
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
@@ -116,7 +116,7 @@ def _model(cfg: Config) -> Iterator[str]:
             f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
             "the number of tokens; choose 0"
         )
-    head_dim = max(model.head_size, model.value_head_size)
+    head_dim = max(model.softmax_attention.head_dim, model.softmax_attention.value_width)
     if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if cfg.train.seq_len > MAX_EXACT_SEQ_LEN:

@@ -7,7 +7,6 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
-from moefold.validate.unused_rule import UnusedKeyRule
 
 
 def validate_targets(cfg: Config) -> Iterator[str]:
@@ -77,18 +76,3 @@ def validate_adapter_training(cfg: Config) -> Iterator[str]:
 
 
 LORA_RULES = (validate_targets, validate_adapter_training)
-
-UNUSED_LORA_KEYS = (
-    UnusedKeyRule(
-        "lora.alpha lora.targets lora.init_from",
-        lambda cfg: not cfg.lora.rank,
-        "lora.rank=0 trains all weights",
-        "set lora.rank",
-    ),
-    UnusedKeyRule(
-        "moe.bias_update_rate",
-        lambda cfg: cfg.lora.rank > 0,
-        "lora.rank freezes the bias of the experts with all other weights",
-        "set lora.rank=0",
-    ),
-)

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import RECOMPUTE_PARTS, Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
 from moefold.cost.recompute_parts import AUTO, containing_part, missing_reason
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError

@@ -105,7 +105,7 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     cache = min_rollout_cache_bytes(cfg)
     p = cfg.parallel
     drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
-    if has_rollout_mapping(cfg):
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         # Every stage may have ranks that draw under the other mapping: their mean is certain.
         of_sampling = rollout_config(cfg).parallel
         draws = [drawn // (of_sampling.tp * of_sampling.pp)] * p.pp
@@ -161,7 +161,7 @@ def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
         # The reference model has the weights of training, under its mapping, and no gradients.
         for parts, size in zip(found, reference_weight_bytes(cfg), strict=True):
             parts["reference weights"] = size
-    if has_rollout_mapping(cfg) and not cfg.rollout.ranks:
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
         view = WeightSharding.from_config(cfg, for_training=True).layout.attention
         sizes: list[list[int]] = [[] for _ in found]
         for rank, size in enumerate(rollout_weight_bytes(cfg)):
@@ -197,9 +197,9 @@ def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
     p = cfg.parallel
     sizes = [0] * p.pp
     for stage in plan_stages(cfg).stages:
-        for name in unit_names(cfg, stage):
-            shards = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg, name))
-            sizes[stage.pp_rank] += compute_dtype_bytes(cfg) * sum(weight.numel for weight in shards)
+        for name in unit_names(cfg.model, stage):
+            shards = (weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(cfg.model, cfg.lora, name))
+            sizes[stage.pp_rank] += compute_dtype_bytes(cfg.run) * sum(weight.numel for weight in shards)
     return tuple(BytesByPart(weights=size) for size in sizes)
 
 
@@ -325,7 +325,7 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage) -> float:
     left = share - (shortage.needed - shortage.available.size)
     if left <= 0:
         return 0.0
-    sampling = rollout_config(cfg) if has_rollout_mapping(cfg) else cfg
+    sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     num_pages = -(-cfg.train.seq_len // PAGE_POSITIONS) + 1
     least = cache_bytes(sampling, num_pages, cfg.rollout.slots, cfg.rollout.cache)
     fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share

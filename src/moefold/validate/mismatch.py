@@ -2,7 +2,8 @@
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.wire import WirePart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.topology.rollout_mapping import has_rollout_mapping
 
 EXACT_LIMIT = 1e-6
@@ -35,7 +36,7 @@ def mismatch_limit(cfg: Config, *, is_exact: bool, is_stale: bool = False) -> fl
 
 def mismatch_advice(cfg: Config) -> str:
     """Return the likely causes of a larger mismatch, and the ways out."""
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.uses_server:
         causes = (
             f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or "
             f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has "
@@ -64,7 +65,7 @@ def _own_engine(cfg: Config) -> tuple[str, str]:
     if cfg.rl.replay != "on" and not cfg.rl.staleness and has_moe_layers(cfg.model):
         causes.append("training chooses other experts than sampling")
         ways_out.append("set rl.replay='on'")
-    if has_rollout_mapping(cfg):
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         causes.append("stale weights in the copy that samples")
         ways_out.append("leave rollout.ranks, tp, pp, ep and etp out")
     return "; ".join(causes), ", or ".join(ways_out) or "report it with mismatch.jsonl"

@@ -1,17 +1,17 @@
-"""Rules on routing, load balancing and token dropping, and the requirements of DeepEP.
+"""Rules on routing and load balancing, and the requirements of DeepEP.
 
 DeepEP is refused where the recipe names it; with "auto" the reasons decide the fallback. Torch-free.
 """
 
-import math
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
-from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
@@ -29,8 +29,6 @@ def validate_routing(cfg: Config) -> Iterator[str]:
         return
     yield from _validate_zero_experts(cfg.model)
     yield from _validate_expert_groups(cfg.model, chosen(cfg, RouterScorePart))
-    yield from _validate_capacity(cfg.model, cfg.moe)
-    yield from _validate_padding(cfg)
     yield from _validate_replay(cfg.moe)
 
 
@@ -107,42 +105,6 @@ def _validate_expert_groups(model: ModelConfig, score: RouterScorePart) -> Itera
         yield (
             f"model.router_score={score.kind!r} scores a group by its two best experts, and model.num_groups="
             f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
-        )
-
-
-def _validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
-    """Check that a capacity gives every token an expert and can be exceeded."""
-    for key in ("capacity_factor", "eval_capacity_factor"):
-        factor = getattr(moe, key)
-        if factor > 0 and factor * model.top_k < 1:
-            minimum = math.ceil(100 / model.top_k) / 100
-            yield (
-                f"moe.{key}={factor} with model.top_k={model.top_k} gives all experts together a capacity below the "
-                f"number of tokens, so some would reach no expert; choose {minimum} or more, or 0.0 (dropless)"
-            )
-            continue
-        enough = model.num_router_choices / model.top_k
-        if factor >= enough and not moe.pad_to_capacity:
-            yield (
-                f"moe.{key}={factor} lets every expert take every token, and so drops nothing; choose less than "
-                f"num_experts/top_k={enough:g}, or 0.0 (dropless)"
-            )
-
-
-def _validate_padding(cfg: Config) -> Iterator[str]:
-    """Check that padding has a capacity, and that no other rank shares it."""
-    moe = cfg.moe
-    p = cfg.parallel
-    if moe.pad_to_capacity and moe.drop_scope == "full_sequence" and p.cp * p.tp > 1:
-        yield (
-            f"moe.pad_to_capacity=true with moe.drop_scope='full_sequence' would pad to cp*tp={p.cp * p.tp} times the "
-            "rows: the ranks share one capacity, and each would need a buffer for all of it; choose "
-            "drop_scope='sub_sequence', or pad_to_capacity=false"
-        )
-    if moe.pad_to_capacity and moe.capacity_factor == 0:
-        yield (
-            "moe.pad_to_capacity=true needs a capacity, and moe.capacity_factor=0.0 sets none; "
-            "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
         )
 
 

@@ -16,11 +16,11 @@ from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
-from moefold.config.schema import Config, has_dense_layers, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
@@ -173,9 +173,15 @@ def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[s
 
 def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     model = cfg.model
-    for unit in dict.fromkeys(layer.attention.tp_unit(model.hidden_size) for layer in model.block_kinds):
-        yield from _validate_divides("tp", tp, *unit)
-    yield from _validate_tp_of_groups(model, tp)
+    for key, size in dict.fromkeys(layer.attention.tp_unit(model.hidden_size) for layer in model.distinct_kinds):
+        yield from _validate_divides("tp", tp, key, size)
+    for groups in {weight.tp_heads for layer in model.distinct_kinds for weight in layer.params} - {0}:
+        if groups % tp and tp % groups:
+            yield (
+                f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
+                f"(key and value heads are then replicated); choose model.num_query_groups="
+                f"{nearest_multiples(groups, tp)}"
+            )
     yield from _validate_tp_of_outside(model, tp)
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
@@ -211,16 +217,6 @@ def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
                 )
 
 
-def _validate_tp_of_groups(model: ModelConfig, tp: int) -> Iterator[str]:
-    groups = model.num_key_value_heads
-    replicates_keys = any(weight.tp_heads for layer in model.block_kinds for weight in layer.params)
-    if groups % tp and replicates_keys and tp % groups:
-        yield (
-            f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
-            f"(key and value heads are then replicated); choose model.num_query_groups={nearest_multiples(groups, tp)}"
-        )
-
-
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     context = chosen(cfg, ContextPart)
     if cp > 1 and cfg.model.index_topk and not (context.takes_selected_keys or context.is_planned):
@@ -232,15 +228,14 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     if not context.shards_heads or cp == 1:
         return
     tp = cfg.parallel.tp
-    cores = (layer.core for layer in cfg.model.distinct_kinds)
-    for heads, groups in {(core.heads, core.kv_heads): 0 for core in cores if isinstance(core, SoftmaxCore)}:
-        if heads % tp or (groups % tp and tp % groups) or heads // tp % cp == 0:
-            continue
-        yield (
-            f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
-            f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
-            "parallel.context='ring' or 'allgather'"
-        )
+    cores = [layer.core for layer in cfg.model.distinct_kinds if isinstance(layer.core, SoftmaxCore)]
+    for heads, groups in dict.fromkeys((core.heads, core.kv_heads) for core in cores):
+        if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0) and heads // tp % cp:
+            yield (
+                f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
+                f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
+                "parallel.context='ring' or 'allgather'"
+            )
 
 
 def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 
 
 def validate_placed_tokens(cfg: Config) -> Iterator[str]:
     """Check that what needs whole samples, or the tokens of one micro-batch on one group of ranks, is off."""
-    p = cfg.parallel
-    if not chosen(cfg, ContextPart).is_planned or p.placement == "samples":
+    if not chosen(cfg, ContextPart).moves_tokens:
         return
-    name = f"parallel.placement={p.placement!r}"
+    name = f"parallel.placement={cfg.parallel.placement!r}"
     way_out = "choose parallel.placement='samples'"
     if cfg.is_rl:
         yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
@@ -36,7 +37,7 @@ def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
     is_balanced = cfg.parallel.placement == "balanced"
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
-        if factor > 0 and (is_balanced or moe.drop_scope == "sub_sequence"):
+        if factor > 0 and (is_balanced or not chosen_in(moe, DropScopePart).is_shared):
             whose = (
                 "of a micro-batch, whose tokens are on all ranks" if is_balanced else "of one rank's part of a sample"
             )

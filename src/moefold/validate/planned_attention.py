@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.topology.layout import divisors
 
@@ -10,7 +12,7 @@ def validate_attention_pool(cfg: Config) -> Iterator[str]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = cfg.parallel
     pool = p.attention_pool
-    if not pool or p.attention_hosts != "balanced":
+    if not pool or not chosen_in(p, ContextPart).balances_hosts:
         return
     ranks = p.dp * p.cp
     if pool == 1 < ranks and p.cp == 1:

@@ -1,6 +1,7 @@
 """Choice of routing replay (`rl.replay`): does training replay the experts that sampling chose? Torch-free."""
 
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 
 
 def replays_routing(cfg: Config, *, is_exact: bool) -> tuple[bool, str]:

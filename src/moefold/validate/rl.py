@@ -14,14 +14,11 @@ from moefold.config.suggestions import nearest_numbers
 from moefold.topology.layout import divisors
 from moefold.validate.replay import counts_replayed_choices
 
-RL_DATA_KINDS = ("task", "prompts")
-"""Kinds of data that have prompts."""
-
 
 def validate_rl_data(cfg: Config) -> Iterator[str]:
     """Check that reinforcement learning has prompts, and that prompts are not trained on as text."""
     kind = cfg.data.kind
-    if cfg.is_rl and kind not in RL_DATA_KINDS:
+    if cfg.is_rl and not cfg.data.has_prompts:
         yield (
             f"rl.group_size={cfg.rl.group_size} samples rollouts of prompts, and data.kind={kind!r} has none; choose "
             "data.kind='task' or 'prompts', or rl.group_size=0"

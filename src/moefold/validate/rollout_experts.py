@@ -14,8 +14,8 @@ def validate_rollout_experts(cfg: Config) -> Iterator[str]:
     """Check that the mapping of sampling can hold the experts as rollout.experts says."""
     if not cfg.is_rl:
         return
-    degrees = rollout_degrees(cfg)
-    if fetches_experts(cfg):
+    degrees = rollout_degrees(cfg.parallel, cfg.rollout)
+    if fetches_experts(cfg.rollout):
         yield from fetch_violations(degrees, "rollout")
     if cfg.rollout.experts == "whole":
         for axis in ("ep", "etp"):
@@ -55,7 +55,7 @@ def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int, 
     Raises:
         ConfigError: they cannot.
     """
-    if not fetches_experts(cfg):
+    if not fetches_experts(cfg.rollout):
         return
     if device_type != "cpu":
         raise ConfigError(

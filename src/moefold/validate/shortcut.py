@@ -13,7 +13,7 @@ def validate_shortcut(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if not model.moe_shortcut:
         return
-    if model.norm_placement != "pre":
+    if model.layers[0].residual.norms_output:
         yield (
             f"{KEY} does not go with model.norm_placement={model.norm_placement!r}: the routed output would be added "
             "without a norm; set norm_placement='pre'"

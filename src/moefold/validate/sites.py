@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.model import has_moe_layers
 from moefold.config.param_spec import expert_dp_dim
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.schema import Config
 from moefold.config.sites import NUM_SIMILAR
 from moefold.cost.adapter_spec import expert_names, training_weights
 from moefold.remote_path import is_remote
@@ -46,17 +47,17 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
     sites = cfg.sites
     if not sites.is_active:
         return
-    if sites.topology == "pairs" and sites.count == 1:
+    if sites.in_pairs and sites.count == 1:
         yield (
             f"sites.topology='pairs' (sites.method={sites.method!r}) exchanges between two sites, and sites.count=1; "
             "set sites.count, or choose sites.method='diloco'"
         )
-    if sites.topology == "pairs" and sites.owns_experts:
+    if sites.in_pairs and sites.owns_experts:
         yield (
             "sites.topology='pairs' exchanges with one other site, and sites.experts='own' needs the experts of all "
             "sites; choose topology='all', or experts='average'"
         )
-    if sites.topology == "pairs" and sites.overlaps_whole_round:
+    if sites.in_pairs and sites.overlaps_whole_round:
         yield (
             f"sites.topology='pairs' needs a sites.overlap below sites.every={sites.every}, as the pull between the "
             "outer weights of a pair is the pull of one round; choose a lower overlap, or topology='all'"
@@ -73,7 +74,7 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.every={sites.every} is above run.steps={cfg.run.steps}, so that only the round after the last "
             f"step is left; set sites.first={cfg.run.steps} if that is meant, or a lower sites.every"
         )
-    count = recipe_fragments(cfg)
+    count = recipe_fragments(cfg.model, cfg.sites)
     if sites.every < count:
         yield (
             f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
@@ -123,7 +124,7 @@ def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
             f"sites.moments='average' would replace moments by the moments of sites.overlap={sites.overlap} steps ago; "
             "choose overlap=0, or moments='keep'"
         )
-    if sites.moments == "reset" and recipe_fragments(cfg) > 1:
+    if sites.moments == "reset" and recipe_fragments(cfg.model, cfg.sites) > 1:
         yield (
             f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
             " has a round for a part of them; choose fragment_layers=0, or moments='keep'"
@@ -251,26 +252,8 @@ SITES_RULES = (
 
 UNUSED_SITES_KEYS = (
     UnusedKeyRule(
-        "sites.precision sites.residual sites.density sites.weigh",
-        lambda cfg: cfg.sites.count == 1,
-        "sites.count=1 sends nothing",
-        "set sites.count",
-    ),
-    UnusedKeyRule(
-        "sites.residual",
-        lambda cfg: cfg.sites.precision == "float32" and cfg.sites.density == 1,
-        "sites.precision='float32' and sites.density=1 lose nothing",
-        "choose sites.precision='bfloat16', 'int8' or 'fp4', or a lower sites.density",
-    ),
-    UnusedKeyRule(
-        "sites.values",
-        lambda cfg: cfg.sites.density == 1,
-        "sites.density=1 sends all differences in sites.precision",
-        "set sites.density, such as 0.015625",
-    ),
-    UnusedKeyRule(
         "sites.moments",
-        lambda cfg: not cfg.sites.is_active or (cfg.sites.count == 1 and cfg.sites.moments == "average"),
+        lambda cfg: cfg.sites.count == 1 and cfg.sites.moments == "average",
         "sites.count=1 exchanges no moments",
         "set sites.count",
     ),
@@ -281,75 +264,9 @@ UNUSED_SITES_KEYS = (
         "set sites.overlap to the value of sites.every",
     ),
     UnusedKeyRule(
-        "sites.clip",
-        lambda cfg: cfg.sites.momentum == 0,
-        "sites.momentum=0 is no momentum",
-        "set sites.momentum, or sites.method='co2'",
-    ),
-    UnusedKeyRule(
-        "sites.fragment_layers sites.overlap",
-        lambda cfg: not cfg.sites.is_active,
-        "sites.count=1 without an outer step has no rounds",
-        "set sites.count, or sites.method='diloco'",
-    ),
-    UnusedKeyRule(
-        "sites.keep_local",
-        lambda cfg: cfg.sites.overlap == 0,
-        "sites.overlap=0 applies a round before the next step",
-        "set sites.overlap",
-    ),
-    UnusedKeyRule(
         "sites.keep_local",
         lambda cfg: cfg.sites.overlaps_whole_round,
         "with sites.overlap equal to sites.every, a site begins each round at the outer weights",
         "choose a lower sites.overlap",
-    ),
-    UnusedKeyRule(
-        "sites.number sites.meet sites.secret sites.quorum sites.grace_s sites.timeout_s sites.topology",
-        lambda cfg: cfg.sites.count == 1,
-        "sites.count=1 exchanges nothing",
-        "set sites.count",
-    ),
-    UnusedKeyRule(
-        "sites.method",
-        lambda cfg: not cfg.sites.is_active,
-        "sites.count=1 without an outer step has no rounds",
-        "set sites.count",
-    ),
-    UnusedKeyRule(
-        "sites.every sites.first",
-        lambda cfg: not cfg.sites.is_active,
-        "sites.count=1 without an outer step has no rounds",
-        "set sites.count, or sites.method='diloco'",
-    ),
-    UnusedKeyRule(
-        "sites.nesterov",
-        lambda cfg: cfg.sites.momentum == 0,
-        "sites.momentum=0 is no momentum",
-        "set sites.momentum, or sites.method='diloco'",
-    ),
-    UnusedKeyRule(
-        "sites.experts",
-        lambda cfg: cfg.sites.count == 1,
-        "sites.count=1 trains all experts",
-        "set sites.count",
-    ),
-    UnusedKeyRule(
-        "sites.merge_experts",
-        lambda cfg: not cfg.sites.owns_experts,
-        'only experts that sites own are merged (sites.experts="own")',
-        'set sites.count and sites.method="spes"',
-    ),
-    UnusedKeyRule(
-        "sites.merge_every sites.merge_until",
-        lambda cfg: not (cfg.sites.owns_experts and cfg.sites.merge_experts),
-        "sites.merge_experts=0 merges no experts",
-        "set sites.merge_experts",
-    ),
-    UnusedKeyRule(
-        "sites.secret",
-        lambda cfg: cfg.sites.starts_all,
-        "sites.number=-1 makes a secret of its own",
-        "set sites.number and sites.meet",
     ),
 )

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from moefold.config.chosen import chosen
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.schema import Config
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
@@ -113,7 +115,7 @@ def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
             f"model.attention_pattern={cfg.model.attention_pattern!r}, has none; choose a pattern with F, or leave "
             "indexer_stage out"
         )
-    if cfg.is_rl or cfg.align.method != "none":
+    if cfg.is_rl or chosen(cfg, AlignmentPart).changes_training:
         what = f"rl.group_size={cfg.rl.group_size}" if cfg.is_rl else f"align.method='{cfg.align.method}'"
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
 
@@ -135,12 +137,5 @@ UNUSED_SPARSE_KEYS = (
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without keys to select",
         "choose a pattern with F",
-    ),
-    UnusedKeyRule(
-        "model.index_heads model.index_head_dim model.index_rope_interleaved model.index_pattern "
-        "train.indexer_stage train.indexer_loss",
-        lambda cfg: not cfg.model.index_topk,
-        "model.index_topk=0 attends to all keys",
-        "set model.index_topk",
     ),
 )

@@ -5,8 +5,9 @@ import math
 from collections.abc import Iterator
 
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
-from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, RunConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.errors import ConfigError
 from moefold.extras import install_command

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import AttentionPart
-from moefold.config.groups.choice import ChoicePart
 from moefold.config.model import ModelConfig
 from moefold.validate.unused_rule import UnusedKeyRule
 
@@ -20,20 +18,6 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 LAYER_RULES = (
     UnusedKeyRule(
-        "moe.weight_in_expert",
-        lambda cfg: cfg.model.router_probs_on_input,
-        "model.router_probs_on_input=true applies the routing weights before",
-        "leave one of them out",
-    ),
-    UnusedKeyRule(
-        "model.active_experts",
-        lambda cfg: (
-            not (cfg.model.zero_experts and cfg.model.expert_bias and chosen_in(cfg.moe, ChoicePart).scores_decide)
-        ),
-        "no expert bias balances experts against zero-computation experts",
-        "set model.zero_experts and model.expert_bias=true with moe.choice='topk'",
-    ),
-    UnusedKeyRule(
         "model.qk_norm_nope",
         lambda cfg: not cfg.model.qk_norm or not has_nope(cfg.model),
         "there is no norm of queries and keys (model.qk_norm), or no layer of model.rope_pattern is N",
@@ -44,12 +28,6 @@ LAYER_RULES = (
         lambda cfg: not has_nope(cfg.model) or not any(part.has_temperature for part in _attentions(cfg.model)),
         "no layer of model.rope_pattern is N, or model.attention='mla' has no temperature",
         "choose a pattern with N and model.attention='gqa'",
-    ),
-    UnusedKeyRule(
-        "model.nope_temperature_tokens",
-        lambda cfg: cfg.model.nope_temperature_scale == 0,
-        "model.nope_temperature_scale=0.0 changes no temperature",
-        "set model.nope_temperature_scale",
     ),
     UnusedKeyRule(
         "model.linear_attention",
@@ -63,5 +41,11 @@ LAYER_RULES = (
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without softmax attention",
         "choose a pattern with F",
+    ),
+    UnusedKeyRule(
+        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        lambda cfg: not cfg.model.has_rope,
+        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
+        "choose patterns with such a layer",
     ),
 )

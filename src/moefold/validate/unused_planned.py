@@ -9,7 +9,7 @@ from moefold.config.part import flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of
 from moefold.validate.cuda_graphs import has_documents
-from moefold.validate.unused_rule import UnusedKeyRule
+from moefold.validate.unused_rule import UnusedKeyRule, why_unread
 
 
 def _is_planned(cfg: Config) -> bool:
@@ -37,18 +37,6 @@ PLANNED_ATTENTION_RULES = (
         "parallel.cp=1 leaves every sample whole on its rank",
         "set parallel.cp above 1, or parallel.placement='balanced'",
     ),
-    UnusedKeyRule(
-        "parallel.attention_tolerance parallel.attention_pool",
-        lambda cfg: cfg.parallel.attention_hosts != "balanced",
-        "only parallel.attention_hosts='balanced' reads it",
-        "choose parallel.attention_hosts='balanced'",
-    ),
-    UnusedKeyRule(
-        "parallel.attention_block",
-        lambda cfg: cfg.parallel.attention_hosts != "balanced" and cfg.parallel.placement != "documents",
-        "only parallel.attention_hosts='balanced' and parallel.placement='documents' read it",
-        "choose one of these",
-    ),
 )
 """Rules on placements and hosts come first: others depend on them."""
 
@@ -56,13 +44,13 @@ PLANNED_ATTENTION_RULES = (
 def without_idle_attention_keys(cfg: Config) -> Config:
     """Return a recipe whose keys of planned attention without effect have their defaults."""
     part = chosen(cfg, ContextPart)
-    read = {key for _, key in flat_keys(part.group, part.kind)}
+    read = {str(key) for _, key in flat_keys(part.group, part.kind)}
     idle = [key for key, owners in readers().items() if owners[0][0] is ContextPart and key not in read]
     cfg = _with_defaults(cfg, idle)
     for rule in PLANNED_ATTENTION_RULES:
         if rule.condition(cfg):
             cfg = _with_defaults(cfg, rule.keys.split())
-    return cfg
+    return _with_defaults(cfg, [key for key in read if why_unread(cfg, key)])
 
 
 def _with_defaults(cfg: Config, keys: Iterable[str]) -> Config:

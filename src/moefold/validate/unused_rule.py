@@ -1,9 +1,16 @@
-"""Rule on keys without effect."""
+"""Keys without effect: rules, and the conditions of fields (`ReadIf`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from moefold.config.bounds import read_conditions
+from moefold.config.chosen import read_key
 from moefold.config.schema import Config
+from moefold.config.suggestions import choices_of, default_of, join_with_or
+
+MOST_CHOICES = 4
+"""Values of a key that a remedy lists."""
 
 
 @dataclass(frozen=True)
@@ -18,3 +25,51 @@ class UnusedKeyRule:
     condition: Callable[[Config], bool]
     reason: str
     remedy: str
+
+
+def why_unread(cfg: Config, name: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a key that nothing reads with the values of other keys; None: it is read.
+
+    Args:
+        cfg: the recipe.
+        name: the key, as "section.key".
+    """
+    for mark in read_conditions().get(name, ()):
+        conditions = mark.conditions.split()
+        values = {condition: read_key(cfg, _parse(condition)[0]) for condition in conditions}
+        if not any(_holds(condition, value) for condition, value in values.items()):
+            found = " and ".join(f"{_parse(condition)[0]}={format_value(value)}" for condition, value in values.items())
+            return f"nothing reads it with {found}", f"set {join_with_or(list(map(_way_out, conditions)))}"
+    return None
+
+
+def format_value(value: Any) -> str:
+    """Format the value of a key for a message: true and false as a recipe has them, strings in quotes."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _parse(condition: str) -> tuple[str, list[str], bool]:
+    """Return key and words of a condition, and whether the key must have one of them; none: not its default."""
+    key, _, words = condition.partition("=")
+    return key.removesuffix("!"), list(filter(None, words.split("|"))), not key.endswith("!")
+
+
+def _holds(condition: str, value: Any) -> bool:
+    """Return whether the value of the key of a condition meets it."""
+    key, words, must_equal = _parse(condition)
+    if not words:
+        return bool(value != default_of(*key.split(".")))
+    return (format_value(value).strip("'") in words) is must_equal
+
+
+def _way_out(condition: str) -> str:
+    """Return a key with the values that meet a condition; the key alone if it has many."""
+    key, words, must_equal = _parse(condition)
+    default = default_of(*key.split("."))
+    if isinstance(default, bool) and not words:
+        words = [format_value(not default)]
+    elif not words or not must_equal:
+        others = [choice for choice in choices_of(*key.split(".")) if choice not in (words or [default])]
+        words = others if len(others) <= MOST_CHOICES else []
+    values = [repr(word) if isinstance(default, str) else str(word) for word in words]
+    return f"{key}={join_with_or(values)}" if values else key

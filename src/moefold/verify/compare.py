@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data import ProgramData, Sampler
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics

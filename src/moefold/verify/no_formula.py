@@ -4,6 +4,7 @@ The oracle has no default branch over kinds. `unknown_kind` ends each `match` ov
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 """
 
+from dataclasses import fields
 from typing import Any, Never, NoReturn
 
 from moefold.config.part import Part, describe_part
@@ -33,6 +34,8 @@ def formula_of(part: Part) -> Any:
 
 
 def _no_formula_of(part: Part) -> NoReturn:
+    inner = (getattr(part, field.name) for field in fields(part))
+    part = next((one for one in inner if isinstance(one, Part) and one.formula() is None), part)
     raise NoFormulaError(
         f"the oracle has no formula for {describe_part(part)}, so this recipe cannot be judged; leave it "
         f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "

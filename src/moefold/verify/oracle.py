@@ -1,9 +1,9 @@
 """Oracle: single-process float64 reference training, sharing no code with the trainer, that every mapping must equal.
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
-every token. Parameters are addressed by name only. `oracle_routing` has the router, `oracle_attention` RoPE, MLA and
-FP8 rounding, `oracle_linear` linear attention, `oracle_indexer` the selection of sparse attention, `oracle_optimizer`
-the frame of the optimizers.
+every token. Parameters are addressed by name only. Parts have their formulas in files of their own; `oracle_routing`
+has the router, `oracle_attention` RoPE, `oracle_indexer` the selection of sparse attention, `oracle_optimizer` the
+frame of the optimizers.
 """
 
 import math
@@ -16,28 +16,26 @@ import torch
 from torch import Tensor
 
 from moefold.config.chosen import chosen, chosen_in, read_key
-from moefold.config.groups.attention import LinearFormula
+from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
+from moefold.config.groups.residual import ResidualFormula
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, flat_keys_of
+from moefold.config.part import Part, flat_keys_of, key_name
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
-from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
+from moefold.verify.no_formula import formula_of, no_formula
 from moefold.verify.oracle_attention import (
     apply_rope,
     document_positions,
-    has_a_gate_per_head,
     hidden_keys,
-    latent_queries,
-    mla_heads,
     nope_temperature,
-    softmax_scale,
+    rope_formula,
 )
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
@@ -305,67 +303,57 @@ class Oracle:
 
         A test shows that a formula reads each field of its part.
         """
-        for key in LAYER_KEYS:
-            read_key(cfg, key)
-        for layer in cfg.model.all_layers:
-            for part in layer.parts():
-                if isinstance(part, Part) and part.formula() is not None:
-                    owner: Any = type(part)
-                    for _, name in flat_keys_of(owner):
-                        read_key(cfg, str(name))
+        for name in LAYER_KEYS:
+            read_key(cfg, name)
+        for part in dict.fromkeys(part for layer in cfg.model.all_layers for part in layer.parts()):
+            if isinstance(part, Part) and part.formula() is None:
+                continue
+            framed = part.framed if isinstance(part, Part) else frozenset()
+            owner: Any = type(part)
+            for setting, key in flat_keys_of(owner):
+                if setting not in framed:
+                    read_key(cfg, key_name(key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
         name = f"layers.{i}"
-        factor = self.cfg.model.residual_multiplier
+        layer = self.cfg.model.all_layers[i]
+        stream: ResidualFormula = formula_of(layer.residual)
+
+        def norm(of: str) -> Callable[[Tensor], Tensor]:
+            return partial(self._hidden_norm, f"{name}.{of}_norm")
+
         attended = self._attention(
-            f"{name}.attention", self._input_norm(f"{name}.attention", x), documents, context.is_token, i
+            f"{name}.attention", stream.read(x, norm("attention")), documents, context.is_token, i
         )
-        x = x + factor * self._output_norm(f"{name}.attention", attended)
-        normed = self._input_norm(f"{name}.ffn", x)
-        match self.cfg.model.all_layers[i].ffn.kind:
-            case "swiglu":
-                shortcut = self._shortcut
-                self._shortcut = torch.zeros_like(x)
-                return x + shortcut + factor * self._output_norm(f"{name}.ffn", self._swiglu(f"{name}.ffn", normed))
-            case "moe":
-                return self._moe_layer(i, x, normed, context, routed)
-            case unknown:
-                no_formula(f"ffn {unknown!r}")
+        x = x + stream.added(attended, norm("attention_output"))
+        output, routed_output = formula_of(layer.ffn)(
+            ModuleWeights(self._weights, f"{name}.ffn"),
+            stream.read(x, norm("ffn")),
+            partial(self._route, i, context, routed),
+            self._round_dispatched,
+        )
+        shortcut, self._shortcut = self._shortcut, torch.zeros_like(x)
+        if routed_output is not None and self.cfg.model.moe_shortcut:
+            self._shortcut = stream.added(routed_output, lambda y: y)
+        elif routed_output is not None:
+            output = routed_output + output
+        return x + shortcut + stream.added(output, norm("ffn_output"))
 
-    def _moe_layer(
-        self, i: int, x: Tensor, normed: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
-    ) -> Tensor:
-        name = f"layers.{i}"
-        factor = self.cfg.model.residual_multiplier
-        weight = self._weights[f"{name}.ffn.router.weight"]
-        bias = self._weights[f"{name}.ffn.router.bias"] if self.cfg.model.router_bias else None
-        batch = self.router.route(i, normed, weight, bias, context)
+    def _route(
+        self,
+        i: int,
+        context: RoutingContext,
+        routed: dict[int, list[RoutedBatch]],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> RoutedBatch:
+        """Route the tokens of a layer, and append the result to its routing."""
+        batch = self.router.route(i, x, weight, bias, context)
         routed.setdefault(i, []).append(batch)
-        if self.cfg.model.moe_shortcut:
-            self._shortcut = factor * self._routed_experts(f"{name}.ffn", normed, batch)
-            return x + factor * self._shared_expert(f"{name}.ffn", normed)
-        output = self._routed_experts(f"{name}.ffn", normed, batch) + self._shared_expert(f"{name}.ffn", normed)
-        return x + factor * self._output_norm(f"{name}.ffn", output)
-
-    def _input_norm(self, name: str, x: Tensor) -> Tensor:
-        match self.cfg.model.norm_placement:
-            case "post":
-                return x
-            case "pre" | "both":
-                return self._hidden_norm(f"{name}_norm", x)
-            case unknown:
-                unknown_kind("model.norm_placement", unknown)
-
-    def _output_norm(self, name: str, x: Tensor) -> Tensor:
-        match self.cfg.model.norm_placement:
-            case "pre":
-                return x
-            case "post" | "both":
-                return self._hidden_norm(f"{name}_output_norm", x)
-            case unknown:
-                unknown_kind("model.norm_placement", unknown)
+        return batch
 
     def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
@@ -415,96 +403,54 @@ class Oracle:
         normalized: Tensor = self._residual_norm(x, self._weights[f"{name}.weight"], bias)
         return normalized
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        mean_square = x.square().mean(-1, keepdim=True)
-        weight = self._weights[f"{name}.weight"] + float(self.cfg.model.zero_centered_norms)
-        return x / (mean_square + self.cfg.model.norm_eps).sqrt() * weight
-
-    def _head_norm(self, name: str, y: Tensor, *, has_rope: bool) -> Tensor:
-        """Return queries or keys of all heads [B, S, heads, D] after their norm, if they have one."""
-        model = self.cfg.model
-        if not model.qk_norm or not (has_rope or model.qk_norm_nope):
-            return y
-        match model.qk_norm_width:
-            case "all_heads":
-                return self._norm(name, y.flatten(2)).view(y.shape)
-            case "head":
-                if model.qk_norm_weight:
-                    return self._norm(name, y)
-                return y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
-            case unknown:
-                unknown_kind("model.qk_norm_width", unknown)
-
-    def _swiglu(self, name: str, x: Tensor) -> Tensor:
-        gate, up, down = (self._weights[f"{name}.{w}"] for w in ("w_gate", "w_up", "w_down"))
-        gated = x @ gate.T
-        return (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T
+    def _head_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return an RMSNorm of queries or keys over their last dim."""
+        normed = x / (x.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
+        return normed if weight is None else normed * (weight + float(self.cfg.model.zero_centered_norms))
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
         part = model.all_layers[layer].attention
+        formula = formula_of(part)
         if part.is_recurrent:
-            return self._linear_attention(formula_of(part), name, x, documents)
-        batch, length, _ = x.shape
-        has_rope = part.has_rope
+            return self._linear_attention(formula, name, x, documents)
         positions = document_positions(documents)
 
-        def heads(letter: str, count: int) -> Tensor:
-            y = x @ self._weights[f"{name}.w{letter}"].T
-            if model.qkv_bias:
-                y = y + self._weights[f"{name}.b{letter}"]
-            return y.view(batch, length, count, model.head_size)
+        def rotate(y: Tensor, dims: int) -> Tensor:
+            return apply_rope(model, y, dims, positions) if part.has_rope else y
 
-        def rotate(y: Tensor) -> Tensor:
-            return apply_rope(model, y, model.rotary_dim, positions) if has_rope else y
-
-        def position_heads(letter: str, count: int, norm: str) -> Tensor:
-            y = heads(letter, count)
-            if model.qk_norm_after_rope:
-                return self._head_norm(f"{name}.{norm}", rotate(y), has_rope=has_rope)
-            return rotate(self._head_norm(f"{name}.{norm}", y, has_rope=has_rope))
-
-        match part.kind:
-            case "mla":
-                query, key, value = mla_heads(model, self._weights, name, x, positions if has_rope else None)
-            case "gqa":
-                query = position_heads("q", model.num_attention_heads, "query_norm")
-                key = position_heads("k", model.num_query_groups, "key_norm")
-                value = heads("v", model.num_query_groups)
-                if not has_rope:
-                    query = query * nope_temperature(model, positions)[:, :, None, None]
-            case unknown:
-                no_formula(f"model.attention={unknown!r}")
-        scale = softmax_scale(model)
+        weights = ModuleWeights(self._weights, name)
+        score_factor = rope_formula(model).score_factor
+        heads: SoftmaxHeads = formula(SoftmaxInput(weights, x, rotate, self._head_norm, score_factor))
+        query = heads.queries
+        if part.has_temperature and not part.has_rope:
+            query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
         if model.index_topk:
-            index = self._index(name, x, masked, positions, layer)
+            source = x if heads.index_source is None else heads.index_source
+            index = self._index(name, x, source, masked, positions, layer)
             masked = index.masked
         outputs = []
         probabilities = []
-        for head in range(model.num_attention_heads):
-            group = head * key.shape[2] // model.num_attention_heads
-            scores = query[:, :, head] @ key[:, :, group].mT * scale
+        num_heads = query.shape[2]
+        for head in range(num_heads):
+            group = head * heads.keys.shape[2] // num_heads
+            scores = query[:, :, head] @ heads.keys[:, :, group].mT * heads.scale
             scores = scores.masked_fill(masked, -math.inf)
-            if model.attention_sinks:
-                sink = self._weights[f"{name}.sinks"][head].expand(batch, length, 1)
+            if heads.sinks is not None:
+                sink = heads.sinks[head].expand(*x.shape[:2], 1)
                 probabilities.append(torch.cat((scores, sink), -1).softmax(-1)[..., :-1])
             else:
                 probabilities.append(scores.softmax(-1))
-            outputs.append(probabilities[-1] @ value[:, :, group])
+            attended = probabilities[-1] @ heads.values[:, :, group]
+            outputs.append(attended if heads.gates is None else attended * heads.gates[:, :, head])
         if index is not None:
             divergence = index.divergence(torch.stack(probabilities).sum(0).detach())
             num_layers = selection_sources(model).count(selection_sources(model)[layer])
             self._index_losses.append(divergence[is_token].sum() / num_layers)
-        attended = torch.cat(outputs, -1)
-        if model.attention_gate:
-            gates = 1 / (1 + torch.exp(-x @ self._weights[f"{name}.wg"].T))
-            if has_a_gate_per_head(model):
-                gates = gates.repeat_interleave(attended.shape[-1] // gates.shape[-1], -1)
-            attended = attended * gates
-        result = attended @ self._weights[f"{name}.wo"].T
-        return result + self._weights[f"{name}.bo"] if model.attention_output_bias else result
+        result = torch.cat(outputs, -1) @ weights["wo"].T
+        return result if heads.bias is None else result + heads.bias
 
     def _linear_attention(self, formula: LinearFormula, name: str, x: Tensor, documents: Tensor) -> Tensor:
         """Return the output of a layer without softmax for x [B, S, H], each document by itself."""
@@ -515,70 +461,18 @@ class Oracle:
             rows.append(torch.cat([formula(weights, sample[group], self.cfg.model.norm_eps) for group in groups]))
         return torch.stack(rows)
 
-    def _index(self, name: str, x: Tensor, masked: Tensor, positions: Tensor, layer: int) -> OracleIndexer:
+    def _index(
+        self, name: str, x: Tensor, source: Tensor, masked: Tensor, positions: Tensor, layer: int
+    ) -> OracleIndexer:
         """Return the selection of a layer: its own, or the selection of an earlier layer in the same micro-batch."""
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]
         rope_positions = positions if model.all_layers[layer].attention.has_rope else None
         index = OracleIndexer(self.cfg, self._weights, f"{name}.indexer", rope_positions)
-        match model.all_layers[layer].attention.kind:
-            case "mla":
-                source = latent_queries(model, self._weights, name, x)
-            case "gqa":
-                source = x
-            case unknown:
-                no_formula(f"model.attention={unknown!r}")
         index.score(x.detach(), source.detach(), masked)
         self._indexers[layer] = index
         return index
-
-    def _routed_experts(self, name: str, x: Tensor, routed: RoutedBatch) -> Tensor:
-        model = self.cfg.model
-        y = x.new_zeros(*x.shape[:-1], model.expert_hidden_size)
-        expert_input = x @ self._weights[f"{name}.latent_down.weight"].T if model.moe_hidden_size else x
-        expert_input = self._round_dispatched(expert_input)
-        for expert in range(model.num_experts):
-            gate, up, down = (self._weights[f"{name}.experts.{w}"][expert] for w in ("w_gate", "w_up", "w_down"))
-            weight = (routed.weights * (routed.experts == expert)).sum(-1, keepdim=True)
-            scaled_input = weight * expert_input if model.router_probs_on_input else expert_input
-            gated = scaled_input @ gate
-            raised = scaled_input @ up
-            if model.moe_bias:
-                gated = gated + self._weights[f"{name}.experts.b_gate"][expert]
-                raised = raised + self._weights[f"{name}.experts.b_up"][expert]
-            gain = 1.0
-            match model.moe_activation:
-                case "swiglu":
-                    pass
-                case "clamped_swiglu":
-                    limit = model.swiglu_limit
-                    gain = model.swiglu_alpha
-                    gated = torch.where(gated > limit, limit, gated)
-                    raised = torch.where(raised.abs() > limit, limit * raised.sign(), raised) + 1
-                case unknown_activation:
-                    unknown_kind("model.moe_activation", unknown_activation)
-            result = (gated * torch.sigmoid(gain * gated) * raised) @ down
-            if model.moe_bias:
-                result = result + self._weights[f"{name}.experts.b_down"][expert]
-            if model.router_probs_on_input:
-                # An expert that a token has not chosen computes 0 of 0, unless it has biases.
-                weight = (weight != 0).to(weight)
-            y = y + weight * result
-        if model.moe_hidden_size:
-            y = y @ self._weights[f"{name}.latent_up.weight"].T
-        is_zero = routed.experts >= model.num_experts
-        return y + (routed.weights * is_zero).sum(-1, keepdim=True) * x
-
-    def _shared_expert(self, name: str, x: Tensor) -> Tensor:
-        """Return the output of the shared expert; zeros if there is none."""
-        model = self.cfg.model
-        if not model.shared_expert_ffn_hidden_size:
-            return torch.zeros_like(x)
-        shared = self._swiglu(f"{name}.shared", x)
-        if model.shared_expert_gate:
-            shared = shared * torch.sigmoid(x @ self._weights[f"{name}.shared_gate"].T)
-        return shared
 
 
 def _is_trained(cfg: Config, name: str) -> bool:

@@ -1,56 +1,15 @@
-"""Oracle attention: MLA heads (arXiv:2405.04434 eq. 37 to 47), RoPE with its scalings, and FP8 dispatch rounding.
+"""Oracle attention: positions, what a query does not see, and RoPE with its scalings.
 
-Written from the papers' formulas and the FP8 format definition; no code is shared with the trainer.
+Written from the papers' formulas; no code is shared with the trainer.
 """
-
-import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.rope_scaling import RopeFormula, RopeScalingPart
 from moefold.config.model import ModelConfig
-from moefold.verify.no_formula import formula_of, no_formula, unknown_kind
-
-
-def mla_heads(
-    model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor, positions: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return MLA queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of x [B, S, H].
-
-    Args:
-        model: sizes.
-        weights: by name.
-        name: of the layer's attention.
-        x: normalised hidden states.
-        positions: of the tokens in their documents, [B, S]; None: a layer without RoPE.
-    """
-    nope_dim = model.qk_nope_head_dim
-    rope_dim = model.qk_rope_head_dim
-    rank = model.kv_lora_rank
-
-    def rotate(x: Tensor) -> Tensor:
-        return x if positions is None else apply_rope(model, x, rope_dim, positions)
-
-    compressed = latent_queries(model, weights, name, x)
-    to_query = weights[f"{name}.wq_up" if model.q_lora_rank else f"{name}.wq"]
-    joint = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wkv_down"])
-    latent = _latent_norm(weights[f"{name}.key_value_norm.weight"], joint[..., :rank])
-    if model.mla_scale_latents:
-        latent = latent * math.sqrt(model.hidden_size / rank)
-    shared = rotate(joint[..., None, rank:])[:, :, 0]
-    queries = []
-    keys = []
-    values = []
-    for head in range(model.num_attention_heads):
-        rows = to_query[head * (nope_dim + rope_dim) : (head + 1) * (nope_dim + rope_dim)]
-        query = compressed @ rows.T
-        queries.append(torch.cat((query[..., :nope_dim], rotate(query[..., None, nope_dim:])[:, :, 0]), -1))
-        width = nope_dim + model.v_head_dim
-        rows = weights[f"{name}.wkv_up"][head * width : (head + 1) * width]
-        keys.append(torch.cat((latent @ rows[:nope_dim].T, shared), -1))
-        values.append(latent @ rows[nope_dim:].T)
-    return torch.stack(queries, 2), torch.stack(keys, 2), torch.stack(values, 2)
+from moefold.verify.no_formula import formula_of
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -86,40 +45,10 @@ def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
     return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
 
 
-def latent_queries(model: ModelConfig, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """Return what MLA's query heads are projected from: the normalised query latent, or without one x [B, S, H]."""
-    if not model.q_lora_rank:
-        return x
-    compressed = torch.einsum("bsh,rh->bsr", x, weights[f"{name}.wq_down"])
-    compressed = _latent_norm(weights[f"{name}.query_norm.weight"], compressed)
-    return compressed * math.sqrt(model.hidden_size / model.q_lora_rank) if model.mla_scale_latents else compressed
-
-
-def _latent_norm(weight: Tensor, latent: Tensor) -> Tensor:
-    # DeepSeek's released code uses epsilon 1e-6 for these norms.
-    return weight * latent / torch.sqrt(1e-6 + latent.square().mean(-1, keepdim=True))
-
-
-def softmax_scale(model: ModelConfig) -> float:
-    """Return the softmax scale of the attention scores."""
-    scale = model.attention_scale or 1 / math.sqrt(model.head_size)
-    match model.attention:
-        case "gqa":
-            return scale
-        case "mla":
-            return scale * _mscale_of_latents(model) ** 2
-        case unknown:
-            no_formula(f"model.attention={unknown!r}")
-
-
-def _mscale_of_latents(model: ModelConfig) -> float:
-    match model.rope_scaling:
-        case "yarn" if model.rope_mscale_all_dim > 0:
-            return yarn_mscale(model.rope_scaling_factor, model.rope_mscale_all_dim)
-        case "yarn" | "none" | "linear" | "llama3" | "ntk" | "longrope":
-            return 1.0
-        case unknown:
-            unknown_kind("model.rope_scaling", unknown)
+def rope_formula(model: ModelConfig) -> RopeFormula:
+    """Return the formula of the scaling of RoPE."""
+    found: RopeFormula = formula_of(chosen_in(model, RopeScalingPart))
+    return found
 
 
 def apply_rope(
@@ -138,102 +67,13 @@ def apply_rope(
     """
     half = rotary_dim // 2
     length = x.shape[1]
-    frequency = torch.tensor([_inv_freq(model, i, rotary_dim, length) for i in range(half)], dtype=torch.float64)
-    angle = positions.double()[..., None] * frequency
-    rotation = torch.polar(torch.full_like(angle, _attention_factor(model, length)), angle)[:, :, None, :]
+    formula = rope_formula(model)
+    frequencies = [formula.frequency(i, model.rope_theta, rotary_dim, length) for i in range(half)]
+    angle = positions.double()[..., None] * torch.tensor(frequencies, dtype=torch.float64)
+    rotation = torch.polar(torch.full_like(angle, formula.rotated_factor(length)), angle)[:, :, None, :]
     if model.rope_interleaved if is_interleaved is None else is_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
         rotated = torch.view_as_real(pairs * rotation).flatten(-2)
         return torch.cat((rotated, x[..., rotary_dim:]), -1)
     pairs = torch.complex(x[..., :half], x[..., half:rotary_dim]) * rotation
     return torch.cat((pairs.real, pairs.imag, x[..., rotary_dim:]), -1)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's logarithmic attention scale for a context extension by `factor`."""
-    return 1 + mscale * math.log(factor) / 10
-
-
-def _attention_factor(model: ModelConfig, length: int) -> float:
-    factor = model.rope_scaling_factor
-    match model.rope_scaling:
-        case "none" | "linear" | "llama3" | "ntk":
-            return 1.0
-        case "longrope":
-            of_short_and_long = (model.rope_short_mscale, model.rope_long_mscale)
-            original = model.rope_original_seq_len
-            return of_short_and_long[length > original] or math.sqrt(1 + math.log(factor, original))
-        case "yarn":
-            given = model.rope_attention_factor
-            numerator = model.rope_mscale
-            denominator = model.rope_mscale_all_dim
-            if given > 0:
-                return given
-            return yarn_mscale(factor, numerator or 1.0) / yarn_mscale(factor, denominator if numerator else 0.0)
-        case unknown:
-            unknown_kind("model.rope_scaling", unknown)
-
-
-def _inv_freq(model: ModelConfig, i: int, rotary_dim: int, length: int) -> float:
-    frequency = 1.0 / model.rope_theta ** (2 * i / rotary_dim)
-    stretched = frequency / model.rope_scaling_factor
-    match model.rope_scaling:
-        case "none":
-            return frequency
-        case "linear":
-            return stretched
-        case "ntk":
-            return float(frequency * model.rope_scaling_factor ** (-2 * i / (rotary_dim - 2)))
-        case "longrope":
-            of_short_and_long = (model.rope_short_factors, model.rope_long_factors)
-            return frequency / of_short_and_long[length > model.rope_original_seq_len][i]
-        case "yarn":
-            ramp = _yarn_ramp(model, i, rotary_dim)
-            return stretched * ramp + frequency * (1 - ramp)
-        case "llama3":
-            return _llama3_frequency(model, frequency)
-        case unknown:
-            unknown_kind("model.rope_scaling", unknown)
-
-
-def _llama3_frequency(model: ModelConfig, frequency: float) -> float:
-    stretched = frequency / model.rope_scaling_factor
-    wavelength = 2 * math.pi / frequency
-    longest = model.rope_original_seq_len / model.rope_low_freq_factor
-    shortest = model.rope_original_seq_len / model.rope_high_freq_factor
-    if wavelength < shortest or wavelength == longest == shortest:
-        return frequency
-    if wavelength > longest:
-        return stretched
-    smooth = (model.rope_original_seq_len / wavelength - model.rope_low_freq_factor) / (
-        model.rope_high_freq_factor - model.rope_low_freq_factor
-    )
-    return (1 - smooth) * stretched + smooth * frequency
-
-
-def _yarn_ramp(model: ModelConfig, i: int, rotary_dim: int) -> float:
-    """Return YaRN's interpolation ramp: 0 for high-frequency pairs (extrapolated), 1 for low-frequency ones."""
-
-    def dim_of(rotations: float) -> float:
-        # original_seq_len * theta**(-2d/rotary_dim) / (2 pi) = rotations, solved for d.
-        return rotary_dim / 2 * math.log(model.rope_original_seq_len / (rotations * 2 * math.pi), model.rope_theta)
-
-    low = dim_of(model.rope_beta_fast)
-    high = dim_of(model.rope_beta_slow)
-    if model.rope_truncate:
-        low, high = float(math.floor(low)), float(math.ceil(high))
-    low, high = max(0.0, low), min(high, rotary_dim - 1.0)
-    if low == high:
-        high = low + 0.001
-    return min(1.0, max(0.0, (i - low) / (high - low)))
-
-
-def has_a_gate_per_head(model: ModelConfig) -> bool:
-    """Return whether a gate of softmax attention belongs to a whole head, not to one dim of it."""
-    match model.attention_gate_width:
-        case "head":
-            return True
-        case "dim":
-            return False
-        case unknown:
-            unknown_kind("model.attention_gate_width", unknown)

@@ -16,18 +16,16 @@ from torch import Tensor
 from moefold.config.chosen import chosen
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.choice import ChoiceFormula, ChoicePart
+from moefold.config.groups.drop import DropPart, QueueEntry
+from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.groups.router_score import RouterScorePart, ScoreFormula
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.verify.no_formula import formula_of, unknown_kind
+from moefold.verify.no_formula import formula_of
 
 UINT64_MASK = 2**64 - 1
-TIE_TOLERANCE = 2.0**-36
-"""Relative difference up to which two probabilities count as equal when a full expert drops tokens by position."""
 SAMPLING_STREAM = 0xBF58476D1CE4E5B9
 """XOR of the seed of the input jitter with it is the seed of the samples."""
-QueueEntry = tuple[float, int, int, int, int]
-"""Entry of an expert's queue: negative probability, token index, sample, position and choice."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,8 @@ class OracleRouter:
         self.biases = {name: zeros.clone() for name in names}
         self._score: ScoreFormula = formula_of(chosen(cfg, RouterScorePart))
         self._choice: ChoiceFormula = formula_of(chosen(cfg, ChoicePart))
+        self._in_kept_order = formula_of(chosen(cfg, DropPart))
+        self._drop_scopes = formula_of(chosen(cfg, DropScopePart))
         scope = chosen(cfg, BalanceScopePart)
         self._balanced_pairs = formula_of(scope)
         uses_last_counts = self.aux_coefficient > 0 and scope.keeps_counts
@@ -246,11 +246,9 @@ class OracleRouter:
         if not context.is_training and moe.eval_capacity_factor >= 0:
             factor = moe.eval_capacity_factor
         batch, length, top_k = experts.shape
-        scopes = self._drop_scopes(length)
-        keeps_probable = self._keeps_probable
         if factor == 0:
             return
-        for positions in scopes:
+        for positions in self._drop_scopes(length, self._chunks):
             tokens = int(context.is_token[:, list(positions)].sum())
             capacity = max(1, math.ceil(tokens * top_k / model.num_router_choices * factor))
             queues: dict[int, list[QueueEntry]] = {}
@@ -259,33 +257,12 @@ class OracleRouter:
                     if not context.is_token[b, s]:
                         continue
                     for k in range(top_k):
-                        first = -float(weights[b, s, k].detach()) if keeps_probable else 0.0
-                        queues.setdefault(int(experts[b, s, k]), []).append((first, s * batch + b, b, s, k))
+                        entry = float(weights[b, s, k].detach()), s * batch + b, (b, s, k)
+                        queues.setdefault(int(experts[b, s, k]), []).append(entry)
             for expert, queue in queues.items():
                 if expert >= model.num_experts:
                     continue
-                for *_, b, s, k in _by_priority(queue)[capacity:]:
-                    yield b, s, k
-
-    def _drop_scopes(self, length: int) -> Sequence[Sequence[int]]:
-        """Return the positions over which each capacity is counted."""
-        match self._cfg.moe.drop_scope:
-            case "full_sequence":
-                return [range(length)]
-            case "sub_sequence":
-                return self._chunks
-            case unknown:
-                unknown_kind("moe.drop_scope", unknown)
-
-    @property
-    def _keeps_probable(self) -> bool:
-        match self._cfg.moe.drop_policy:
-            case "probs":
-                return True
-            case "position":
-                return False
-            case unknown:
-                unknown_kind("moe.drop_policy", unknown)
+                yield from (choice for *_, choice in self._in_kept_order(queue)[capacity:])
 
     def _noise(self, layer: int, shape: torch.Size, context: RoutingContext, stream: int = 0) -> Tensor:
         """Return uniform noise in [0, 1) for each feature of each token, by SplitMix64."""
@@ -312,19 +289,6 @@ def bias_name(layer: int) -> str:
 def last_counts_name(layer: int) -> str:
     """Return the name, in the whole model, of a layer's expert counts of the previous step."""
     return f"layers.{layer}.ffn.last_counts_E"
-
-
-def _by_priority(queue: list[QueueEntry]) -> list[QueueEntry]:
-    """Sort a queue by descending probability; consecutive probabilities within the tolerance are sorted by position."""
-    tie = 0
-    ties = []
-    last = None
-    for entry in sorted(queue):
-        if last is not None and entry[0] - last > TIE_TOLERANCE * abs(last):
-            tie += 1
-        last = entry[0]
-        ties.append((tie, *entry[1:]))
-    return [(0.0, *entry[1:]) for entry in sorted(ties)]
 
 
 def _splitmix64(value: int) -> int:

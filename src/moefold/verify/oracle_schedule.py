@@ -2,7 +2,7 @@
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.lr_schedule import LrSchedulePart
-from moefold.config.schema import TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.verify.no_formula import formula_of
 
 

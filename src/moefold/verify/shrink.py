@@ -7,16 +7,21 @@ from math import lcm, prod
 
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import RoutingSections, chosen, chosen_in, with_part
+from moefold.config.data import DataConfig
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.patterns import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, spell
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
@@ -161,14 +166,15 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         model=_shrink_model(cfg.model, parallel, tp=cfg.parallel.tp),
         moe=replace(cfg.moe, replay=""),
         train=_shrink_train(cfg, parallel),
-        data=DataConfig(kind="synthetic", document_end=0 if _has_documents(cfg) else -1),
+        data=DataConfig(kind="synthetic", document_end=0 if cfg.data.has_documents else -1),
         align=AlignConfig(),
         rl=RLConfig(),
         rollout=RolloutConfig(),
         reward=RewardConfig(),
         sites=SitesConfig(),
     )
-    small = replace(small, model=_keep_rope_factors(cfg, small), lora=_shrink_adapters(cfg.lora, small.model))
+    scaling = chosen(small, RopeScalingPart).shrink(small.model.rotary_dim, cfg.train.seq_len, small.train.seq_len)
+    small = with_part(replace(small, lora=_shrink_adapters(cfg.lora, small.model)), scaling)
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
@@ -185,16 +191,6 @@ def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
     return replace(lora, rank=rank, init_from="")
 
 
-def _keep_rope_factors(cfg: Config, small: Config) -> ModelConfig:
-    """Return the model with an original context of LongRoPE that selects the same of its factors."""
-    model = small.model
-    if model.rope_scaling != "longrope":
-        return model
-    seq_len = small.train.seq_len
-    is_long = cfg.train.seq_len > model.rope_original_seq_len
-    return replace(model, rope_original_seq_len=min(model.rope_original_seq_len, seq_len - 1) if is_long else seq_len)
-
-
 def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
     """Make documents of few tokens divisible, and pools legal for lowered degrees, so that work still moves."""
     is_legal_pool = p.attention_pool % p.cp == 0 and p.attention_pool and p.dp * p.cp % p.attention_pool == 0
@@ -203,12 +199,6 @@ def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
         attention_block=min(p.attention_block, MAX_ATTENTION_BLOCK),
         attention_pool=p.attention_pool if is_legal_pool else 0,
     )
-
-
-def _has_documents(cfg: Config) -> bool:
-    """Return whether attention is masked at document boundaries."""
-    kinds = ("sft", "preference", "task", "prompts")
-    return cfg.data.document_end >= 0 or cfg.data.document_index or cfg.data.kind in kinds
 
 
 def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig:
@@ -223,17 +213,15 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
         num_layers = sum(stage_sizes)
     attention_pattern = _keep_kinds(spell(model.attention_pattern, ATTENTION_KINDS, model.num_layers), num_layers)
-    key_value_heads = model.num_key_value_heads
+    weights = model.softmax_attention.params(model.hidden_size)
+    key_value_heads = max(weight.tp_heads for weight in weights) or model.num_attention_heads
     groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
     if chosen_in(p, ContextPart).shards_heads:
         groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
     heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
     num_experts = _num_experts(model, p)
-    rotary_dim = HEAD_SIZE // 2 if model.attention == "mla" else round(HEAD_SIZE * model.rope_fraction)
     return replace(
         model,
-        rope_short_factors=_spread(model.rope_short_factors, rotary_dim // 2),
-        rope_long_factors=_spread(model.rope_long_factors, rotary_dim // 2),
         sparsemixer_jitter=max(model.sparsemixer_jitter, MIN_MIXER_JITTER)
         if chosen(RoutingSections(model, MoEConfig()), RouterScorePart).chooses
         else model.sparsemixer_jitter,
@@ -275,11 +263,6 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
         shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
         init_std=0.2,
     )
-
-
-def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """Return `count` of the values at even distances; none of none."""
-    return tuple(values[i * len(values) // count] for i in range(count)) if values else ()
 
 
 def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from moefold.model.moe.adapted_experts import NO_ADAPTER, ExpertAdapters, adapted_experts
-from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.interface import ExpertOptions, ExpertWeights
+from tests.model.moe.reference_experts import reference_experts
 from tests.ops.c_kernels import needs_compiler
 
 COUNTS = [3, 0, 5, 0]

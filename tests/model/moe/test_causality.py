@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from tests.model.moe.reference import make_weights
 

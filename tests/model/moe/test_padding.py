@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.moe import layer as layer_module
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.losses import RouterStats

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 

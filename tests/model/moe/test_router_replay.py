@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import ReplayedRouting

@@ -4,12 +4,17 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.find import find_part
 from moefold.model.moe.dispatch import ShardedMicroBatch
 from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import LocalMicroBatch
 from moefold.topology.layout import fold
 
 S, B, E, K = 16, 2, 4, 2
+
+
+def _policy(kind: str) -> CapacityPolicy:
+    return CapacityPolicy(0.6, find_part("drop", kind)(), find_part("drop_scope", "full_sequence")())
 
 
 def _routing() -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +31,7 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
     scope = ShardedMicroBatch(group, groups.attn.stage, groups.attn.tp, positions)
     ids, probs = (whole[positions].flatten(0, 1) for whole in _routing())
     keys = (positions.unsqueeze(1) * B + torch.arange(B)).flatten()
-    kept = CapacityPolicy(0.6, policy, "full_sequence").keep_mask(ids, probs, keys, E, scope)
+    kept = _policy(policy).keep_mask(ids, probs, keys, E, scope)
     assert scope.data_parallel_size == groups.layout.dp
     assert scope.sum_over_data_parallel(torch.tensor(1)).item() == groups.layout.world_size // groups.layout.pp
     return keys.tolist(), kept.tolist(), scope.sum(torch.tensor(float(group.rank))).item()
@@ -37,7 +42,7 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
 @pytest.mark.parametrize("sizes", [{"world_size": 2, "tp": 2}, {"world_size": 4, "cp": 2, "tp": 2}], ids=str)
 def test_drops_do_not_depend_on_the_mapping(pool, sizes, policy):
     ids, probs = (whole.flatten(0, 1) for whole in _routing())
-    rule = CapacityPolicy(0.6, policy, "full_sequence")
+    rule = _policy(policy)
     expected = rule.keep_mask(ids, probs, torch.arange(S * B), E, LocalMicroBatch()).tolist()
     assert not all(all(row) for row in expected)
     seen = {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from moefold.ops import gemm
 

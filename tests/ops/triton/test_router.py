@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.moe.losses import count_tokens_per_expert
 from moefold.model.moe.router import FusedRouting, Router, fused_router_unsupported_reason
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions

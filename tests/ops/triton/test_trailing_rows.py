@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moefold.model.moe.fused_experts import fused_experts
-from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.grouped_experts import GroupedExpertOps
@@ -13,6 +12,7 @@ from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps
+from tests.model.moe.reference_experts import reference_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, F = 9, 7

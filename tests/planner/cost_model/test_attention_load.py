@@ -11,11 +11,12 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import load_distribution
-from moefold.planner.lengths.samples import StreamedSamples, equal_documents
+from moefold.planner.lengths.samples import StreamedSamples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.simulator.simulate import simulate_mapping
+from tests.planner.lengths.equal_documents import equal_documents
 
 SEQ_LEN = 32768
 WORK = TrainingWorkload(seq_len=SEQ_LEN, global_batch_size=32)
@@ -79,19 +80,19 @@ def test_planned_attention_pays_for_its_rows():
     assert home.sent_queries == 0 < balanced.sent_queries
     ring, rows = pricer(wlb()).step_time(FOLDED).parts, pricer(wlb(PLANNED)).step_time(FOLDED).parts
     assert 0 < rows["cp_comm"] < ring["cp_comm"]
-    spec = load_model_spec("mixtral-8x7b").kinds[0].mixer
+    spec = load_model_spec("mixtral-8x7b").kinds[0].mixer.core
     model = pricer(wlb(BALANCED))
     cost = model.mixer_time(0, FOLDED)
     (forward,) = [item.seconds for item in cost.forward if item.part == "cp_comm"]
     (backward,) = [item.seconds for item in cost.backward if item.part == "cp_comm"]
     tokens = SEQ_LEN / 4
-    keys = balanced.sent_keys * spec.num_kv_heads / 2 * 2 * 128 * 2
-    queries = balanced.sent_queries * spec.num_heads / 2
+    keys = balanced.sent_keys * spec.kv_heads / 2 * 2 * 128 * 2
+    queries = balanced.sent_queries * spec.heads / 2
     # In bfloat16, but for the gradients of keys and values, in float32.
     sent = tokens * (keys + queries * 2 * 128 * 2), tokens * (3 * keys + queries * 4 * 128 * 2)
     group = RankGroup(32, 2)
     far = [
-        tokens * (balanced.remote_keys * 2048 * times + balanced.remote_queries * spec.num_heads / 2 * query)
+        tokens * (balanced.remote_keys * 2048 * times + balanced.remote_queries * spec.heads / 2 * query)
         for times, query in ((1, 512), (3, 1024))
     ]
     assert 0 < far[0] < sent[0]

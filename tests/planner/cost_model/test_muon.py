@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.schema import TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.parts.optimizer.adamw.part import BF16_MOMENTS_BYTES_PER_PARAM, BYTES_PER_PARAM
 from moefold.parts.optimizer.muon.part import BYTES_PER_PARAM as MUON_BYTES_PER_PARAM

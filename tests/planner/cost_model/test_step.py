@@ -9,11 +9,11 @@ from moefold.config.model import ModelConfig
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
-from moefold.planner.cost_model.layer import LayerCostModel
+from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.model_spec import SCAN_SHARE, load_model_spec, model_spec_from_config
+from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from tests.clock import processor_s
 
 FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
@@ -235,7 +235,7 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
         sizes = {"kv_lora_rank": 512, "index_topk": 256, "index_head_dim": index_head_dim}
         model = ModelConfig(hidden_size=512, attention="mla", qk_rope_head_dim=64, **sizes)
         spec = model_spec_from_config(model)
-        assert spec.kinds[0].mixer.key_value_size == 512 + 64
+        assert spec.kinds[0].mixer.core.key_value_width == 512 + 64
         block = LayerCostModel(spec, device, WORK).mixer(0, tp=1, cp=4, mbs=1)
         (forward,) = (item.seconds for item in block.forward if item.part == "cp_comm")
         return forward

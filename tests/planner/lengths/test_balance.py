@@ -8,9 +8,10 @@ import pytest
 from moefold.planner.cost_model.attention_load import AttentionPeers
 from moefold.planner.lengths.balance import DocumentLoads, plan_loads
 from moefold.planner.lengths.distribution import ListedLengths, load_distribution
-from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples, equal_documents
+from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.topology.token_placement import RoundShape
+from tests.planner.lengths.equal_documents import equal_documents
 
 PLANNED = AttentionStrategy(context="planned")
 LAST = replace(PLANNED, hosts="balanced", tolerance=0.02)

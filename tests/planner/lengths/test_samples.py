@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from moefold.planner.lengths.distribution import ListedLengths, load_distribution
-from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples, effective_length, equal_documents
+from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples, effective_length
+from tests.planner.lengths.equal_documents import equal_documents
 
 
 def test_the_stream_is_cut_into_samples():

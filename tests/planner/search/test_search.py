@@ -40,7 +40,7 @@ def searching(
     """A search on a device that has so much beside the overhead."""
     space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}))
     device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
-    workload = workload_from_config(cfg, "bf16", imbalance=imbalance)
+    workload = workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16", imbalance=imbalance)
     shape = model_spec_from_config(cfg.model)
     split = RecipeStageSplitter(cfg, shape)
     memory = MemoryModel(shape, workload, device, cfg, split)

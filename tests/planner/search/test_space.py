@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import getattr_static, isfunction
 from itertools import chain, combinations, islice, product
+from types import MethodType
 from typing import Any
 
 import pytest
 
-from moefold.config.schema import RECOMPUTE_PARTS, Config, ParallelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import (
@@ -178,11 +182,12 @@ def noting(cfg: Config, notes: set[str]) -> Config:
 
         def __getattr__(self, key: str) -> Any:
             name = f"{self.section}.{key}"
-            if name in ("parallel.dp", "parallel.edp"):
-                notes.update(("tp", "cp", "pp") if key == "dp" else ("ep", "etp", "pp"))
             if name in axis_of:
                 notes.add(axis_of[name])
-            return getattr(self.part, key)
+            declared = getattr_static(type(self.part), key, None)
+            if isinstance(declared, property):
+                return declared.fget(self)
+            return MethodType(declared, self) if isfunction(declared) else getattr(self.part, key)
 
     class NotingConfig(Config):
         __slots__ = ()

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.simulator.simulate import Noise, Segment, StageSegments, StepTail, simulate, slot_rows
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND

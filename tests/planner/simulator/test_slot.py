@@ -2,7 +2,9 @@
 
 import pytest
 
-from moefold.config.schema import Config, ParallelConfig, TrainConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.parts.schedule.csv import CsvSchedule
 from moefold.planner.simulator.simulate import slot_rows

@@ -58,6 +58,8 @@ class AlignmentPart(Part):
     key: ClassVar[str] = "align.method"
     data_kind: ClassVar[str] = ""
     """`data.kind` that it needs; empty: any but preferences."""
+    changes_training: ClassVar[bool] = True
+    """Whether rewards or preferences choose the data or the loss."""
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.param_spec import ParamSpec
@@ -12,6 +12,45 @@ from moefold.config.part import FlatKey, Part
 LinearFormula = Callable[[Mapping[str, Any], Any, float], Any]
 """Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
 epsilon of norms -> its output [S, H]."""
+
+
+class SoftmaxInput(NamedTuple):
+    """Input of the formula of softmax attention: a micro-batch of B samples of S tokens, in float64."""
+
+    weights: Mapping[str, Any]
+    """By their names in the module."""
+    x: Any
+    """Normalised hidden states, [B, S, H]."""
+    rotate: Callable[[Any, int], Any]
+    """RoPE over the first dims of heads [B, S, heads, D], this many; without effect in a layer without RoPE."""
+    norm: Callable[..., Any]
+    """RMSNorm over the last dim with the recipe's epsilon, given numbers, and a weight if it has one."""
+    score_factor: float
+    """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+
+
+class SoftmaxHeads(NamedTuple):
+    """Result of the formula of softmax attention; the oracle has the mask, the softmax and `wo`."""
+
+    queries: Any
+    """[B, S, A, D]."""
+    keys: Any
+    """[B, S, G, D]; G divides A."""
+    values: Any
+    """[B, S, G, Dv]."""
+    scale: float
+    """Factor of the scores."""
+    gates: Any = None
+    """Factors of the output of the heads, [B, S, A, Dv or 1]; None: 1."""
+    sinks: Any = None
+    """Score of each head's sink, [A]; None: no sinks."""
+    bias: Any = None
+    """Of the output, [H]; None: 0."""
+    index_source: Any = None
+    """What the indexer's queries are projected from, [B, S, ...]; None: x."""
+
+
+SoftmaxFormula = Callable[[SoftmaxInput], SoftmaxHeads]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +80,11 @@ class SoftmaxCore:
     """Width of the key of the layer's own indexer; 0: it has none."""
     index_flops: int = 0
     """FLOPs of the indexer for a query and a key."""
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of the key and value of a head, where keys are sent."""
+        return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
     def flops(self, keys: float) -> float:
         """Return the forward FLOPs of one token, given the mean number of keys in its context."""
@@ -115,17 +159,12 @@ class QueryKeyNorm:
     """RMSNorm over the queries and over the keys."""
 
     chosen_by: ClassVar[str] = "model.qk_norm=true"
-    width: Annotated[str, FlatKey("model.qk_norm_width")]
-    """Root mean square of each "head", or of "all_heads" of a token together."""
+    over_all_heads: Annotated[bool, FlatKey("model.qk_norm_width")]
+    """Whether the root mean square is of all heads of a token together, not of each head."""
     after_rope: Annotated[bool, FlatKey("model.qk_norm_after_rope")]
     has_weight: Annotated[bool, FlatKey("model.qk_norm_weight")]
-    in_nope: bool
+    in_nope: Annotated[bool, FlatKey("model.qk_norm_nope")]
     """Whether layers without RoPE have it."""
-
-    @property
-    def over_all_heads(self) -> bool:
-        """Return whether the root mean square is of all heads together."""
-        return self.width == "all_heads"
 
     def params(self, heads: int, kv_heads: int, head_dim: int) -> Iterator[ParamSpec]:
         """Yield the weights of both norms."""
@@ -151,6 +190,8 @@ class AttentionPart(Part):
     """Whether its module adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
     """Whether layers without RoPE have an attention temperature (`model.nope_temperature_scale`)."""
+    has_score_factor: ClassVar[bool] = False
+    """Whether its scores have the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
     rotary_dim: ClassVar[Any] = 0
@@ -189,6 +230,10 @@ class AttentionPart(Part):
         """Return what is computed without a weight."""
         raise NotImplementedError
 
+    def formula(self) -> LinearFormula | SoftmaxFormula | None:
+        """Return the formula: of a `LinearFormula`'s output if `is_recurrent`, else of a `SoftmaxFormula`'s heads."""
+        return None
+
     def build(self, model: Any) -> Any:
         """Return the module, a `TokenMixer` with the parameters of `params`.
 
@@ -213,7 +258,10 @@ class AttentionPart(Part):
         Args:
             hidden: width of the residual stream.
         """
-        return "model.hidden_size", hidden
+        core = self.core(hidden)
+        return (
+            ("heads of model.attention", core.heads) if isinstance(core, SoftmaxCore) else ("model.hidden_size", hidden)
+        )
 
     @property
     def index_source(self) -> int:
@@ -246,13 +294,8 @@ class OutputGate:
     """Gate of the output of each head: the sigmoid of a projection of the layer's input (arXiv:2505.06708)."""
 
     chosen_by: ClassVar[str] = "model.attention_gate=true"
-    width: Annotated[str, FlatKey("model.attention_gate_width")]
-    """One gate for the whole "head", or one for each "dim" of it."""
-
-    @property
-    def per_head(self) -> bool:
-        """Return whether a gate belongs to a whole head."""
-        return self.width == "head"
+    per_head: Annotated[bool, FlatKey("model.attention_gate_width")]
+    """Whether a gate belongs to a whole head, not to one dim of it."""
 
     def rows(self, heads: int, value_width: int) -> int:
         """Return the rows of the projection."""
@@ -273,8 +316,13 @@ class SoftmaxAttentionPart(AttentionPart):
     gate: OutputGate | None = None
     indexer: IndexerPart | None = None
 
-    def with_heads(self, head_dim: int, qk_norm: QueryKeyNorm | None) -> "SoftmaxAttentionPart":
-        """Return the part with a resolved width of its heads and norms of queries and keys, if it has these."""
+    def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "SoftmaxAttentionPart":
+        """Return the part with a resolved width of its heads and norms of queries and keys, if it has these.
+
+        Args:
+            hidden: width of the residual stream.
+            qk_norm: norms that the recipe asks for.
+        """
         return self
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:

@@ -1,10 +1,10 @@
 """Choices of experts from their scores: the best ones, balanced ones in training, or forced ones for benchmarks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from moefold.config.part import Part
+from moefold.config.part import Part, UnusedKeys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,6 +91,14 @@ class ChoicePart(Part):
     def select(self, inputs: ChoiceInputs) -> "Tensor":
         """Return the experts of each token, best first, int64 [T, K]."""
         raise NotImplementedError
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield the keys of the losses and biases that balance the experts; see base class."""
+        other = "choose moe.choice='topk'"
+        if not self.scores_decide:
+            yield UnusedKeys("moe.aux_kind model.active_experts", f"{self.key}={self.kind!r} balances by itself", other)
+        if self.sets_bias:
+            yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
 
     def formula(self) -> ChoiceFormula | None:
         """Return the choice in float64; None: it has no formula."""

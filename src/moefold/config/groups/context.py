@@ -23,6 +23,21 @@ class ContextPart(Part):
     is_planned: ClassVar[bool] = False
     """Whether the runtime plans the attention of each round by its documents; then `build` is not called."""
 
+    @property
+    def balances_hosts(self) -> bool:
+        """Return whether ranks with too much attention work send queries to others."""
+        return False
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Return whether ranks hold other tokens than the usual parts of their samples."""
+        return False
+
+    @property
+    def shares_work(self) -> bool:
+        """Return whether the attention of a sample may be computed by ranks outside of its context-parallel group."""
+        return False
+
     def build(self, cp: Any, window: int, chunk_size: int) -> Any:
         """Build the core attention of a rank: a `CoreAttention` (`model/attention.py`) over its share of the tokens.
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+from moefold.config.model import has_moe_layers
 from moefold.config.part import Part
 from moefold.config.problem import Problem
-from moefold.config.schema import has_moe_layers
 
 HOPPER_CAPABILITY = (9, 0)
 

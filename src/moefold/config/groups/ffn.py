@@ -1,12 +1,33 @@
 """Feed-forward networks of a layer: dense, or a mixture of experts."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import Part
+
+
+class ChosenExperts(Protocol):
+    """Experts of the tokens of a micro-batch, and their weights, float64 [B, S, K] each."""
+
+    @property
+    def experts(self) -> Any:
+        """Return the numbers of the experts."""
+        ...
+
+    @property
+    def weights(self) -> Any:
+        """Return the routing weights; 0 for a dropped choice."""
+        ...
+
+
+Route = Callable[[Any, Any, Any], ChosenExperts]
+"""The router of the oracle: x [B, S, H], its weight and its bias or None -> the choices."""
+FeedForwardFormula = Callable[[Mapping[str, Any], Any, Route, Callable[[Any], Any]], tuple[Any, Any]]
+"""A network in float64: weights by name, the normalised hidden states [B, S, H], the router, and the rounding of
+dispatched tokens -> output, and output of routed experts or None; both are added, `model.moe_shortcut` says where."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +54,10 @@ class FeedForwardPart(Part):
             number: number of the layer.
         """
         raise NotImplementedError
+
+    def formula(self) -> FeedForwardFormula | None:
+        """Return the network in float64; None: it has no formula."""
+        return None
 
     @property
     def recompute_parts(self) -> frozenset[str]:

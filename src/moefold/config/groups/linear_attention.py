@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar
 from moefold.config.groups.attention import AttentionPart, RecurrentCore
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+from moefold.config.suggestions import nearest_multiples
 
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
@@ -31,6 +33,16 @@ class LinearAttentionPart(AttentionPart):
     num_value_heads: Annotated[int, FlatKey("model.linear_num_value_heads")]
     key_head_dim: Annotated[int, FlatKey("model.linear_key_head_dim")]
     value_head_dim: Annotated[int, FlatKey("model.linear_value_head_dim")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield value heads that the key heads do not divide."""
+        if self.num_value_heads % self.num_key_heads:
+            yield Problem(
+                "model.linear_num_value_heads",
+                self.num_value_heads,
+                f"must be a multiple of model.linear_num_key_heads={self.num_key_heads}, each of which serves as many",
+                f"choose {nearest_multiples(self.num_value_heads, self.num_key_heads)}",
+            )
 
     @property
     def key_width(self) -> int:

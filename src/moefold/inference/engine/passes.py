@@ -140,11 +140,6 @@ class PassScheduler:
         """Return whether a sample is unfinished."""
         return bool(self._samples)
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages without a reference."""
-        return self._pool.num_free
-
     def add(self, number: int, request: Request) -> None:
         """Add a sample; a smaller number has priority.
 

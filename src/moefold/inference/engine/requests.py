@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.schema import Config
+from moefold.config.rl import RolloutConfig
 from moefold.cost.kv_cache import CacheKind
 from moefold.errors import ConfigError
 from moefold.inference.sampling import SamplingParams
@@ -125,9 +125,8 @@ class EngineSettings:
     """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
 
     @classmethod
-    def of_recipe(cls, cfg: Config) -> "EngineSettings":
+    def of_recipe(cls, rollout: RolloutConfig) -> "EngineSettings":
         """Return the settings with which reinforcement learning samples, taken from [rollout]."""
-        rollout = cfg.rollout
         return cls(
             slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
         )

@@ -30,7 +30,7 @@ def fused_experts(
     probs_R: Tensor | None = None,
     wgrad_store: WeightGradStoreProtocol | None = None,
 ) -> Tensor:
-    """Compute `reference_experts` with the given operations; local.
+    """Compute the routed experts with the given operations; local.
 
     Args:
         x: tokens sorted by expert [R, H], or with a `permute_map` the unsorted tokens [T, H].

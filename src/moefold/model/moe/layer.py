@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.balance_scope import BalanceScopePart
+from moefold.config.groups.drop import DropPart
+from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.routing import aux_coefficient
-from moefold.config.schema import MoEConfig
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
@@ -36,7 +39,6 @@ from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import NO_COLUMNS, LocalMicroBatch, MicroBatchGroup, TokenColumns, TokenPositions
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.swiglu import expert_activation
 
 LayerOutput = Tensor | tuple[Tensor, Tensor]
 """Output of a layer; of an MoE layer with `model.moe_shortcut` also the routed part, which is added later."""
@@ -77,7 +79,7 @@ class MoELayer(nn.Module):
             model.num_experts,
             model.expert_hidden_size,
             model.moe_ffn_hidden_size,
-            activation=expert_activation(model),
+            activation=chosen_in(model, ActivationPart).build(),
             has_bias=model.moe_bias,
             applies_probs=moe.weight_in_expert,
             probs_on_input=model.router_probs_on_input,
@@ -352,4 +354,6 @@ def split_zero_experts(routing_map: RoutingMap, num_experts: int) -> tuple[Routi
 
 
 def _build_capacity_policy(moe: MoEConfig, capacity_factor: float) -> CapacityPolicy | None:
-    return CapacityPolicy(capacity_factor, moe.drop_policy, moe.drop_scope) if capacity_factor > 0 else None
+    if capacity_factor <= 0:
+        return None
+    return CapacityPolicy(capacity_factor, chosen_in(moe, DropPart), chosen_in(moe, DropScopePart))

@@ -18,7 +18,7 @@ from moefold.config.groups.choice import ChoiceInputs, ChoicePart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.router_softmax import RouterSoftmaxPart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import MoEConfig
+from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
 from moefold.model.moe.token_group import TokenPositions

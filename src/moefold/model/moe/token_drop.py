@@ -6,17 +6,13 @@ arXiv:2504.14960.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moefold.config.groups.drop import DropPart
+from moefold.config.groups.drop_scope import DropScopePart
 from moefold.model.moe.token_group import MicroBatchGroup
-
-TIE_TOLERANCE = {torch.float64: 2.0**-36, torch.float32: 2.0**-19}
-"""Relative difference up to which probabilities of a dtype count as equal: far above the rounding error of that dtype,
-far below the differences between tokens.
-"""
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,8 @@ class CapacityPolicy:
     """Capacity of an expert, and the order in which it keeps tokens."""
 
     capacity_factor: float
-    policy: Literal["probs", "position"]
-    scope: Literal["full_sequence", "sub_sequence"]
+    policy: DropPart
+    scope: DropScopePart
 
     def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int:
         """Return the routed tokens that one expert keeps of `num_tokens` tokens, at least 1."""
@@ -36,7 +32,7 @@ class CapacityPolicy:
 
         Only where each rank drops by itself: with a shared capacity one rank could need all of it.
         """
-        assert self.scope == "sub_sequence" or group.size == 1, "rejected by validate/moe.py"
+        assert not self.scope.is_shared or group.size == 1, "rejected by parts/drop_scope/full_sequence.py"
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
 
     def keep_mask(
@@ -50,8 +46,8 @@ class CapacityPolicy:
     ) -> Tensor:
         """Return the mask of this rank's routed tokens that are kept.
 
-        `full_sequence` decides over the micro-batch, so the mask does not depend on the mapping; it all-gathers the
-        routing (not the tokens) over the group. `sub_sequence` decides over this rank's tokens, without communication.
+        A shared capacity is decided over the micro-batch, so the mask does not depend on the mapping; the routing (not
+        the tokens) is all-gathered over the group. Else each rank decides over its tokens, without communication.
 
         Args:
             ids_TK: chosen experts, [T, K].
@@ -69,7 +65,7 @@ class CapacityPolicy:
         if is_token_T is not None:
             # An expert that does not exist, whose queue no capacity limits.
             ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
-        if self.scope == "sub_sequence":
+        if not self.scope.is_shared:
             capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
             kept = keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
         else:
@@ -97,27 +93,18 @@ def keep_within_capacity(
     index_T: Tensor,
     num_experts: int,
     capacity: int | Tensor,
-    policy: Literal["probs", "position"],
+    policy: DropPart,
 ) -> Tensor:
-    """Keep `capacity` tokens for each expert: the most probable (ties by index), or the tokens of the smallest index.
+    """Keep `capacity` tokens for each expert, the first ones in the order of the policy.
 
-    Probabilities are tied if neighbours in their order differ by no more than `TIE_TOLERANCE`. Tokens with equal
-    context, such as the first tokens of samples, have equal probabilities in exact arithmetic, and each mapping rounds
-    them differently: without the tolerance each mapping would keep different tokens. Ids of `num_experts` mark
-    padding; what is returned for them has no meaning.
+    Ids of `num_experts` mark padding; what is returned for them has no meaning.
 
     Returns:
         bool [T, K].
     """
     ids = ids_TK.flatten()
-    top_k = ids_TK.shape[1]
-    by_index = index_T.repeat_interleave(top_k).argsort(stable=True)
-    order = by_index
-    if policy == "probs":
-        order = order[probs_TK.flatten()[order].argsort(descending=True, stable=True)]
-    order = order[ids[order].argsort(stable=True)]
-    if policy == "probs":
-        order = _break_ties_by_index(order, ids, probs_TK.flatten(), by_index)
+    by_index = index_T.repeat_interleave(ids_TK.shape[1]).argsort(stable=True)
+    order = policy.order(ids, probs_TK.flatten(), by_index)
     sorted_ids = ids[order]
     # Index in the expert's queue = index in the sorted list - index of the expert's first entry.
     first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
@@ -125,22 +112,3 @@ def keep_within_capacity(
     kept = torch.empty_like(ids, dtype=torch.bool)
     kept[order] = queue < capacity
     return kept.view_as(ids_TK)
-
-
-def _break_ties_by_index(order: Tensor, ids: Tensor, probs: Tensor, by_index: Tensor) -> Tensor:
-    """Sort tied entries by token index.
-
-    Args:
-        order: of the routed tokens, by expert and descending probability.
-        ids: expert of each routed token.
-        probs: their probabilities.
-        by_index: their order by token index.
-    """
-    sorted_ids = ids[order]
-    sorted_probs = probs[order]
-    gaps = sorted_probs[:-1] - sorted_probs[1:]
-    is_apart = (gaps > TIE_TOLERANCE[probs.dtype] * sorted_probs[:-1].abs()) | (sorted_ids[1:] != sorted_ids[:-1])
-    tie = nn.functional.pad(is_apart.long().cumsum(0), (1, 0))
-    rank = torch.empty_like(by_index)
-    rank[by_index] = torch.arange(len(by_index), device=by_index.device)
-    return order[(tie * len(by_index) + rank[order]).argsort()]

@@ -10,7 +10,7 @@ from torch import Tensor
 from moefold.ops.autotune import Autotuner, TuningKey
 from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, PermuteMap, unit_stride
-from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation
+from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation, SwiGLUActivation
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
 from moefold.ops.triton.fc1 import Fc1Output, fc1, fc1_tile_configs
 from moefold.ops.triton.grouped_gemm import (
@@ -45,6 +45,8 @@ class TritonExpertOps(GroupedExpertOps):
         probs_R: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See base class; one kernel computes both projections and the activation where that is faster."""
+        if not has_kernel(options.activation):
+            return super().fc1_activation(rows, weights, offsets_E, options, probs_R)
 
         def fused(rows: GatheredRows, tile_config: TileConfig) -> tuple[Tensor, tuple[Tensor, ...]]:
             out = _fc1_output(rows, weights, writes_fc1=options.saves_fc1, writes_hidden=True)
@@ -170,12 +172,16 @@ class TritonExpertOps(GroupedExpertOps):
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
         """See base class."""
+        if not has_kernel(activation):
+            return super().activation(activation, g_RF, u_RF, probs_R)
         return activation_forward(g_RF, u_RF, probs_R, clamp_params(activation))
 
     def activation_backward(
         self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See base class."""
+        if not has_kernel(activation):
+            return super().activation_backward(activation, grad_RF, g_RF, u_RF, probs_R)
         return activation_backward(grad_RF, g_RF, u_RF, probs_R, clamp_params(activation))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
@@ -267,6 +273,11 @@ def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:
     if rows.is_materialized:
         return unit_stride(rows.materialized), None
     return unit_stride(rows.values), rows.source_R
+
+
+def has_kernel(activation: ExpertActivation) -> bool:
+    """Return whether the kernels compute an activation; a part from outside has torch operations."""
+    return isinstance(activation, SwiGLUActivation | ClampedSwiGLUActivation)
 
 
 def clamp_params(activation: ExpertActivation) -> tuple[float, float] | None:

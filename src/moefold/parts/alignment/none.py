@@ -11,3 +11,4 @@ class NoAlignment(AlignmentPart):
     """The loss of the next tokens."""
 
     changes_maths: ClassVar[bool] = False
+    changes_training: ClassVar[bool] = False

@@ -26,7 +26,7 @@ class RoundRobin(ChoicePart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read."""
-        return no_bias_problems(recipe, self.kind, "reads no score")
+        return no_bias_problems(recipe.model, self.kind, "reads no score")
 
     def formula(self) -> ChoiceFormula:
         """Return the experts of a token by counting."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
-from moefold.config.schema import has_moe_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class Skewed(ChoicePart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read, and too few experts."""
-        yield from no_bias_problems(recipe, self.kind, "reads no score")
+        yield from no_bias_problems(recipe.model, self.kind, "reads no score")
         model = recipe.model
         if not has_moe_layers(model) or model.top_k < model.num_experts:
             return

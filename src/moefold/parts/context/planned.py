@@ -26,6 +26,21 @@ class PlannedContext(ContextPart):
 
     is_planned: ClassVar[bool] = True
 
+    @property
+    def balances_hosts(self) -> bool:
+        """Return whether the hosts are balanced; see base class."""
+        return self.hosts == BALANCED
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Return whether documents are placed; see base class."""
+        return self.placement != "samples"
+
+    @property
+    def shares_work(self) -> bool:
+        """Return whether hosts or documents are balanced over all ranks of a round; see base class."""
+        return BALANCED in (self.hosts, self.placement)
+
     def check(self, recipe: "Config") -> Iterator[Problem]:
         """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""
         model = recipe.model
@@ -42,12 +57,12 @@ class PlannedContext(ContextPart):
                 "of kind C, which divide them into chunks"
             )
             yield Problem(self.key, self.kind, rule, "choose parallel.context='ring'")
-        if self.hosts == BALANCED and recipe.is_rl:
+        if self.balances_hosts and recipe.is_rl:
             rule = "needs the documents of all ranks, and rollouts are packed on each rank alone"
             yield Problem("parallel.attention_hosts", self.hosts, rule, "choose parallel.attention_hosts='home'")
         # The default goes with shorter samples too.
         longest = max(recipe.train.seq_len, type(recipe.parallel)().attention_block)
-        if (self.hosts == BALANCED or self.placement == "documents") and self.block > longest:
+        if (self.balances_hosts or self.placement == "documents") and self.block > longest:
             seq_len = recipe.train.seq_len
             rule = f"must be at most train.seq_len={seq_len}, as no document of a sample is longer"
             yield Problem("parallel.attention_block", self.block, rule, f"choose {seq_len} or less")

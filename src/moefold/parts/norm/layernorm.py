@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.groups.norm import NormPart
 from moefold.config.param_spec import ParamSpec
+from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
     from moefold.model.norm import LayerNorm
@@ -16,6 +17,16 @@ class LayerNormPart(NormPart):
     """Subtract the mean and divide by the deviation."""
 
     saved_numbers: ClassVar[int] = 2
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield weights around zero."""
+        if recipe.model.zero_centered_norms:
+            yield Problem(
+                "model.zero_centered_norms",
+                True,
+                f"does not go with model.norm={self.kind!r}, whose weights start at 1",
+                "set zero_centered_norms=false, or norm='rmsnorm'",
+            )
 
     def params(self, name: str, width: int) -> Iterator[ParamSpec]:
         """Yield weight and bias."""

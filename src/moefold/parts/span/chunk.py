@@ -1,11 +1,12 @@
 """Attention chunks (Llama 4): a document is divided from its start on, and each token attends within its chunk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,20 @@ class ChunkSpan(SpanPart):
 
     chosen_by: ClassVar[str] = "a model.attention_pattern with C"
     tokens: Annotated[int, FlatKey("model.attention_chunk_size")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield a chunk of no token, and an indexer."""
+        key, pattern, topk = "model.attention_pattern", recipe.model.attention_pattern, recipe.model.index_topk
+        if not self.tokens:
+            yield Problem(
+                key,
+                pattern,
+                "has layers of kind C, which attend within model.attention_chunk_size=0 tokens",
+                "set model.attention_chunk_size, or choose 'F'",
+            )
+        if topk:
+            rule = f"has layers of kind C, and model.index_topk={topk} selects keys of the whole document"
+            yield Problem(key, pattern, rule, "choose 'F' or 'W', or index_topk=0")
 
     @property
     def chunk(self) -> int:

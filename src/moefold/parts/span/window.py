@@ -1,11 +1,12 @@
 """Sliding window: each token attends to itself and the tokens right before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,16 @@ class WindowSpan(SpanPart):
 
     chosen_by: ClassVar[str] = "a model.attention_pattern with W"
     tokens: Annotated[int, FlatKey("model.sliding_window")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield a window of no token."""
+        if not self.tokens:
+            yield Problem(
+                "model.attention_pattern",
+                recipe.model.attention_pattern,
+                "has layers of kind W, which attend to model.sliding_window=0 tokens",
+                "set model.sliding_window, or choose 'F'",
+            )
 
     @property
     def window(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Literal
 
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
@@ -114,24 +115,24 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
             f"--precision {BF16} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its compute type; "
             "leave --precision out, or choose run.dtype='bfloat16'"
         )
-    if dtype_reason := dtype_unsupported_reason(cfg, device):
+    if dtype_reason := dtype_unsupported_reason(cfg.run, device):
         raise ConfigError(
             f"run.dtype={cfg.run.dtype!r} has no price here, as {dtype_reason}; choose run.dtype='bfloat16', or a "
             f"FILE.toml with base = '{device.name}' and a rate for {cfg.run.dtype} in [wide_flops]"
         )
-    precision_reason = matrix_unit_unsupported_reason(cfg, precision, device)
+    precision_reason = matrix_unit_unsupported_reason(cfg.run, precision, device)
     if precision_reason:
         setting = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
         raise ConfigError(
             f"{setting} has no price here, as {precision_reason}: moefold would simulate it, at the speed of float32 "
-            f"at best; choose {format_precision_options(cfg, device)}"
+            f"at best; choose {format_precision_options(cfg.run, device)}"
         )
     # Rules that read the precision see the priced one; `check_recipe_precision` rejects a recipe of fp8.
     recipe_precision = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
     return replace(cfg, train=replace(cfg.train, precision=recipe_precision)), precision
 
 
-def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) -> str:
+def matrix_unit_unsupported_reason(run: RunConfig, precision: str, device: Device) -> str:
     """Return why GEMMs of a precision do not run on the matrix units of a device; empty if they do.
 
     The reasons are the same as in `parallel/select_ops.py`, with the device's table in place of its compute capability.
@@ -140,23 +141,23 @@ def matrix_unit_unsupported_reason(cfg: Config, precision: str, device: Device) 
         return ""
     if precision not in device.peak_flops:
         return f"{device.name} has matrix units for {', '.join(device.peak_flops)} alone"
-    if cfg.run.kernels == "plain":
+    if run.kernels == "plain":
         return "run.kernels='plain' does not use the matrix units"
-    if cfg.run.dtype == "float64":
+    if run.dtype == "float64":
         return "run.dtype='float64' is wider than the accumulators of the matrix units"
     return ""
 
 
-def dtype_unsupported_reason(cfg: Config, device: Device) -> str:
+def dtype_unsupported_reason(run: RunConfig, device: Device) -> str:
     """Return why the compute type has no price on a device; empty if it has one."""
-    if cfg.run.dtype == "bfloat16" or cfg.run.dtype in device.wide_flops:
+    if run.dtype == "bfloat16" or run.dtype in device.wide_flops:
         return ""
-    return f"nothing is known of {device.name} in {cfg.run.dtype}"
+    return f"nothing is known of {device.name} in {run.dtype}"
 
 
-def format_precision_options(cfg: Config, device: Device) -> str:
+def format_precision_options(run: RunConfig, device: Device) -> str:
     """Format the precisions that a recipe can have on a device, as options."""
-    names = [name for name in device.peak_flops if not matrix_unit_unsupported_reason(cfg, name, device)]
+    names = [name for name in device.peak_flops if not matrix_unit_unsupported_reason(run, name, device)]
     return " or ".join(f"--precision {name}" for name in names)
 
 

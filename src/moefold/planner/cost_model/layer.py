@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
 from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.cost.flops import keys_per_token
@@ -23,7 +24,7 @@ from moefold.planner.cost_model.collective import (
 )
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
-from moefold.planner.model_spec import FeedForward, ModelSpec, TokenMixer
+from moefold.planner.model_spec import FeedForward, LayerKind, ModelSpec, TokenMixer
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
@@ -51,6 +52,16 @@ EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
+
+RECURRENCE_BYTES = 128.0
+"""Forward memory traffic of a recurrence for each token and row of the output projection: convolution, chunk states,
+scan and gate, each a memory-bound kernel."""
+
+SCAN_SHARE = 0.25
+"""Share of the scan over the states in the time of a recurrence; 0.08 to 0.31 with torch operations (docs/log.md)."""
+
+CONVOLUTION_BYTES = 16.0
+"""Likewise of a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -136,15 +147,18 @@ class LayerCostModel:
         """
         key = (kind, tp, cp, mbs, *(peers or ()))
         if key not in self._mixers:
-            mixer = self.model_spec.kinds[kind].mixer
-            load = self._attention_load(mixer, peers) if mixer else None
-            self._mixers[key] = _MixerCost(self, mixer, tp, cp, mbs, load).block_time() if mixer else BlockTime()
+            layer = self.model_spec.kinds[kind]
+            found = BlockTime()
+            if layer.mixer:
+                load = self._attention_load(layer.mixer, peers)
+                found = _MixerCost(self, layer, layer.mixer, (tp, cp, mbs), load).block_time()
+            self._mixers[key] = found
         return self._mixers[key]
 
     def _attention_load(self, mixer: TokenMixer, peers: AttentionPeers | None) -> AttentionLoad | None:
         """Return the attention work where samples hold documents; None: a sample is one document."""
         loads = self.workload.attention
-        if loads is None or not mixer.num_heads:
+        if loads is None or isinstance(mixer.core, RecurrentCore):
             return None
         return loads.mean_load(mixer.window) if peers is None else loads.load(peers, mixer.window)
 
@@ -176,15 +190,19 @@ class _MixerCost:
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(
-        self, layer_costs: LayerCostModel, mixer: TokenMixer, tp: int, cp: int, mbs: int, load: AttentionLoad | None
+        self,
+        layer_costs: LayerCostModel,
+        layer: LayerKind,
+        mixer: TokenMixer,
+        mapping: tuple[int, int, int],
+        load: AttentionLoad | None,
     ) -> None:
         self.layer_costs = layer_costs
+        self.layer = layer
         self.mixer = mixer
         self.load = load
-        self.tp = tp
-        self.cp = cp
-        self.mbs = mbs
-        self.tokens = layer_costs.tokens(cp, mbs)
+        self.tp, self.cp, self.mbs = mapping
+        self.tokens = layer_costs.tokens(self.cp, self.mbs)
         self.hidden = layer_costs.model_spec.hidden_size
 
     def block_time(self) -> BlockTime:
@@ -201,10 +219,12 @@ class _MixerCost:
         # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
         passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
         core, core_back = self._core_s()
-        if self.load is not None and self.load.is_planned:
-            ring, ring_back = self._exchange_s(self.load)
+        if isinstance(mixer.core, RecurrentCore):
+            ring, ring_back = self._state_exchange_s(mixer.core)
+        elif self.load is not None and self.load.is_planned:
+            ring, ring_back = self._exchange_s(mixer.core, self.load)
         else:
-            ring, ring_back = self._exposed_ring_s(core, core_back)
+            ring, ring_back = self._exposed_ring_s(mixer.core, core, core_back)
         part = "attention"
         forward = (
             CostItem(part, passes),
@@ -230,7 +250,8 @@ class _MixerCost:
     @property
     def _recomputes_core(self) -> bool:
         """Return whether the backward pass recomputes the core in any case: moefold's linear attention does."""
-        return self.mixer.kind == "linear" and not self.layer_costs.workload.is_megatron
+        is_own = self.layer.layer is not None and not self.layer_costs.workload.is_megatron
+        return is_own and isinstance(self.mixer.core, RecurrentCore)
 
     def _projections_s(self) -> tuple[float, float, float]:
         """Return the seconds of the projections: forward, input gradients and weight gradients."""
@@ -261,13 +282,15 @@ class _MixerCost:
     def _core_s(self) -> tuple[float, float]:
         """Return the seconds of the attention core, forward and backward."""
         mixer = self.mixer
+        core = mixer.core
         device = self.layer_costs.device
         seq_len = self.layer_costs.workload.seq_len
-        if not mixer.num_heads:
-            seconds = self.layer_costs.gemm.memory_bound_s(
-                mixer.core_bytes * mixer.output_width * self.tokens / self.tp
-            )
-            seconds *= 1.0 + (mixer.segment_scan if self.cp > 1 else 0.0)
+        if isinstance(core, RecurrentCore):
+            core_bytes = RECURRENCE_BYTES if core.state_flops else CONVOLUTION_BYTES
+            seconds = self.layer_costs.gemm.memory_bound_s(core_bytes * mixer.output_width * self.tokens / self.tp)
+            if self.cp > 1 and core.state_size:
+                # A scan over [D, D + Dv] of each head, with D more columns than its Dv.
+                seconds *= 1.0 + SCAN_SHARE * (1 + core.transition_size / core.state_size)
             return seconds, (3 if self._recomputes_core else 2) * seconds
         if self.load is None:
             keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
@@ -277,92 +300,87 @@ class _MixerCost:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
             chunk = self.load.kernel_rows
-        if mixer.selected_keys:
-            return self._sparse_core_s(keys)
-        flops = 2.0 * keys * (mixer.head_size + mixer.value_head_size) * mixer.num_heads / self.tp * self.tokens
-        head = (mixer.head_size + mixer.value_head_size) / 2
+        if core.selected:
+            return self._sparse_core_s(core, keys)
+        flops = 2.0 * keys * (core.key_width + core.value_width) * core.heads / self.tp * self.tokens
+        head = (core.key_width + core.value_width) / 2
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
 
-    def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
+    def _exchange_s(self, core: SoftmaxCore, load: AttentionLoad) -> tuple[float, float]:
         """Return the seconds of the rows that planned attention sends, forward and backward."""
         if load.exchange_ranks == 1:
             return 0.0, 0.0
         group = RankGroup(load.exchange_ranks, self.tp)
-        sent = self._exchanged_bytes(load.sent_queries, load.sent_keys)
-        remote = self._exchanged_bytes(load.remote_queries, load.remote_keys)
+        sent = self._exchanged_bytes(core, load.sent_queries, load.sent_keys)
+        remote = self._exchanged_bytes(core, load.remote_queries, load.remote_keys)
         device = self.layer_costs.device
         return exchange_s(device, group, sent[0], remote[0]), exchange_s(device, group, sent[1], remote[1])
 
-    def _exchanged_bytes(self, queries: float, keys: float) -> tuple[float, float]:
+    def _exchanged_bytes(self, core: SoftmaxCore, queries: float, keys: float) -> tuple[float, float]:
         """Return the bytes of these rows for each token of a rank, forward and backward."""
-        mixer = self.mixer
-        heads = mixer.num_heads / self.tp
-        kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
+        heads = core.heads / self.tp
+        kv_heads = core.kv_heads / min(self.tp, core.kv_heads)
         widths = TokenWidths(
-            query=heads * mixer.head_size,
-            output=heads * mixer.value_head_size,
-            keys_and_values=kv_heads * (mixer.head_size + mixer.value_head_size),
+            query=heads * core.key_width,
+            output=heads * core.value_width,
+            keys_and_values=kv_heads * (core.key_width + core.value_width),
         )
         rows = self.tokens * queries, self.tokens * keys
         return exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
 
-    def _sparse_core_s(self, keys: float) -> tuple[float, float]:
+    def _sparse_core_s(self, core: SoftmaxCore, keys: float) -> tuple[float, float]:
         """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
         costs = self.layer_costs
-        mixer = self.mixer
-        selected = min(keys, mixer.selected_keys)
-        width = mixer.head_size + mixer.value_head_size
-        flops = 2.0 * selected * width * mixer.num_heads / self.tp * self.tokens
-        scores = mixer.index_flops * keys / self.tp * self.tokens
+        selected = min(keys, core.selected)
+        width = core.key_width + core.value_width
+        flops = 2.0 * selected * width * core.heads / self.tp * self.tokens
+        scores = core.index_flops * keys / self.tp * self.tokens
         forward_s, backward_s = attention_core_s(costs.device, costs.workload.dtype, flops, selected, width / 2)
         scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0] if scores else 0.0
-        heads = max(1.0, mixer.num_kv_heads / self.tp)
+        heads = max(1.0, core.kv_heads / self.tp)
         # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
-        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * mixer.key_value_size)
+        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
         return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
 
-    def _exposed_ring_s(self, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
+    def _exposed_ring_s(self, core: SoftmaxCore, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
-        mixer = self.mixer
         device = self.layer_costs.device
         cp = self.cp
         if cp == 1:
             return 0.0, 0.0
-        if not mixer.num_heads:
-            return self._state_exchange_s()
         group = RankGroup(cp, self.tp)
         link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
-        kv_heads = mixer.num_kv_heads / min(self.tp, mixer.num_kv_heads)
-        kv_bytes = self.tokens * (kv_heads * mixer.key_value_size + mixer.index_width)
+        kv_heads = core.kv_heads / min(self.tp, core.kv_heads)
+        kv_bytes = self.tokens * (kv_heads * core.key_value_width + core.index_width)
         kv_bytes *= self.layer_costs.workload.value_bytes
         step = link.latency_s + kv_bytes / (link.bytes_per_s * link.fraction)
         forward_s = (cp - 1) * step
         backward_s = 2 * (cp - 1) * step
         launches = cp * RING_KERNELS * device.kernel_gap_s
         # Partial outputs are corrected in float32: read, scaled, added, written.
-        merge = cp * self.layer_costs.gemm.memory_bound_s(
-            12 * self.tokens * mixer.num_heads * mixer.value_head_size / self.tp
-        )
+        merge = cp * self.layer_costs.gemm.memory_bound_s(12 * self.tokens * core.heads * core.value_width / self.tp)
         # The keys of sparse attention are gathered before any is selected.
-        overlap = 0.0 if mixer.selected_keys else (cp - 1) / cp
+        overlap = 0.0 if core.selected else (cp - 1) / cp
         hidden = core_forward_s * overlap, core_backward_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
         )
 
-    def _state_exchange_s(self) -> tuple[float, float]:
+    def _state_exchange_s(self, core: RecurrentCore) -> tuple[float, float]:
         """Return the seconds of the all-gathers of states and of the convolutions' tokens, forward and backward.
 
         Each rank has two segments of each sample, as in ring attention. The backward pass recomputes the forward pass
         with its all-gathers, and reduce-scatters their gradients.
         """
-        mixer = self.mixer
-        device = self.layer_costs.device
+        if self.cp == 1:
+            return 0.0, 0.0
         group = RankGroup(self.cp, self.tp)
         segments = SEGMENTS_PER_RANK * self.cp * self.mbs / self.tp
-        states = all_gather_s(device, group, segments * mixer.segment_states * STATE_BYTES)
-        tokens = all_gather_s(device, group, segments * mixer.segment_tokens * self.layer_costs.workload.value_bytes)
-        seconds = (states if mixer.segment_states else 0.0) + (tokens if mixer.segment_tokens else 0.0)
+        # A segment changes the states of all heads by [D, D + Dv] of each head.
+        states = core.transition_size + core.state_size
+        tokens = (core.conv_kernel - 1) * core.conv_width
+        sent = segments * states * STATE_BYTES, segments * tokens * self.layer_costs.workload.value_bytes
+        seconds = sum((all_gather_s(self.layer_costs.device, group, size) for size in sent if size), 0.0)
         return seconds, 2 * seconds
 
 

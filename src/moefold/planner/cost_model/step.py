@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
-from moefold.config.schema import RECOMPUTE_PARTS
+from moefold.config.train import RECOMPUTE_PARTS
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk

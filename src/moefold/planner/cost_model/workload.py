@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config, MoEConfig, TrainConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
@@ -141,30 +143,31 @@ class TrainingWorkload:
         return self.precision != "bf16"
 
 
-def workload_from_config(cfg: Config, precision: str, **software: Any) -> TrainingWorkload:
+def workload_from_config(
+    run: RunConfig, moe: MoEConfig, train: TrainConfig, precision: str, **software: Any
+) -> TrainingWorkload:
     """Build the workload of a recipe.
 
     Args:
-        cfg: the recipe.
         precision: precision of its GEMMs, one of PRECISIONS.
         software: other fields of the workload.
 
     Raises:
         ConfigError: the optimizer has no backward pass.
     """
-    optimizer = chosen_in(cfg.train, OptimizerPart)
+    optimizer = chosen_in(train, OptimizerPart)
     if not optimizer.needs_gradients:
         raise ConfigError(
             f"train.optimizer={optimizer.kind!r} has no backward pass, and the planner prices steps with one; "
             "plan the mapping with train.optimizer='adamw', or give it in [parallel] (moefold memory counts its bytes)"
         )
     return TrainingWorkload(
-        seq_len=cfg.train.seq_len,
-        global_batch_size=cfg.train.global_batch_size,
+        seq_len=train.seq_len,
+        global_batch_size=train.global_batch_size,
         precision=precision,
-        dtype=cfg.run.dtype,
-        capacity_factor=cfg.moe.capacity_factor,
-        wire=chosen(cfg, WirePart),
+        dtype=run.dtype,
+        capacity_factor=moe.capacity_factor,
+        wire=chosen_in(moe, WirePart),
         optimizer=optimizer,
         **software,
     )

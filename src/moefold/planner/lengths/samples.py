@@ -93,9 +93,3 @@ def effective_length(samples: list[SampleLengths]) -> float:
     """
     lengths = np.concatenate([np.array(sample, dtype=np.float64) for sample in samples])
     return float((lengths**2).sum() / lengths.sum())
-
-
-def equal_documents(seq_len: int, length: int) -> DocumentSamples:
-    """Return samples whose documents all have one length, which divides `seq_len`."""
-    assert seq_len % length == 0, (seq_len, length)
-    return RecordedSamples(f"{length} tokens", "equal documents", ((length,) * (seq_len // length),))

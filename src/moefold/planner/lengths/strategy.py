@@ -5,8 +5,8 @@ from typing import Literal
 
 from moefold.config.find import find_part, kind_of
 from moefold.config.groups.context import ContextPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
-from moefold.config.schema import ParallelConfig
 from moefold.topology.token_placement import PlacementKind
 
 HostKind = Literal["home", "balanced"]

@@ -11,7 +11,8 @@ from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.config.layers import Layer
 from moefold.config.param_spec import shard_rows
-from moefold.config.schema import Config, TrainConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
     OFFLOADED_LABELS,

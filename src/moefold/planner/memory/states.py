@@ -218,9 +218,9 @@ class StateMemoryTable:
     def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> StateBytes:
         weights = self.weights(name, 1)
         if self.model_spec.config is not None:
-            gathered_bytes = cast_copy_bytes(self.cfg, [self._unit(name)])
+            gathered_bytes = cast_copy_bytes(self.cfg.run, self.cfg.model, self.cfg.lora, [self._unit(name)])
         else:
-            gathered_bytes = compute_dtype_bytes(self.cfg) * sum(w.numel for w in weights)
+            gathered_bytes = compute_dtype_bytes(self.cfg.run) * sum(w.numel for w in weights)
         counted = self._sharded_bytes(
             self._shard_spec((1, 1), accumulates_gradients=False), weights, gathered_bytes, is_offloaded=is_offloaded
         )
@@ -257,7 +257,7 @@ class StateMemoryTable:
     def _buffer_bytes(self, name: str | int) -> int:
         if self.model_spec.config is None:
             return 0
-        return expert_buffer_bytes(self.cfg) if has_experts(self.cfg.model, self._unit(name)) else 0
+        return expert_buffer_bytes(self.cfg.model, self.cfg.moe) if has_experts(self.cfg.model, self._unit(name)) else 0
 
     def _rope_bytes(self, mapping: ParallelMapping) -> int:
         if self.model_spec.config is None:
@@ -280,7 +280,7 @@ class StateMemoryTable:
         if key not in self._weights:
             if self.model_spec.config is not None:
                 cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, tp=tp))
-                self._weights[key] = unit_weights(cfg, self._unit(name))
+                self._weights[key] = unit_weights(cfg.model, cfg.lora, self._unit(name))
             else:
                 self._weights[key] = _unsupported_model_weights(self.model_spec, name)
         return self._weights[key]

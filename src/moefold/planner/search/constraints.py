@@ -15,12 +15,16 @@ from typing import Any, Protocol
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.config.schema import Config, ParallelConfig
+from moefold.config.groups.drop import DropPart
+from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part
+from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing
+from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
     DEGREE_RULES,
     validate_batch_size,
@@ -115,9 +119,9 @@ def _validate_selection_split(cfg: Config) -> Iterator[str]:
     return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
 
 
-def _validate_dispatcher(cfg: Config) -> Iterator[str]:
-    """Check the dispatcher, as `check_config` does."""
-    return map(str, chosen(cfg, DispatcherPart).check(cfg))
+def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
+    """Check the part of a group, as `check_config` does."""
+    return map(str, chosen(cfg, group).check(cfg))
 
 
 def _validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
@@ -143,7 +147,7 @@ TP_RULES = (_axis_rule("tp", "tp"),)
 CP_RULES = (
     _axis_rule("cp", "tp", "cp"),
     MappingRule(validate_sequence_length, ("tp", "cp")),
-    MappingRule(validate_routing, ("tp", "cp")),
+    MappingRule(partial(_validate_part, DropScopePart), ("tp", "cp")),
     MappingRule(validate_attention_pool, ("dp", "cp")),
 )
 EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
@@ -160,12 +164,13 @@ PIPELINE_RULES = (
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
 DISPATCH_OVERLAP_RULES = (MappingRule(_validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
+VALIDATE_DISPATCHER = partial(_validate_part, DispatcherPart)
 DISPATCH_RULES = (
     MappingRule(
-        _validate_dispatcher, ("ep", "etp", "dispatcher", "overlap"), applies_when=("dispatcher", _counts_no_tokens)
+        VALIDATE_DISPATCHER, ("ep", "etp", "dispatcher", "overlap"), applies_when=("dispatcher", _counts_no_tokens)
     ),
     MappingRule(
-        _validate_dispatcher,
+        VALIDATE_DISPATCHER,
         ("ep", "etp", "dispatcher", "overlap", "samples_per_dispatch"),
         applies_when=("dispatcher", _counts_tokens),
     ),
@@ -215,8 +220,7 @@ class MappingConstraints:
         raise_all(range_problems(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
         raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
-        uncut = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
-        raise_all(validate_routing(uncut))
+        raise_all(_validate_part(DropPart, cfg))
         self.base_config = cfg
         self._cache: dict[tuple[Any, ...], bool] = {}
 

@@ -19,8 +19,9 @@ from moefold.config.chosen import part_of_kind
 from moefold.config.find import built_in_kinds
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import Part
-from moefold.config.schema import RECOMPUTE_PARTS, Config
+from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
+from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (

@@ -21,7 +21,10 @@ from moefold.checkpoint.save_load import (
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import CheckpointConfig, Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter
@@ -89,16 +92,6 @@ class Checkpointing(Callback):
         self.snapshots = self._history.snapshots
         self.restored_step = self._history.restored_step
 
-    def restore_from_peers(self, snapshots: PeerSnapshots, step: int | None) -> None:
-        """Go on with the snapshots of an earlier mapping in this process.
-
-        Args:
-            snapshots: of this process.
-            step: the step that `resume` restores from them; None: it looks for a checkpoint, as ever.
-        """
-        self.snapshots = snapshots
-        self.restored_step = step
-
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
         self.saver.open_folder()
@@ -116,7 +109,7 @@ class Checkpointing(Callback):
             self._load(run, resume.path)
             run.is_resumed = True
         elif self._adapters is not None:
-            self.init_message += load_initial_adapters(run.cfg, run.training.model)
+            self.init_message += load_initial_adapters(run.cfg.lora, run.cfg.checkpoint, run.training.model)
         else:
             self.init_message = _load_initial_weights(run)
             if run.cfg.trains_indexers_only and not self.init_message:
@@ -125,7 +118,7 @@ class Checkpointing(Callback):
                     "to start with trained ones"
                 )
         if run.is_first_rank and run.cfg.checkpoint.saves:
-            save_run_tokenizer(run.cfg, is_resumed=resume.path is not None)
+            save_run_tokenizer(run.cfg.run, run.cfg.data, run.cfg.checkpoint, is_resumed=resume.path is not None)
         if resume.path is None:
             if run.training.outer is not None:
                 run.training.outer.start()
@@ -255,7 +248,7 @@ class Checkpointing(Callback):
             samples=run.position.samples,
             tokens=run.position.tokens,
             tokens_consumed=run.position.tokens_consumed,
-            schedule=schedule_settings(run.cfg),
+            schedule=schedule_settings(run.cfg.run, run.cfg.train),
             stream=run.data.train_sampler.state(run.position.samples),
             guard=training.guard.state(),
             checked_step=run.position.checked_step,
@@ -282,7 +275,7 @@ class Checkpointing(Callback):
         check_expert_owner(read_meta(path), run.cfg.sites)
         meta = load_checkpoint(path, *self._stored(run), training.optimizer, training.optimized)
         if training.outer is not None:
-            self._load_outer(run.cfg, training.outer, path, meta)
+            self._load_outer(run.cfg.run, run.cfg.model, run.cfg.sites, training.outer, path, meta)
         run.data.restore(path, meta)
         self._restore_progress(run, meta)
 
@@ -308,12 +301,20 @@ class Checkpointing(Callback):
         self.resume_messages = _resume_messages(run, meta)
         run.position.checked_step = meta.checked_step
 
-    def _load_outer(self, cfg: Config, outer: OuterOptimizer, path: Path, meta: CheckpointMeta) -> None:
+    def _load_outer(
+        self,
+        run: RunConfig,
+        model: ModelConfig,
+        sites: SitesConfig,
+        outer: OuterOptimizer,
+        path: Path,
+        meta: CheckpointMeta,
+    ) -> None:
         """Restore the outer optimizer, or start it from the loaded weights; collective."""
         if meta.sites is None:
             outer.start()
             return
-        outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, cfg))
+        outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, run, model, sites))
 
 
 def _load_initial_weights(run: TrainingContext) -> str:
@@ -328,7 +329,7 @@ def _load_initial_weights(run: TrainingContext) -> str:
 
 def _resume_messages(run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
     """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
-    messages = [describe_schedule_change(meta.schedule, run.cfg, meta.step)]
+    messages = [describe_schedule_change(meta.schedule, run.cfg.run, run.cfg.train, meta.step)]
     has_padding = run.cfg.is_rl or run.data.train_sampler.has_annotations
     if meta.step and meta.tokens_consumed is None and (has_padding or run.training.guard.num_skipped):
         messages.append(

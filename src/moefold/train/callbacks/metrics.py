@@ -18,7 +18,7 @@ class MetricsLogging(Callback):
     """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        self._flops_per_token = step_flops_per_token(cfg)
+        self._flops_per_token = step_flops_per_token(cfg.model, cfg.train, cfg.lora)
         # The known device peaks are for bfloat16.
         self._peak_tflops = cfg.metrics.peak_tflops or (
             _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None

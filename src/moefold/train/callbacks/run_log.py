@@ -209,7 +209,7 @@ class RunLog:
             The number of lines removed from metrics.jsonl.
         """
         cfg = self._cfg
-        shape = trace_shape(self._cfg)
+        shape = trace_shape(self._cfg.model, self._cfg.train)
         with ExitStack() as stack:
             config = config_to_dict(cfg)
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config, outputs=self.outputs)

@@ -1,7 +1,8 @@
 """Callback that adds to the metrics of a round: the validation loss of the outer weights, and spikes of the loss."""
 
 from moefold.comm.groups import current_world
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.sites import SitesConfig
 from moefold.metrics.loss_spike import LossSpike
 from moefold.optim.outer import OuterOptimizer
 from moefold.parallel.fsdp import reshard_parameters
@@ -16,8 +17,8 @@ class SiteEvaluation(Callback):
     site's own weights differ from them. `spike` is the value of the round before.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        self._spike = LossSpike(shortest_gap(recipe_fragments(cfg), cfg.sites.every))
+    def __init__(self, model: ModelConfig, sites: SitesConfig) -> None:
+        self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Add to the metrics of the round, if the step has one; collective."""

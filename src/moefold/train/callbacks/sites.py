@@ -14,7 +14,8 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.config.schema import Config, has_moe_layers
+from moefold.config.model import has_moe_layers
+from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
@@ -110,7 +111,7 @@ class SiteRounds(Callback):
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._cfg.run.steps
         outer = _outer_of(run)
-        fragments = fragments_due(self._cfg, step.number)
+        fragments = fragments_due(self._cfg.run, self._cfg.model, self._cfg.sites, step.number)
         due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
         if due and (step.number >= due or is_last):
             run.groups.recorder.set_phase("waiting for the exchange with the other sites")
@@ -149,7 +150,11 @@ class SiteRounds(Callback):
 
     def _position(self, step: int, outer: OuterOptimizer) -> Message:
         """Return where this site is after a step, for the meeting point."""
-        return {"step": step, "round": rounds_until(self._cfg, step), "version": outer.num_rounds}
+        return {
+            "step": step,
+            "round": rounds_until(self._cfg.run, self._cfg.model, self._cfg.sites, step),
+            "version": outer.num_rounds,
+        }
 
     def _poll(self, run: TrainingContext, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites; collective."""
@@ -199,7 +204,7 @@ class SiteRounds(Callback):
         Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
         """
         step = run.position.step
-        fragments = fragments_due(self._cfg, step)
+        fragments = fragments_due(self._cfg.run, self._cfg.model, self._cfg.sites, step)
         if self._sites.overlaps_whole_round and fragments and step < self._cfg.run.steps and run.status == 0:
             self._begin(run, step, fragments, self._sites.overlap)
 
@@ -239,9 +244,9 @@ class SiteRounds(Callback):
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
-        in_pairs = self._sites.topology == "pairs"
+        in_pairs = self._sites.in_pairs
         # Before the other sites wait for this one.
-        probe = self._probe.read(run) if is_probed(self._cfg, step) else None
+        probe = self._probe.read(run) if is_probed(self._cfg.run, self._cfg.model, self._cfg.sites, step) else None
         question = self._position(step, outer) | {
             "do": "round",
             "tokens": self._weight(run, fragments),
@@ -314,7 +319,7 @@ class SiteRounds(Callback):
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
-            index = rounds_until(self._cfg, flight.step)
+            index = rounds_until(self._cfg.run, self._cfg.model, self._cfg.sites, flight.step)
             vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
             if not vote.get("apply"):
                 if self._meeting.links is not None:
@@ -347,7 +352,7 @@ class SiteRounds(Callback):
             "wait_s": waited_s,
             "round_s": time.perf_counter() - flight.began_s,
         }
-        if is_probed(self._cfg, flight.step):
+        if is_probed(self._cfg.run, self._cfg.model, self._cfg.sites, flight.step):
             own = flight.members.index(self._sites.number)
             counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
             equal, compared = _sum_of_ranks(run, [float(count) for count in counts])
@@ -409,13 +414,13 @@ class SiteRounds(Callback):
 
     def _is_merge(self, step: int) -> bool:
         """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
-        return self._sites.topology == "pairs" and step == self._cfg.run.steps
+        return self._sites.in_pairs and step == self._cfg.run.steps
 
     def _merge_experts(self, run: TrainingContext, step: int) -> None:
         """Merge similar experts after the round of a step, if it is due; collective."""
-        if fragments := merged_fragments(self._cfg, step):
+        if fragments := merged_fragments(self._cfg.run, self._cfg.model, self._cfg.sites, step):
             groups = run.groups
-            share = merge_share(self._cfg, step)
+            share = merge_share(self._cfg.sites, step)
             ExpertMerging(groups.moe.ep, groups.moe.edp, groups.attn.stage).run(_outer_of(run), fragments, share)
             self._record["merged"] = share
 
@@ -492,7 +497,7 @@ def _header(run: TrainingContext, index: int) -> list[int]:
     They are round, steps since, rounds applied, updates of the moments, and the norm of the last outer step.
     """
     outer = _outer_of(run)
-    since = run.position.step - step_of_round(run.cfg, index)
+    since = run.position.step - step_of_round(run.cfg.run, run.cfg.model, run.cfg.sites, index)
     return [index, since, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
 
 
@@ -520,7 +525,9 @@ def _adopt(run: TrainingContext, header: Tensor) -> None:
     _outer_of(run).last_update = bits_to_float(last_update)
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
-    run.position.step = step_of_round(run.cfg, index) + min(since, run.cfg.sites.overlap)
+    run.position.step = step_of_round(run.cfg.run, run.cfg.model, run.cfg.sites, index) + min(
+        since, run.cfg.sites.overlap
+    )
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:

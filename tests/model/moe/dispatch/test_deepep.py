@@ -13,7 +13,6 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import RoutingMap
-from moefold.model.moe.reference_experts import reference_experts
 from moefold.ops.interface import ExpertOptions, ExpertWeights
 from moefold.parallel.expert_parallel import select_dispatcher
 from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
@@ -21,6 +20,7 @@ from moefold.topology.layout import fold
 from moefold.verify.distributed_run import create_groups
 from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.dispatch.deepep_stand_in import StandInBuffer
+from tests.model.moe.reference_experts import reference_experts
 from tests.verify.recipes import tiny
 
 E, K, H, F, T = 8, 3, 6, 4, 7

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefold.config.field import at_least
-from moefold.config.groups.attention import AttentionPart, SoftmaxCore
+from moefold.config.groups.attention import AttentionPart, SoftmaxCore, SoftmaxFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.cost.block_sizes import BlockSizes
@@ -61,6 +61,17 @@ class Gated(AttentionPart):
     def build(self, model: ModelConfig) -> "GatedAttention":
         """Return the module."""
         return GatedAttention(self, model.hidden_size)
+
+    def formula(self) -> SoftmaxFormula:
+        """Return queries, keys, values and gates; the oracle has mask, softmax and output projection."""
+
+        def heads(given: SoftmaxInput) -> SoftmaxHeads:
+            projections = (given.x @ given.weights[name].T for name in ("wq", "wk", "wv", "wg"))
+            query, key, value, gate = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in projections)
+            query, key = given.rotate(query, self.head_dim), given.rotate(key, self.head_dim)
+            return SoftmaxHeads(query, key, value, scale=self.head_dim**-0.5, gates=1 / (1 + torch.exp(-gate)))
+
+        return heads
 
 
 class GatedAttention(SelfAttention):

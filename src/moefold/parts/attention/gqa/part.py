@@ -2,13 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.groups.attention import QueryKeyNorm, SoftmaxAttentionPart, SoftmaxCore, gate_bytes, prefixed
+from moefold.config.groups.attention import (
+    QueryKeyNorm,
+    SoftmaxAttentionPart,
+    SoftmaxCore,
+    SoftmaxFormula,
+    gate_bytes,
+    prefixed,
+)
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
@@ -40,9 +51,63 @@ class GqaPart(SoftmaxAttentionPart):
         """Width of one value head."""
         return self.head_dim
 
-    def with_heads(self, head_dim: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
+    @property
+    def rotary_dim(self) -> int:
         """See base class."""
-        return replace(self, head_dim=head_dim, qk_norm=qk_norm)
+        return round(self.head_dim * self.rope_fraction)
+
+    def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
+        """See base class."""
+        return replace(self, head_dim=self.head_dim or hidden // self.num_heads, qk_norm=qk_norm)
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""
+        model: ModelConfig = recipe.model
+        heads, groups, hidden = self.num_heads, self.num_kv_heads, model.hidden_size
+        if not model.head_dim and hidden % heads:
+            yield Problem(
+                "model.num_attention_heads",
+                heads,
+                f"must divide model.hidden_size={hidden} when model.head_dim is 0",
+                f"choose {nearest_numbers(heads, divisors(hidden))} heads, model.hidden_size="
+                f"{nearest_multiples(hidden, heads)}, or set model.head_dim",
+            )
+        if heads % groups:
+            rule = f"must divide model.num_attention_heads={heads}"
+            yield Problem("model.num_query_groups", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}")
+        if self.qk_norm:
+            yield from self._check_norm(self.qk_norm, recipe)
+
+    def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:
+        if norm.after_rope and norm.has_weight and recipe.model.rope_interleaved:
+            yield Problem(
+                "model.qk_norm_after_rope",
+                True,
+                "does not go with model.rope_interleaved=true, whose rotation reorders the dims",
+                "choose rope_interleaved=false",
+            )
+        if norm.over_all_heads and not norm.has_weight:
+            yield Problem(
+                "model.qk_norm_weight",
+                False,
+                "does not go with model.qk_norm_width='all_heads', whose norm has weights",
+                "set qk_norm_width='head'",
+            )
+        if norm.has_weight and not norm.in_nope:
+            yield Problem(
+                "model.qk_norm_nope",
+                False,
+                "does not go with model.qk_norm_weight=true: layers without RoPE would have other parameters than "
+                "those with it",
+                "set qk_norm_weight=false, or qk_norm_nope=true",
+            )
+        if norm.over_all_heads and recipe.model.zero_centered_norms:
+            yield Problem(
+                "model.zero_centered_norms",
+                True,
+                "does not go with model.qk_norm_width='all_heads', a norm of another kind",
+                "set zero_centered_norms=false, or qk_norm_width='head'",
+            )
 
     @property
     def fuses_head_norms(self) -> bool:
@@ -135,3 +200,9 @@ class GqaPart(SoftmaxAttentionPart):
         from moefold.model.attention import Attention
 
         return Attention(model, self.window)
+
+    def formula(self) -> SoftmaxFormula:
+        """Return the heads; see base class."""
+        from moefold.parts.attention.gqa.oracle import heads
+
+        return partial(heads, self)

@@ -2,14 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore, gate_bytes, norm_param, prefixed
+from moefold.config.groups.attention import (
+    SoftmaxAttentionPart,
+    SoftmaxCore,
+    SoftmaxFormula,
+    gate_bytes,
+    norm_param,
+    prefixed,
+)
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
@@ -24,6 +33,7 @@ class MlaPart(SoftmaxAttentionPart):
 
     chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
+    has_score_factor: ClassVar[bool] = True
     refuses: ClassVar[frozenset[str]] = frozenset(
         {"model.qkv_bias", "model.attention_output_bias", "model.attention_sinks"}
     )
@@ -34,6 +44,28 @@ class MlaPart(SoftmaxAttentionPart):
     qk_rope_head_dim: Annotated[int, FlatKey("model.qk_rope_head_dim")]
     v_head_dim: Annotated[int, FlatKey("model.v_head_dim")]
     scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield norms, biases, sinks and chunks, which MLA does not have."""
+        model: ModelConfig = recipe.model
+        for key, why in (
+            ("qk_norm", "which normalises its latents"),
+            ("qkv_bias", "which has no biases"),
+            ("attention_output_bias", "which has no biases"),
+            ("attention_sinks", "which has no sinks"),
+            ("zero_centered_norms", "whose latents have other norms"),
+        ):
+            if getattr(model, key) is True:
+                rule = f"does not go with model.attention={self.kind!r}, {why}"
+                yield Problem(f"model.{key}", True, rule, f"set {key}=false, or attention='gqa'")
+        if self.span and self.span.chunk:
+            rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
+            yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
+
+    @property
+    def rotary_dim(self) -> int:
+        """See base class."""
+        return self.qk_rope_head_dim
 
     @property
     def head_dim(self) -> int:
@@ -155,8 +187,8 @@ class MlaPart(SoftmaxAttentionPart):
     def _saved_head_widths(self, sizes: "BlockSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
         p = sizes.cfg.parallel
-        shares_work = chosen_in(p, ContextPart).is_planned and "balanced" in (p.attention_hosts, p.placement)
-        attends_in_blocks = shares_work or (p.cp > 1 and not chosen_in(p, ContextPart).shards_heads)
+        context = chosen_in(p, ContextPart)
+        attends_in_blocks = context.shares_work or (p.cp > 1 and not context.shards_heads)
         has_windows = any(layer.window for layer in sizes.cfg.model.layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
@@ -191,3 +223,9 @@ class MlaPart(SoftmaxAttentionPart):
         from moefold.model.mla import LatentAttention
 
         return LatentAttention(model, self.window)
+
+    def formula(self) -> SoftmaxFormula:
+        """Return the heads; see base class."""
+        from moefold.parts.attention.mla.oracle import heads
+
+        return partial(heads, self)

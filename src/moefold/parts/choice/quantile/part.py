@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart, Tokens
+from moefold.config.model import has_moe_layers
 from moefold.config.problem import Problem
-from moefold.config.schema import has_moe_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -35,7 +35,7 @@ class Sinkhorn(ChoicePart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:
         """Yield what would balance the experts too."""
-        return no_bias_problems(recipe, self.kind, "balances the experts by itself")
+        return no_bias_problems(recipe.model, self.kind, "balances the experts by itself")
 
     def formula(self) -> ChoiceFormula:
         """Return the choice by a matrix whose rows and columns are scaled."""

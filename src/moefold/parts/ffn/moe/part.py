@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.chosen import chosen
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import prefixed
-from moefold.config.groups.ffn import FeedForwardPart, swiglu_params
+from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
+from moefold.config.part import FlatKey, KindOf, UnusedKeys
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class MoePart(FeedForwardPart):
 
     chosen_by: ClassVar[str] = "a model.layer_pattern with M"
     is_routed: ClassVar[bool] = True
+    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts"})
     num_experts: Annotated[int, FlatKey("model.num_experts")]
     top_k: Annotated[int, FlatKey("model.top_k")]
     zero_experts: Annotated[int, FlatKey("model.zero_experts")]
@@ -36,8 +39,15 @@ class MoePart(FeedForwardPart):
     """Inner width of the shared expert; 0: none."""
     shared_gate: Annotated[bool, FlatKey("model.shared_expert_gate")]
     has_bias: Annotated[bool, FlatKey("model.moe_bias")]
-    activation: Annotated[str, FlatKey("model.moe_activation")]
+    activation: Annotated[ActivationPart, KindOf("activation")]
+    probs_on_input: Annotated[bool, FlatKey("model.router_probs_on_input")]
     router_bias: Annotated[bool, FlatKey("model.router_bias")]
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield the gate of the shared expert if there is none."""
+        if not self.shared_width:
+            reason = "model.shared_expert_ffn_hidden_size=0 means no shared expert"
+            yield UnusedKeys("model.shared_expert_gate", reason, "set model.shared_expert_ffn_hidden_size")
 
     @property
     def num_choices(self) -> int:
@@ -159,3 +169,9 @@ class MoePart(FeedForwardPart):
             noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),
             shared=SwiGLU(model.hidden_size, self.shared_width) if self.shared_width else None,
         )
+
+    def formula(self) -> FeedForwardFormula | None:
+        """Return the shared expert, and all routed ones; see base class."""
+        from moefold.parts.ffn.moe.oracle import output
+
+        return None if self.activation.formula() is None else partial(output, self)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.ffn import FeedForwardPart, swiglu_params
+from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.cost.saved_tensors import BytesByPart
@@ -49,3 +49,9 @@ class SwiGluPart(FeedForwardPart):
         from moefold.model.mlp import SwiGLU
 
         return SwiGLU(recipe.model.hidden_size, self.width)
+
+    def formula(self) -> FeedForwardFormula:
+        """Return SwiGLU; see base class."""
+        from moefold.parts.ffn.swiglu.oracle import swiglu
+
+        return lambda weights, x, route, round_dispatched: (swiglu(weights, x), None)

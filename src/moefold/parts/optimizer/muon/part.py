@@ -6,10 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
+from moefold.config.model import has_dense_layers, has_moe_layers
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
-from moefold.config.schema import MUON_GROUPS, has_dense_layers, has_moe_layers
+from moefold.config.train import MUON_GROUPS
 from moefold.parts.optimizer.adamw.part import AdamW
 
 if TYPE_CHECKING:

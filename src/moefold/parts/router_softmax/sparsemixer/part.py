@@ -9,9 +9,9 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
 from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
-from moefold.config.schema import has_moe_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,144 @@
+"""Training step of moefold for benchmarks: of a whole model, of one MoE layer or of a stack of layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefold.bench.dispatch import balanced_states, steer_embedding
+from moefold.bench.layers import build_layers
+from moefold.bench.shape import BenchPart, BenchRouting
+from moefold.comm.groups import ParallelGroups
+from moefold.config.schema import Config
+from moefold.model.moe.layer import MoELayer
+from moefold.model.transformer import TORCH_DTYPES
+from moefold.parallel.batch import Batch
+from moefold.parallel.parallelize import parallelize
+from moefold.topology.layout import fold
+from moefold.train.train_step import TrainingStep
+
+StepFunction = Callable[[], object]
+"""Forward and backward on a fixed batch; for a whole model with the optimizer step."""
+
+OURS = "moefold"
+
+
+class ModelStep:
+    """Training step of a whole model: float32 master weights, AdamW, the same batch. Needs a process group of size 1.
+
+    Attributes:
+        tokens: int64 [B, S].
+        labels: int64 [B, S].
+        first_moe_layer: first MoE layer, once the step is built.
+    """
+
+    first_moe_layer: MoELayer
+
+    def __init__(self, cfg: Config, routing: BenchRouting, device: torch.device) -> None:
+        self.cfg = cfg
+        self.part: BenchPart = "model"
+        self.device = device
+        self.routing = routing
+        generator = torch.Generator().manual_seed(cfg.run.seed)
+        shape = (cfg.train.global_batch_size, cfg.train.seq_len + 1)
+        samples = torch.randint(cfg.model.vocab_size, shape, generator=generator).to(device)
+        self.tokens = samples[:, :-1].contiguous()
+        self.labels = samples[:, 1:].contiguous()
+
+    def build(self) -> StepFunction:
+        """Build the trainer's full step, with gradient norm, clipping, schedule and metrics; every degree is 1."""
+        model = parallelize(self.cfg, ParallelGroups.create(fold(world_size=1), self.device))
+        stage = model.stages[0]
+        self.first_moe_layer = next(iter(stage.moe_layers().values()))
+        if self.routing == "balanced":
+            steer_embedding(
+                stage.embedding.weight, [layer.router.weight for layer in stage.moe_layers().values()], self.cfg.model
+            )
+        training = TrainingStep(model, self.cfg)
+        weights = torch.full(self.tokens.shape, 1.0 / self.tokens.numel(), device=self.device)
+        sample_ids = torch.arange(len(self.tokens), device=self.device)
+        batch = Batch(self.tokens, {"labels": self.labels, "weights": weights, "sample_ids": sample_ids})
+        self._result = training.run(batch, 1)
+
+        def step() -> None:
+            self._result = training.run(batch, 1)
+
+        return step
+
+    def expert_load(self) -> float:
+        """Return routed tokens of the most loaded expert over the mean, in the first MoE layer, of the last step."""
+        return self._result.expert_load[0] if self._result.expert_load else 1.0
+
+
+class LayerStep:
+    """Forward and backward of one MoE layer or of a layer stack, in the run's dtype.
+
+    Attributes:
+        model: the layers.
+        x: hidden states [S, B, H].
+        grad: gradient of the output, [S, B, H].
+        module: what runs: the layers or the first MoE layer.
+        first_moe_layer: first MoE layer.
+    """
+
+    def __init__(self, cfg: Config, part: BenchPart, routing: BenchRouting, device: torch.device) -> None:
+        self.cfg = cfg
+        self.part = part
+        self.device = device
+        self.routing = routing
+        self.model = build_layers(cfg, range(cfg.model.num_layers), device)
+        layers = self.model.moe_layers()
+        generator = torch.Generator(device).manual_seed(cfg.run.seed)
+        shape = (cfg.train.seq_len, cfg.train.global_batch_size, cfg.model.hidden_size)
+        if routing == "balanced":
+            routers = [layer.router.weight for layer in layers.values()]
+            states = balanced_states(shape[0] * shape[1], routers, cfg.model, generator).view(shape)
+        else:
+            states = torch.randn(shape, generator=generator, device=device)
+        dtype = TORCH_DTYPES[cfg.run.dtype]
+        self.x = states.to(dtype)
+        self.grad = torch.randn(shape, generator=generator, device=device).to(dtype)
+        self.first_moe_layer = next(iter(layers.values()))
+        self.module: nn.Module = self.model if part == "stack" else self.first_moe_layer
+
+    def build(self) -> StepFunction:
+        """Build the step of our modules, with the kernels that the trainer uses."""
+        return forward_backward_step(
+            lambda x: self.module(x), self.x, self.grad, list(self.module.parameters()), self.first_moe_layer
+        )
+
+    def expert_load(self) -> float:
+        """Return routed tokens of the most loaded expert over the mean, in the first MoE layer, of the last step."""
+        counts_E = self.first_moe_layer.stats.tokens_per_expert_E
+        return float(counts_E.max() / counts_E.double().mean()) if counts_E.sum() else 1.0
+
+
+def our_step(
+    cfg: Config, part: BenchPart, device: torch.device, routing: BenchRouting = "natural"
+) -> ModelStep | LayerStep:
+    """Create our step of a part. A whole model needs a process group of size 1."""
+    return ModelStep(cfg, routing, device) if part == "model" else LayerStep(cfg, part, routing, device)
+
+
+def forward_backward_step(
+    forward: Callable[[Tensor], Any],
+    x: Tensor,
+    grad: Tensor,
+    parameters: list[nn.Parameter],
+    moe_layer: MoELayer | None = None,
+) -> StepFunction:
+    """Return forward and backward from given states and output gradient; a second output is a balance loss."""
+
+    def step() -> None:
+        if moe_layer is not None:
+            moe_layer.begin_step(1)
+        leaf = x.detach().requires_grad_()
+        y = forward(leaf)
+        if isinstance(y, tuple):
+            y = y[0]
+        torch.autograd.backward(y, grad.view_as(y))
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step

@@ -1,0 +1,47 @@
+"""The [checkpoint] section: folder, intervals and resume; see docs/checkpoints.md."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from moefold.config.field import ReadIf, at_least
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoint folder, intervals and resume."""
+
+    dir: str = ""
+    """Folder of the checkpoints; empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
+    ([remote.md](remote.md))."""
+    every: Annotated[int, at_least(0, "0: never")] = 500
+    """Save every this many steps; 0: not between the first step and the last. A shorter run saves at its end."""
+    at_end: bool = True
+    """Save after the last step, unless checkpoint.every has just done so."""
+    keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10
+    """Number of newest complete checkpoints to keep; older ones are deleted after each save. 0 keeps all."""
+    keep_every: Annotated[int, at_least(0, "0: none"), ReadIf("checkpoint.keep!=0")] = 0
+    """Also keep the checkpoint of every this many steps, whatever `keep` is; 0: none."""
+    keep_best: Annotated[bool, ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = False
+    """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is; RUN/best names it in the commands
+    that read a model ([checkpoints.md](checkpoints.md#the-best-checkpoint)). checkpoint.every must be a multiple of
+    train.eval_every."""
+    verify: Annotated[bool, ReadIf("checkpoint.resume!=never")] = True
+    """Before a resume, compare every file with the hash recorded when it was written. false: compare only its size."""
+    async_save: Annotated[bool, ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = False
+    """Write during training from a copy in host memory, which is as large as a rank's weights and moments."""
+    peer_every: Annotated[int, at_least(0, "0: never"), ReadIf("faults.on_loss=regroup")] = 0
+    """Copy each rank's state to its host memory, and its shards to the host memory of a rank of another replica, every
+    this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
+    resume: str = "auto"
+    """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
+    init_from: str = ""
+    """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
+    folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
+    ignore_keys: Annotated[tuple[str, ...], ReadIf("checkpoint.init_from model.upcycle_from rl.reference")] = ()
+    """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change
+    nothing ([conversion.md](conversion.md#keys-of-json-files))."""
+
+    @property
+    def saves(self) -> bool:
+        """Return whether the run saves at all; if so, it also saves when a signal stops it."""
+        return self.every > 0 or self.at_end

@@ -1,0 +1,60 @@
+"""The [faults] section: what a run does about failures; see docs/failures.md."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from moefold.config.field import POSITIVE, Bound, Most, ReadIf, at_least
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultsConfig:
+    """Handling of failures during a run ([failures.md](failures.md), [silent-faults.md](silent-faults.md))."""
+
+    timeout_s: Annotated[float, at_least(1), Most(10**8)] = 600.0
+    """End the run and name the late rank when a rank makes no progress for this many seconds. Must exceed the longest
+    single operation of a rank: joining, loading, the first step with its compilation, saving."""
+    check_dispatch: bool = False
+    """Before each dispatch and combine, compare step, layer, shape and row counts across the ranks, so that a mismatch
+    is reported instead of hanging; costs one all-gather each."""
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """Handling of a NaN or infinite loss or gradient norm, which never reaches the weights. stop: end the run and
+    report the location. skip: skip the step. rollback: load the newest checkpoint and continue without that batch."""
+    spike: Literal["ignore", "log", "skip", "rollback", "stop"] = "log"
+    """Handling of a loss or gradient norm far above the last steps' values, as in `nonfinite`; log: report it and
+    continue."""
+    spike_factor: Annotated[float, POSITIVE, ReadIf("faults.spike!=ignore")] = 10.0
+    """Spike threshold: standard deviations above the median of the last steps; the deviation is estimated from the
+    median absolute deviation (Hampel identifier), and is at least 1 % of the median."""
+    spike_window: Annotated[int, at_least(3), Most(10**6), ReadIf("faults.spike!=ignore")] = 50
+    """Number of last steps that a spike is compared with; no detection before there are as many."""
+    max_skips: Annotated[int, at_least(1), ReadIf("faults.nonfinite=skip faults.spike=skip")] = 10
+    """Maximum number of consecutive skipped steps; the next one stops the run."""
+    max_rollbacks: Annotated[int, at_least(1), ReadIf("faults.nonfinite=rollback faults.spike=rollback")] = 3
+    """Maximum number of rollbacks of a run; the next one stops it."""
+    straggler_factor: Annotated[
+        float,
+        Bound("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0),
+        ReadIf("parallel.world_size"),
+    ] = 1.3
+    """Report a rank whose own work takes more than this factor times the median of its pipeline stage in 12 of 16
+    steps; 0 turns it off, and the timing of ranks in metrics.jsonl with it."""
+    replica_check_every: Annotated[int, at_least(0, "0: never"), ReadIf("parallel.world_size")] = 0
+    """Compare replicas every this many steps: whether ranks that should hold identical bytes do, and how far losses and
+    gradients of data-parallel replicas diverge; 0: never. The bytes are also compared before each save. A difference of
+    bytes ends the run and names the rank."""
+    on_loss: Literal["stop", "regroup"] = "stop"
+    """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
+    resumes. regroup: the other ranks go on in their processes, with fewer data-parallel replicas and the same global
+    batch, from memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
+    min_ranks: Annotated[int, at_least(1), ReadIf("faults.on_loss=regroup")] = 1
+    """Fewest ranks to go on with after a regroup; with fewer, the job ends."""
+
+    @property
+    def regroups(self) -> bool:
+        """Return whether the job goes on without a lost rank."""
+        return self.on_loss == "regroup"
+
+    @property
+    def actions(self) -> tuple[str, str]:
+        """Actions for non-finite values and for spikes."""
+        return self.nonfinite, self.spike

@@ -1,0 +1,61 @@
+"""Token dropping: the order in which an expert of limited capacity keeps tokens."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moefold.config.part import Part
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QueueEntry = tuple[float, int, tuple[int, int, int]]
+"""Routed token of an expert: probability, index of the token in the micro-batch; sample, position and choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropPart(Part):
+    """Order in which an expert keeps tokens up to its capacity."""
+
+    group: ClassVar[str] = "drop"
+    key: ClassVar[str] = "moe.drop_policy"
+
+    def order(self, ids: "Tensor", probs: "Tensor", by_index: "Tensor") -> "Tensor":
+        """Return the routed tokens sorted by expert, and the tokens of each expert in the order that it keeps them.
+
+        Args:
+            ids: expert of each routed token, int64 [T*K].
+            probs: their routing probabilities, [T*K].
+            by_index: their order by the index of their tokens, int64 [T*K].
+        """
+        raise NotImplementedError
+
+    def formula(self) -> Callable[[list[QueueEntry]], list[QueueEntry]] | None:
+        """Return a function that sorts the queue of an expert; None: it has no formula."""
+        return None
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield a capacity that leaves tokens without an expert or drops nothing, and padding without a capacity."""
+        model, moe = recipe.model, recipe.moe
+        if not model.moe_layer_numbers or model.top_k > model.num_experts:
+            return
+        for key in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(moe, key)
+            enough = model.num_router_choices / model.top_k
+            if factor > 0 and factor * model.top_k < 1:
+                rule = (
+                    f"with model.top_k={model.top_k} gives all experts together a capacity below the number of tokens, "
+                    "so some would reach no expert"
+                )
+                minimum = math.ceil(100 / model.top_k) / 100
+                yield Problem(f"moe.{key}", factor, rule, f"choose {minimum} or more, or 0.0 (dropless)")
+            elif factor >= enough and not moe.pad_to_capacity:
+                rule = "lets every expert take every token, and so drops nothing"
+                way_out = f"choose less than num_experts/top_k={enough:g}, or 0.0 (dropless)"
+                yield Problem(f"moe.{key}", factor, rule, way_out)
+        if moe.pad_to_capacity and moe.capacity_factor == 0:
+            rule = "needs a capacity, and moe.capacity_factor=0.0 sets none"
+            way_out = "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
+            yield Problem("moe.pad_to_capacity", True, rule, way_out)

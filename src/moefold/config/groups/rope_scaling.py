@@ -1,0 +1,104 @@
+"""Scaling of RoPE for sequences longer than a model was first trained with."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
+
+from moefold.config.part import FlatKey, Part
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RopeFormula(NamedTuple):
+    """A RoPE scaling in float64, for the oracle."""
+
+    frequency: Callable[[int, float, int, int], float]
+    """Angle per position of a pair, given its number, theta, the rotated dims and the tokens of a sequence."""
+    rotated_factor: Callable[[int], float] = lambda seq_len: 1.0
+    """Factor of the rotated parts of queries and keys, given the tokens of a sequence."""
+    score_factor: float = 1.0
+    """Factor of MLA's scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScalingPart(Part):
+    """Scaling of the rotary frequencies.
+
+    All sequences of a run or command have the same frequencies, since cached keys are rotated already: `seq_len` is the
+    number of tokens of the longest one; 0: within the original context.
+    """
+
+    group: ClassVar[str] = "rope_scaling"
+    key: ClassVar[str] = "model.rope_scaling"
+    hf_type: ClassVar[str] = ""
+    """`rope_type` in config.json of Hugging Face folders; empty: these have no such scaling."""
+    hf_names: ClassVar[Mapping[str, str]] = {"original_seq_len": "original_max_position_embeddings"}
+    """Names in `rope_parameters` of config.json of fields that have another one there."""
+    hf_optional: ClassVar[frozenset[str]] = frozenset()
+    """Fields that `rope_parameters` may leave out."""
+
+    def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
+        """Return the angle per position of each of `rotary_dim` / 2 pairs of dims, float64; theta is their base."""
+        raise NotImplementedError
+
+    def rotated_factor(self, seq_len: int) -> float:
+        """Return the factor of the rotated parts of queries and keys."""
+        return 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of MLA's scores in addition to 1/sqrt(D)."""
+        return 1.0
+
+    @property
+    def context(self) -> int:
+        """Tokens of the context after scaling; 0: not known."""
+        return 0
+
+    def shrink(self, rotary_dim: int, seq_len: int, small_seq_len: int) -> Self:
+        """Return the part for a small model that computes alike.
+
+        Args:
+            rotary_dim: rotated dims of the small model.
+            seq_len: tokens of the longest sequence.
+            small_seq_len: the same of the small model.
+        """
+        return self
+
+    def formula(self) -> RopeFormula | None:
+        """Return the scaling in float64; None: it has no formula."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorScaling(RopeScalingPart):
+    """Scaling by a factor, which is above 1."""
+
+    factor: Annotated[float, FlatKey("model.rope_scaling_factor")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield a factor that changes nothing."""
+        if self.factor == 1:
+            rule = "changes nothing with model.rope_scaling_factor=1.0"
+            yield Problem(self.key, self.kind, rule, "give a factor above 1, or choose 'none'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextScaling(FactorScaling):
+    """Scaling of some frequencies, chosen by the original context."""
+
+    original_seq_len: Annotated[int, FlatKey("model.rope_original_seq_len")]
+
+    @property
+    def context(self) -> int:
+        """Tokens of the original context times the factor."""
+        return round(self.original_seq_len * self.factor)
+
+
+def unscaled_frequencies(theta: float, rotary_dim: int) -> "Tensor":
+    """Return the frequencies without scaling; see `RopeScalingPart.frequencies`."""
+    import torch
+
+    return theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)

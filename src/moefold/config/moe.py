@@ -1,0 +1,82 @@
+"""The [moe] section: routing of tokens, load balancing and token dropping."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from moefold.config.field import SHARE, Bound, Most, ReadIf, at_least
+from moefold.config.part import KindOf, Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """Routing of tokens, load balancing and token dropping."""
+
+    capacity_factor: Annotated[float, at_least(0, "0: dropless")] = 0.0
+    """0: dropless. Else each expert takes at most ceil(tokens * top_k / num_experts * capacity_factor) routed
+    tokens."""
+    eval_capacity_factor: Annotated[
+        float,
+        Bound(
+            "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)",
+            lambda factor: factor >= 0 or factor == -1,
+        ),
+        ReadIf("train.eval_every"),
+    ] = -1.0
+    """Capacity factor of evaluation; -1: as in training. 0: dropless."""
+    drop_policy: Annotated[str | Part, KindOf("drop")] = "probs"
+    """Routed tokens that an expert over capacity keeps: the most probable ones (a later token may then displace an
+    earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
+    drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
+    """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
+    pad_to_capacity: bool = False
+    """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
+    drop_scope "sub_sequence", because ranks that share a capacity would each need a buffer for all of it."""
+    aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
+    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does any choice other than
+    topk."""
+    aux_kind: Annotated[str | Part, KindOf("balance_scope"), ReadIf("moe.aux_loss!=0.0")] = "micro_batch"
+    """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
+    either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
+    for every dp)."""
+    llep_threshold: Annotated[float, at_least(1)] = 1.3
+    """Dispatcher leastloaded: move routed tokens where the busiest ep rank has more than this times the mean load."""
+    llep_capacity: Annotated[float, at_least(1)] = 1.1
+    """Dispatcher leastloaded: target load of a rank after the move, as a multiple of the mean load."""
+    llep_min_tokens: Annotated[int, at_least(1)] = 64
+    """Dispatcher leastloaded: minimum number of routed tokens for which an expert's weights are sent; about 1024 on a
+    GPU."""
+    z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
+    bias_update_rate: Annotated[
+        float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0"), ReadIf("model.expert_bias")
+    ] = 1e-3
+    """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
+    more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
+    choice: Annotated[str | Part, KindOf("choice")] = "topk"
+    """Choice of experts. topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then also
+    depend on later tokens (not causal). round_robin, skewed: forced, for benchmarks."""
+    sinkhorn_iterations: Annotated[int, at_least(1), Most(10_000)] = 20
+    """Sinkhorn iterations (row and column scaling) on the logits of a micro-batch (choice "sinkhorn")."""
+    skew: Annotated[float, SHARE] = 0.8
+    """Fraction of the tokens that have expert 0 among their experts (choice "skewed")."""
+    input_jitter: Annotated[
+        float, Bound("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1)
+    ] = 0.0
+    """Multiply the router's input by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
+    sparsemixer_sampling: bool = True
+    """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
+    evaluation."""
+    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64")] = "float32"
+    """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
+    weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false")] = False
+    """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
+    the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
+    dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
+    """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
+    with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and
+    gradients are sent in run.dtype."""
+    trace_every: Annotated[int, at_least(0, "0: never")] = 0
+    """Write each token's experts to RUN_DIR/routing every this many steps, one or two bytes per choice; 0: never."""
+    replay: str = ""
+    """Run with a routing trace, whose expert choices are replayed step by step; the routing weights are computed from
+    the current scores."""

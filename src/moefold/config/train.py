@@ -1,0 +1,152 @@
+"""The [train] section: batch, optimizer, learning rate, memory savings and evaluation."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Most, ReadIf, at_least
+from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
+from moefold.config.model import ModelConfig
+from moefold.config.part import KindOf, Part
+
+MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
+"""Groups of the layers' weight matrices; mtp: the input projection of multi-token prediction."""
+
+
+RECOMPUTE_PARTS = (
+    "norms",
+    "core_attention",
+    "mla_up",
+    "dense_mlp",
+    "expert_activation",
+    "shared_experts",
+    "moe",
+    "layer",
+)
+"""Parts of a layer that can be recomputed in the backward pass (activation checkpointing)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Batch, optimizer, learning-rate schedule, memory savings and evaluation."""
+
+    seq_len: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 256
+    """Tokens per sample, S."""
+    micro_batch_size: Annotated[int, at_least(1), Most(2**22)] = 1
+    """Samples per micro-batch, B."""
+    global_batch_size: Annotated[int, at_least(1), Most(2**22)] = 8
+    """Samples per optimizer step over all ranks."""
+    optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
+    spsa: two forward passes and no backward pass, to fine-tune with little memory ([spsa.md](spsa.md))."""
+    muon_groups: tuple[str, ...] = MUON_GROUPS
+    """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
+    embeddings, head, norms, biases and gates."""
+    muon_momentum: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of Muon's Nesterov momentum."""
+    muon_ns_steps: Annotated[int, at_least(1), Most(100)] = 5
+    """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
+    spsa_eps: Annotated[float, POSITIVE] = 1e-3
+    """Factor of the normal numbers z that the two passes of SPSA add to and subtract from the weights
+    (arXiv:2305.17333)."""
+    spsa_max_gradient: Annotated[float, POSITIVE] = 10.0
+    """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
+    (arXiv:2306.10015); larger ones are clamped."""
+    lr: Annotated[float, POSITIVE] = 3e-4
+    """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
+    min_lr: Annotated[float, at_least(0)] = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
+    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps and
+    decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does not
+    fit."""
+    lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
+    """Shape of the schedule after the warm-up; wsd stays at the peak until the last decay_steps."""
+    decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
+    """Length of the final linear decay of wsd; 0: a tenth of the steps."""
+    weight_decay: Annotated[float, at_least(0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, POSITIVE] = 1e-8
+    """Epsilon of AdamW."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
+    computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
+    its 8 bits."""
+    reset_moments_every: Annotated[int, at_least(0, "0: never")] = 0
+    """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
+    and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
+    gradient_delay: Literal[0, 1] = 0
+    """1: an update takes the gradients of the step before, clipped there, and the first step updates nothing
+    (arXiv:2606.30634). It is the training of a pipeline with two versions of the weights (PipeDream-2BW,
+    arXiv:2006.09503), to measure what the delay costs in loss; no communication is hidden by it
+    ([design/044](design/044-gradient-delay.md)). 0: no delay."""
+    delay_correction: Annotated[float, at_least(0, "0: none"), ReadIf("train.gradient_delay")] = 0.0
+    """Factor c of the correction of a delay: with u(t) what the optimizer subtracts, weights x become
+    x - u(t) - c * (u(t) - u(t-1)). 1 in arXiv:2606.30634; 0: none."""
+    clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
+    """Maximum global gradient norm; 0 turns clipping off."""
+    recompute: tuple[str, ...] = ()
+    """Parts of the layers that are not saved for backward but recomputed (activation checkpointing): norms,
+    core_attention, mla_up, dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)).
+    Bitwise the same result. auto, alone in the list: the cheapest set of parts with which a step fits into
+    memory_budget_gib."""
+    memory_budget_gib: Annotated[float, at_least(0, "0: the device's")] = 0.0
+    """Estimated peak memory per rank that recompute "auto" may use; 0: 90 % of the smallest GPU's memory, and refused
+    on CPU."""
+    offload: tuple[str, ...] = ()
+    """Parts of the layers whose activations are offloaded between the passes: norms, core_attention, dense_mlp,
+    expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bitwise the same result."""
+    offload_to: Annotated[Literal["host", "ssd"], ReadIf("train.offload")] = "host"
+    """host: host memory, for GPUs. ssd: an unnamed file in offload_dir that is deleted with the process."""
+    offload_optimizer: Literal["none", "host", "ssd"] = "none"
+    """Where the optimizer moments are stored between steps: with the weights, in host memory (for GPUs), or in
+    memory-mapped files in offload_dir. Bitwise the same result."""
+    offload_dir: str = ""
+    """Folder on a local disk (ssd), created if its parent folder exists."""
+    offload_min_kib: Annotated[int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer")] = 1024
+    """Minimum size of an offloaded block of activations, or of one parameter's moment on one rank, in KiB; smaller ones
+    stay in memory."""
+    offload_limit_gib: Annotated[float, at_least(0, "0: no limit"), ReadIf("train.offload")] = 0.0
+    """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
+    counts as the power of two that torch allocates for it."""
+    offload_waits: Annotated[bool, ReadIf("train.offload")] = False
+    """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: what
+    cannot be copied out and back in time stays in memory."""
+    precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
+    """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
+    Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
+    loss_chunk: Annotated[
+        int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1)
+    ] = -1
+    """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
+    micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
+    above, as many tokens as give 2**28 logits on a GPU and 2**24 on a CPU, at least 256, and the log says so."""
+    mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
+    """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
+    indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.index_topk")] = "sparse"
+    """Stage of sparse attention (model.index_topk). warmup: attention is dense, and only the indexers learn, from the
+    attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
+    indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.index_topk")] = 1.0
+    """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
+    mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
+    do not learn."""
+    eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS)] = 0
+    """Evaluate on held-out text every this many steps and after the last one; 0: never."""
+    eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every")] = 16
+    """Held-out samples per evaluation, each once; all of them if there are fewer."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per global batch."""
+        return self.global_batch_size * self.seq_len
+
+    def num_micro_batches(self, dp: int) -> int:
+        """Return the micro-batches per data-parallel rank and step, including micro-batches of padding alone."""
+        return -(-self.global_batch_size // (self.micro_batch_size * dp))
+
+    def trains_indexers_only(self, model: ModelConfig) -> bool:
+        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
+        return model.index_topk > 0 and self.indexer_stage == "warmup"

@@ -1,0 +1,1 @@
+"""Orders in which an expert keeps tokens."""

@@ -1,0 +1,31 @@
+"""A capacity is of a micro-batch, so that every mapping drops the same tokens."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moefold.config.groups.drop_scope import DropScopePart, Positions
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from moefold.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropOverMicroBatch(DropScopePart):
+    """All tokens of a micro-batch together."""
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield padding to a capacity that ranks share."""
+        p = recipe.parallel
+        if recipe.moe.pad_to_capacity and p.cp * p.tp > 1 and recipe.model.moe_layer_numbers:
+            rule = (
+                f"with moe.drop_scope={self.kind!r} would pad to cp*tp={p.cp * p.tp} times the rows: the ranks share "
+                "one capacity, and each would need a buffer for all of it"
+            )
+            way_out = "choose drop_scope='sub_sequence', or pad_to_capacity=false"
+            yield Problem("moe.pad_to_capacity", True, rule, way_out)
+
+    def formula(self) -> Callable[[int, Positions], Positions]:
+        """Return all positions."""
+        return lambda length, chunks: [range(length)]

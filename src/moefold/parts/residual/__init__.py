@@ -1,0 +1,1 @@
+"""Placements of the norms of the residual stream."""

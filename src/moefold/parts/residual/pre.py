@@ -1,0 +1,14 @@
+"""Norms of inputs (Llama)."""
+
+from dataclasses import dataclass
+
+from moefold.config.groups.residual import ResidualFormula, ResidualPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreNorm(ResidualPart):
+    """Normalise what attention and the feed-forward network read."""
+
+    def formula(self) -> ResidualFormula:
+        """Return x + multiplier * f(norm(x))."""
+        return ResidualFormula(lambda x, norm: norm(x), lambda y, norm: self.multiplier * y)

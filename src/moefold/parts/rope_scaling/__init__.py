@@ -1,0 +1,1 @@
+"""Scalings of RoPE, one file each."""

@@ -1,0 +1,90 @@
+"""LongRoPE (arXiv:2402.13753): a divisor of the frequency of each pair, and another one in long sequences."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRope(ContextScaling):
+    """Divide each frequency by a factor of its own, which sequences beyond the original context have another one of."""
+
+    hf_type: ClassVar[str] = "longrope"
+    short_factors: Annotated[tuple[float, ...], FlatKey("model.rope_short_factors")]
+    long_factors: Annotated[tuple[float, ...], FlatKey("model.rope_long_factors")]
+    short_mscale: Annotated[float, FlatKey("model.rope_short_mscale")]
+    long_mscale: Annotated[float, FlatKey("model.rope_long_mscale")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
+        pairs = recipe.model.rotary_dim // 2
+        for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
+            key = f"model.rope_{key}_factors"
+            if len(factors) != pairs:
+                rule = (
+                    f"has {len(factors)} numbers, and model.rope_scaling='longrope' needs one for each of the {pairs} "
+                    "pairs of dims that RoPE rotates"
+                )
+                yield Problem(key, None, rule, f"give {pairs}")
+            elif wrong := [factor for factor in factors if not 0 < factor < math.inf]:
+                rule = f"has the number {wrong[0]}, and divides frequencies"
+                yield Problem(key, None, rule, "give finite numbers above 0")
+        if self.original_seq_len == 1 and not (self.short_mscale > 0 and self.long_mscale > 0):
+            yield Problem(
+                "model.rope_original_seq_len",
+                1,
+                "has the logarithm 0, by which the attention factor of longrope divides",
+                "give the context length of the first training, or rope_short_mscale and rope_long_mscale",
+            )
+
+    def is_long(self, seq_len: int) -> bool:
+        """Return whether sequences of at most `seq_len` tokens have the long factors."""
+        return seq_len > self.original_seq_len
+
+    def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
+        """Return the divided frequencies; see base class."""
+        import torch
+
+        factors = self.long_factors if self.is_long(seq_len) else self.short_factors
+        return unscaled_frequencies(theta, rotary_dim) / torch.tensor(factors, dtype=torch.float64)
+
+    def rotated_factor(self, seq_len: int) -> float:
+        """Return the given factor, or else the one of sec. 3.3."""
+        given = self.long_mscale if self.is_long(seq_len) else self.short_mscale
+        return given or math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq_len))
+
+    def shrink(self, rotary_dim: int, seq_len: int, small_seq_len: int) -> Self:
+        """Return it with fewer factors, and with an original context that selects the same of both."""
+        long_context = min(self.original_seq_len, small_seq_len - 1)
+        return replace(
+            self,
+            short_factors=_spread(self.short_factors, rotary_dim // 2),
+            long_factors=_spread(self.long_factors, rotary_dim // 2),
+            original_seq_len=long_context if self.is_long(seq_len) else small_seq_len,
+        )
+
+    def formula(self) -> RopeFormula:
+        """Return frequency and factor, each selected by the length of the sequence."""
+
+        def frequency(pair: int, theta: float, rotary_dim: int, seq_len: int) -> float:
+            divisors = (self.short_factors, self.long_factors)[seq_len > self.original_seq_len]
+            return 1 / theta ** (2 * pair / rotary_dim) / divisors[pair]
+
+        def rotated_factor(seq_len: int) -> float:
+            given = (self.short_mscale, self.long_mscale)[seq_len > self.original_seq_len]
+            return given or math.sqrt(1 + math.log(self.factor, self.original_seq_len))
+
+        return RopeFormula(frequency, rotated_factor)
+
+
+def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """Return `count` of the values at even distances; none of none."""
+    return tuple(values[i * len(values) // count] for i in range(count)) if values else ()

@@ -1,0 +1,120 @@
+"""YaRN (arXiv:2309.00071): low frequencies are divided, high ones kept, others blended; scores have a temperature."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
+from moefold.config.part import FlatKey
+from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn(ContextScaling):
+    """Blend by the index of the pair between two numbers of rotations in the original context."""
+
+    hf_type: ClassVar[str] = "yarn"
+    hf_optional: ClassVar[frozenset[str]] = frozenset(
+        {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+    )
+    beta_fast: Annotated[float, FlatKey("model.rope_beta_fast")]
+    beta_slow: Annotated[float, FlatKey("model.rope_beta_slow")]
+    truncate: Annotated[bool, FlatKey("model.rope_truncate")]
+    """Whether the bounds of the blended range are whole pairs."""
+    attention_factor: Annotated[float, FlatKey("model.rope_attention_factor")]
+    """Factor of the rotated parts; 0: derived from the other two, or from `factor` alone."""
+    mscale: Annotated[float, FlatKey("model.rope_mscale")]
+    mscale_all_dim: Annotated[float, FlatKey("model.rope_mscale_all_dim")]
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield a factor of 1, a blend outside of the head, and factors that contradict each other."""
+        yield from super().check(recipe)
+        if self.beta_slow > self.beta_fast:
+            rule = f"must be at most model.rope_beta_fast={self.beta_fast}"
+            yield Problem("model.rope_beta_slow", self.beta_slow, rule, "the published pair is 1.0 and 32.0")
+            return
+        minimum = math.floor(2 * math.pi * self.beta_slow) + 1
+        maximum = math.ceil(2 * math.pi * self.beta_fast * recipe.model.rope_theta) - 1
+        if not minimum <= self.original_seq_len <= maximum:
+            rule = (
+                "must be above 2*pi*rope_beta_slow and below 2*pi*rope_beta_fast*rope_theta, so that some frequencies "
+                "are scaled and some are not"
+            )
+            yield Problem("model.rope_original_seq_len", self.original_seq_len, rule, f"choose {minimum} to {maximum}")
+        if self.attention_factor and self.mscale:
+            rule = f"has no effect with model.rope_attention_factor={self.attention_factor}, which it would only derive"
+            yield Problem("model.rope_mscale", self.mscale, rule, "leave one of them out")
+        if self.mscale and not self.mscale_all_dim:
+            rule = "is divided by the factor of model.rope_mscale_all_dim, not given"
+            yield Problem("model.rope_mscale", self.mscale, rule, "give both or neither")
+        scales_scores = any(layer.attention.has_score_factor for layer in recipe.model.layers)
+        if self.mscale_all_dim and not self.mscale and not scales_scores:
+            rule = "divides the factor of model.rope_mscale, which is not given"
+            yield Problem("model.rope_mscale_all_dim", self.mscale_all_dim, rule, "give both or neither")
+
+    def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
+        """Return the blended frequencies of sec. 3.2; see base class."""
+        import torch
+
+        plain = unscaled_frequencies(theta, rotary_dim)
+        pairs = len(plain)
+
+        def pair_with_rotations(times: float) -> float:
+            """Return the (fractional) index of the pair that rotates `times` times in the original context."""
+            return pairs * math.log(self.original_seq_len / (2 * math.pi * times)) / math.log(theta)
+
+        first = pair_with_rotations(self.beta_fast)
+        last = pair_with_rotations(self.beta_slow)
+        if self.truncate:
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, 2 * pairs - 1)
+        # 0.001 as in transformers: the blend falls within one pair.
+        interpolation = ((torch.arange(pairs, dtype=torch.float64) - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+        return plain * (1 - interpolation + interpolation / self.factor)
+
+    def rotated_factor(self, seq_len: int) -> float:
+        """Return the temperature of sec. 3.4, or the quotient of two (DeepSeek-V2)."""
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """The temperature squared, where one is given for all dims (DeepSeek-V2)."""
+        return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _temperature(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    def formula(self) -> RopeFormula:
+        """Return the frequency of a pair by its interpolation ramp, and the factors."""
+
+        def frequency(pair: int, theta: float, rotary_dim: int, seq_len: int) -> float:
+            def dim_of(rotations: float) -> float:
+                # original_seq_len * theta**(-2d/rotary_dim) / (2 pi) = rotations, solved for d.
+                return rotary_dim / 2 * math.log(self.original_seq_len / (rotations * 2 * math.pi), theta)
+
+            low, high = dim_of(self.beta_fast), dim_of(self.beta_slow)
+            if self.truncate:
+                low, high = float(math.floor(low)), float(math.ceil(high))
+            low, high = max(0.0, low), min(high, rotary_dim - 1.0)
+            if low == high:
+                high = low + 0.001
+            ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
+            plain = 1 / theta ** (2 * pair / rotary_dim)
+            return plain / self.factor * ramp + plain * (1 - ramp)
+
+        def mscale(weight: float) -> float:
+            return 1 + weight * math.log(self.factor) / 10
+
+        derived = mscale(self.mscale or 1.0) / mscale(self.mscale_all_dim if self.mscale else 0.0)
+        rotated_factor = self.attention_factor if self.attention_factor > 0 else derived
+        return RopeFormula(frequency, lambda seq_len: rotated_factor, mscale(self.mscale_all_dim) ** 2)

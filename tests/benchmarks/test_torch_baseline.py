@@ -1,0 +1,56 @@
+"""The plain contestant computes what ours does: it would be no comparison otherwise."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.race.torch_baseline import TorchBaseline, baseline_unsupported_reason
+from moefold.model.init import init_weights
+from moefold.model.transformer import build_model
+from moefold.recipe import load_config
+from tests.bench.small_sizes import SIZES
+
+KINDS = {
+    "mixtral": [],
+    "qwen3": ["model.qk_norm=true", "model.head_dim=16"],
+    "qwen2": [
+        "model.router_softmax=pre",
+        "model.qkv_bias=true",
+        "model.shared_expert_ffn_hidden_size=40",
+        "model.shared_expert_gate=true",
+    ],
+    "yarn": ["model.rope_scaling=yarn", "model.rope_scaling_factor=4", "model.rope_original_seq_len=8"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_ours(kind):
+    cfg = load_config(None, [*SIZES, "run.dtype=float64", *KINDS[kind]])
+    model = build_model(cfg).double()
+    init_weights(model, cfg.model, 3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Biases are zero and norms one at first, which would hide what is left out.
+            parameter.add_(torch.randn_like(parameter), alpha=0.1 if "w_" not in name else 0.02)
+    model.set_positions(torch.arange(16))
+    tokens, labels = torch.randint(64, (2, 2, 16)).unbind(0)
+    weights = torch.full(tokens.shape, 1 / tokens.numel(), dtype=torch.float64)
+
+    model(tokens, labels=labels, weights=weights).sum().backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    TorchBaseline(cfg, torch.float64, "loop").loss(model, tokens, labels).backward()
+    for name, parameter in model.named_parameters():
+        # Its router and its loss are float32, as a textbook has them.
+        assert (parameter.grad - ours[name]).norm() <= 2e-6 * ours[name].norm(), name
+
+
+def test_what_it_cannot_compute_is_said():
+    plain = load_config(None, SIZES).model
+    assert baseline_unsupported_reason(plain, with_attention=True) == ""
+    assert "router" in baseline_unsupported_reason(replace(plain, router_score="sigmoid"), with_attention=False)
+    latent = load_config(None, ["model.preset=deepseek-v3"]).model
+    assert "grouped-query" in baseline_unsupported_reason(
+        replace(latent, router_score="softmax", num_groups=1, top_groups=1, expert_bias=False), with_attention=True
+    )

@@ -1,0 +1,85 @@
+"""Page of all recipe keys: `python -m tools.recipe_page > docs/recipe.md`."""
+
+import re
+from textwrap import TextWrapper
+
+from moefold.config.aliases import KEY_OF
+from moefold.config.bounds import own_maxima
+from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
+from moefold.config.method_defaults import rates_table
+from moefold.config.presets import preset_names, preset_summary
+from moefold.config.reference import RecipeKey, recipe_keys, section_help
+from moefold.config.suggestions import sections
+
+PAGE_WIDTH = 118
+
+
+def recipe_page() -> str:
+    """Return the text of the page `docs/recipe.md`."""
+    lines = [
+        "# The recipe: every key",
+        "",
+        "<!-- From the sections in src/moefold/config by `python -m tools.recipe_page > docs/recipe.md`. -->",
+        "",
+        "A recipe is a TOML file. Every key has a default, so that a recipe holds only what differs. On the command",
+        "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",
+        "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
+        "preset fills are not settings of the recipe: `model.index_topk=0` may leave the keys of its indexer unread.",
+        "Names of Hugging Face, Megatron, torchtitan and vLLM are answered with the names of this page:",
+        "`learning_rate` is `train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The",
+        "anchor of a key is its name: `recipe.md#train.lr`.",
+        "",
+    ]
+    names_elsewhere: dict[str, list[str]] = {}
+    for theirs, ours in KEY_OF.items():
+        names_elsewhere.setdefault(ours, []).append(theirs)
+    for section in sections():
+        lines += [f"## [{section}]", "", section_help(section), ""]
+        for key in recipe_keys(section):
+            lines += _entry(key, names_elsewhere.get(key.name, []))
+    lines += [
+        "## Largest values",
+        "",
+        "Every number has a bound far above what any machine runs, so that a typing error is refused at once.",
+        f"Keys that are not in the table: integers are at most {MAX_INTEGER} and other numbers at most",
+        f"{MAX_NUMBER:.0e}, either sign; a string has at most {MAX_CHARACTERS} characters, and a data-parallel",
+        f"rank at most {MAX_MICRO_BATCHES} micro-batches in a step.",
+        "",
+        "| largest | keys |",
+        "| --- | --- |",
+    ]
+    lines += [f"| {maximum} | {', '.join(f'`{key}`' for key in keys)} |" for maximum, keys in _keys_by_max().items()]
+    lines += ["", "## Learning rates by method", ""]
+    lines += ["Peak learning rates of recipes that leave `train.lr` out; the log says which one a run takes. A resumed"]
+    lines += ["run keeps the one it began with, also if another version has another default.", "", *rates_table()]
+    lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
+    lines += ["| preset | what it is |", "| --- | --- |"]
+    lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
+    """Return the lines of a key on the page: anchor, type and default, help, names in other software."""
+    meaning = key.help.replace("*", r"\*")
+    if elsewhere:
+        meaning += f" Elsewhere: {', '.join(f'`{name}`' for name in elsewhere)}."
+    head = f"{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
+    filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
+
+
+def _prose(lines: list[str]) -> list[str]:
+    """Escape what would begin a list or a quotation at the start of a line."""
+    return [re.sub(r"^(\d*)([-+>.)] )", r"\1\\\2", line) for line in lines]
+
+
+def _keys_by_max() -> dict[int, list[str]]:
+    """Return the keys with a bound of their own, grouped by bound, largest first."""
+    found: dict[int, list[str]] = {}
+    for key, maximum in sorted(own_maxima().items(), key=lambda item: -item[1]):
+        found.setdefault(maximum, []).append(key)
+    return found
+
+
+if __name__ == "__main__":
+    print(recipe_page(), end="")
