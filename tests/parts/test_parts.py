@@ -4,7 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,7 +17,10 @@ from moefold.config.find import built_in_kinds, find_part, groups, kind_of
 from moefold.config.groups.attention import AttentionPart, OutputGate, QueryKeyNorm
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, default_of, key_types
+from moefold.config.suggestions import choices_of, default_of, key_types, part_keys
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from moefold.validate.config import check_config
 from moefold.verify.recipe_keys import FORMULA_KEYS
 from tests.architecture import imports
 
@@ -47,6 +50,27 @@ def test_the_key_of_a_group_chooses_from_its_kinds(group):
     assert choices_of(section, key)[: len(built_in_kinds(group.group))] == built_in_kinds(group.group)
     assert default_of(section, key) in built_in_kinds(group.group)
     assert isinstance(chosen(Config(), group), group)
+
+
+@pytest.mark.parametrize("name", part_keys())
+def test_a_kind_that_a_program_misspells_is_refused_as_in_a_recipe(name):
+    section, key = name.split(".")
+    kind = f"{default_of(section, key)}z"
+    cfg = replace(Config(), **{section: replace(getattr(Config(), section), **{key: kind})})
+    with pytest.raises(ConfigError) as of_program:
+        check_config(cfg)
+    with pytest.raises(ConfigError) as of_recipe:
+        load_config(None, [f"{name}={kind}"])
+    assert str(of_program.value) == str(of_recipe.value)
+    assert f"{name}={kind!r} must be one of" in str(of_recipe.value)
+    assert "; did you mean " in str(of_recipe.value)
+
+
+@pytest.mark.parametrize("key", ["attention", "linear_attention", "norm"])
+def test_the_layers_of_a_misspelled_kind_are_refused_by_its_key(key):
+    model = replace(Config().model, attention_pattern="FL", **{key: "mlaa"})
+    with pytest.raises(ConfigError, match=f"^model.{key}='mlaa' must be one of "):
+        model.layers  # noqa: B018
 
 
 @pytest.mark.parametrize(("group", "kind"), KINDS, ids=ids)

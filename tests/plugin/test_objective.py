@@ -1,4 +1,4 @@
-"""The loss of reinforcement learning of the package: equal to its formula and to the oracle, trained with rollouts."""
+"""The loss of reinforcement learning of the package: equal to its formula and to the oracle."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.oracle_objectives import policy_objective
-from tests.e2e.command import metrics, moefold
 from tests.objectives.example import example
 from tests.objectives.losses import policy
 from tests.verify.oracle import TOLERANCE
@@ -19,36 +18,6 @@ from tests.verify.recipes import tiny, without_mapping
 from tests.verify.test_objectives import VOCAB, PackedRollouts, S
 
 WORDS = ("rl.group_size=4", "rl.objective=simple_policy", "rl.objective.epsilon=0.3")
-RECIPE = """
-[run]
-steps = 2
-device = "cpu"
-[model]
-preset = "tiny"
-[parallel]
-world_size = 4
-tp = 2
-pp = 2
-ep = 2
-[data]
-kind = "task"
-task = "sort"
-task_size = 2
-[train]
-seq_len = 16
-global_batch_size = 8
-micro_batch_size = 2
-lr = 1e-3
-warmup_steps = 0
-[moe]
-aux_loss = 0.0
-[rl]
-group_size = 4
-updates = 2
-objective = { kind = "simple_policy", epsilon = 0.3 }
-[rollout]
-max_tokens = 3
-"""
 
 
 def loss(**keys):
@@ -85,12 +54,3 @@ def test_it_equals_the_oracle_under_a_mapping(pool):
     data = ProgramData(PackedRollouts(), PackedRollouts())
     oracle = run_oracle(without_mapping(cfg), 2, objective=policy_objective(loss(kl=0.2)), data=data)
     assert compare_records(oracle, records)[0].error < TOLERANCE
-
-
-@pytest.mark.e2e
-def test_it_trains_with_rollouts(tmp_path):
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE)
-    done = moefold("train", str(recipe), f"run.dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "outside" in metrics(tmp_path / "run")[-1]["rl"]

@@ -21,7 +21,7 @@ from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
-from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
 from moefold.config.patterns import (
@@ -39,7 +39,7 @@ from moefold.config.patterns import (
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_numbers
+from moefold.config.suggestions import nearest_numbers, part_keys
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
@@ -178,11 +178,11 @@ def sample_order(cfg: Config) -> dict[str, Any]:
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
     # The keys of a preference loss may change between the steps of a run.
     method = chosen_in(cfg.align, AlignmentPart)
-    align = cfg.align if method.reads_rewards else AlignConfig(method=cfg.align.method)
+    align = cfg.align if isinstance(method, RewardPart) else AlignConfig(method=cfg.align.method)
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
-    order |= {f"align.{key}": value for key, value in keys_of(align).items()}
-    if not method.conditions:
+    order |= {f"align.{key}": without_source(value) for key, value in keys_of(align).items()}
+    if not isinstance(method, RewardPromptPart):
         del order[WANT_KEY]
     # The list of dropped files is compared instead.
     del order["corrupt"]
@@ -499,6 +499,8 @@ def _check_meta(meta: CheckpointMeta) -> None:
     sizes = meta.model
     for name, default in model_sizes(ModelConfig()).items():
         kinds = (int, float) if isinstance(default, float) else type(default)
+        if f"model.{name}" in part_keys() and isinstance(sizes.get(name), dict):
+            continue
         if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
             raise TypeError(f"model.{name} is {sizes[name]!r}")
     # Lists of num_layers entries are built from the number: layer_kinds, which is as long, bounds it.

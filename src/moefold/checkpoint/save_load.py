@@ -44,6 +44,7 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_met
 from moefold.checkpoint.shard_planner import ShardLoadPlanner, ShardSavePlanner
 from moefold.comm.groups import current_world
 from moefold.config.load import config_to_dict
+from moefold.config.part import words_of
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments, set_step_count
@@ -222,7 +223,7 @@ def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
         format=FORMAT,
         order=sample_order(cfg),
         model=model_sizes(cfg.model),
-        parallel=asdict(cfg.parallel),
+        parallel=words_of(cfg.parallel),
         dtype=cfg.run.dtype,
         **asdict(train_state),
     )

@@ -5,16 +5,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from moefold.config.find import built_in_kinds, find_part, groups, is_built_in
+from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.config.outside import origin_of
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, names_failure
 from moefold.config.problem import Problem
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
@@ -105,18 +103,8 @@ def part_problems(part: Part, recipe: Config) -> list[Problem]:
     Raises:
         ConfigError: the check of a part from outside fails.
     """
-    try:
+    with names_failure(part, "check"):
         return list(part.check(recipe))
-    except Exception as error:
-        if is_built_in(type(part)):
-            raise
-        raise ConfigError(f"{describe_part(part)} fails in check(): {type(error).__name__}: {error}") from error
-
-
-def describe_part(part: Part) -> str:
-    """Return the key and kind of a part, and of one from outside its distribution or file."""
-    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
-    return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:

@@ -5,10 +5,12 @@ Nothing else of the package imports a part, so that a new file is a new kind.
 
 import importlib
 import pkgutil
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moefold.config.aliases import our_value
 from moefold.config.outside import (
     class_faults,
     entry_point_of,
@@ -57,18 +59,42 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
     return ", ".join((*map(repr, words or built_in_kinds(group)), *others))
 
 
+def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) -> str:
+    """Return the refusal of a kind that a group lacks, with all kinds and the nearest one.
+
+    Args:
+        name: recipe key, as "section.key".
+        group: the folder of `parts/`.
+        kind: its value.
+        words: the built-in kinds that count; empty: all.
+    """
+    choices = kinds(group, words)
+    spelled = [choice for choice in choices if choice.lower() == kind.lower()]
+    ours = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
+    hint = "".join(f"; did you mean {guess!r}?" for guess in (spelled or ours)[:1])
+    text = repr(kind) if len(repr(kind)) <= 60 else f"{kind!r:.57}..."
+    return f"{name}={text} must be one of {kinds_in_words(group, words)}{hint}"
+
+
 @cache
 def groups() -> tuple[Any, ...]:
-    """Return the base class of each group that a recipe key chooses from, in order of the groups' names."""
+    """Return the base class of each group of which a recipe has one part, in order of the groups' names."""
+    return tuple(base for base in _bases() if "key" in vars(base) and not base.is_of_layers)
+
+
+@cache
+def find_group(name: str) -> Any:
+    """Return the base class of a group."""
+    return next(base for base in _bases() if base.group == name)
+
+
+@cache
+def _bases() -> tuple[Any, ...]:
+    """Return the base classes of all groups, in order of their files' names."""
     folder = Path(__file__).parent / "groups"
     modules = [importlib.import_module(f"{GROUPS}.{found.name}") for found in pkgutil.iter_modules([str(folder)])]
     found = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
-    return tuple(base for base in found if "key" in vars(base))
-
-
-def find_group(name: str) -> Any:
-    """Return the base class of a group."""
-    return next(group for group in groups() if group.group == name)
+    return tuple(base for base in found if "group" in vars(base))
 
 
 @cache
@@ -80,13 +106,14 @@ def find_part(group: str, kind: str) -> Any:
         kind: one of `built_in_kinds(group)`, or a kind of an installed package.
 
     Raises:
-        KeyError: the group has no such kind.
-        ConfigError: a package from outside is broken, or another one has its kind.
+        ConfigError: the group has no such kind; or a package from outside is broken, or another one has its kind.
     """
     if kind in built_in_kinds(group):
         return _class_in(group, kind)
-    point = entry_point_of(group, kind)
     base = find_group(group)
+    if kind not in entry_points_of(group):
+        raise ConfigError(unknown_kind(getattr(base, "key", group), group, kind))
+    point = entry_point_of(group, kind)
     part = load_entry_point(point, base.key)
     check_class(part, base, f"{base.key}={kind!r} of {origin_of_entry(point)} ({point.value})")
     return part

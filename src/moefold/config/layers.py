@@ -6,8 +6,9 @@ What is asked of a layer is asked of its parts, in `config/groups/`.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, get_type_hints
 
+from moefold.config.find import kinds, unknown_kind
 from moefold.config.groups.attention import (
     AttentionPart,
     OutputGate,
@@ -21,8 +22,9 @@ from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
 from moefold.config.groups.residual import ResidualPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys, key_name
+from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
+from moefold.errors import ConfigError
 
 LAYER_KEYS = (
     "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
@@ -66,9 +68,11 @@ class Layer:
     @cached_property
     def params(self) -> tuple[ParamSpec, ...]:
         """Unsharded parameters, by their names in the layer and in the order of the module."""
+        with names_failure(self.attention, "params"):
+            of_attention = tuple(self.attention.params(self.hidden_size))
         return (
             *self._norm_params("attention_norm", self.residual.norms_input),
-            *prefixed("attention", self.attention.params(self.hidden_size)),
+            *prefixed("attention", of_attention),
             *self._norm_params("attention_output_norm", self.residual.norms_output),
             *self._norm_params("ffn_norm", self.residual.norms_input),
             *prefixed("ffn", self.ffn.params(self.hidden_size)),
@@ -78,7 +82,8 @@ class Layer:
     @cached_property
     def core(self) -> SoftmaxCore | RecurrentCore:
         """Core of attention: what it computes without a weight."""
-        return self.attention.core(self.hidden_size)
+        with names_failure(self.attention, "core"):
+            return self.attention.core(self.hidden_size)
 
     def _norm_params(self, name: str, exists: bool) -> Iterator[ParamSpec]:
         return self.norm.params(name, self.hidden_size) if exists else iter(())
@@ -135,7 +140,7 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     )
     rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
-    norm = _flat_part(model, "norm", model.norm)
+    norm = _chosen_part(model, "norm", "norm")
     residual = _flat_part(model, "residual", model.norm_placement)
     built = {
         row: Layer(
@@ -152,7 +157,7 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
 
 def softmax_attention(model: Any) -> Any:
     """Return `model.attention` with resolved widths, without what differs between layers: span, RoPE and indexer."""
-    part = _flat_part(model, "attention", model.attention)
+    part = _chosen_part(model, "attention", "attention")
     if not isinstance(part, SoftmaxAttentionPart):
         return part
     gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
@@ -162,7 +167,7 @@ def softmax_attention(model: Any) -> Any:
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
     """Return the attention of a layer with a letter of `model.attention_pattern`."""
     if letter == "L":
-        linear: AttentionPart = _flat_part(model, "attention", model.linear_attention)
+        linear: AttentionPart = _chosen_part(model, "attention", "linear_attention")
         return linear
     span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
     part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=has_rope)
@@ -181,6 +186,17 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
         has_weight=model.qk_norm_weight,
         in_nope=model.qk_norm_nope,
     )
+
+
+def _chosen_part(model: Any, group: str, key: str) -> Any:
+    """Return the part of a key of a model; a part that the recipe gives as a table as it is."""
+    kind = getattr(model, key)
+    if isinstance(kind, Part):
+        return kind
+    if kind not in kinds(group):
+        [mark] = get_type_hints(type(model), include_extras=True)[key].__metadata__
+        raise ConfigError(unknown_kind(f"model.{key}", group, kind, mark.words))
+    return _flat_part(model, group, kind)
 
 
 def _flat_part(model: Any, group: str, kind: str | Part) -> Any:

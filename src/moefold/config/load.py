@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
-from moefold.config.find import kinds, kinds_in_words
+from moefold.config.find import kinds_in_words, unknown_kind
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate
 from moefold.config.outside import MissingPartError
@@ -244,19 +244,19 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
 
 
 def _type_problem(section: str, key: str, value: Any) -> str:
-    group = part_keys().get(f"{section}.{key}")
+    name = f"{section}.{key}"
+    group = part_keys().get(name)
+    if group and isinstance(value, str):
+        return unknown_kind(name, group, value, choices_of(section, key))
     expected = f"one of {kinds_in_words(group, choices_of(section, key))}" if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
-    values = kinds(group, choices_of(section, key)) if group else choices_of(section, key)
-    choices = [choice for choice in values if isinstance(choice, str)]
+    choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]
-        guess = spelled[0] if spelled else our_value(f"{section}.{key}", value) or closest_match(value, choices)
-    return f"{section}.{key}={_format_value(value)} must be {expected}" + (
-        f"; did you mean {guess!r}?" if guess else ""
-    )
+        guess = spelled[0] if spelled else our_value(name, value) or closest_match(value, choices)
+    return f"{name}={_format_value(value)} must be {expected}" + (f"; did you mean {guess!r}?" if guess else "")
 
 
 def _format_value(value: Any) -> str:

@@ -6,6 +6,7 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 from moefold.config.find import find_group, find_part, is_built_in, kind_of
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
+from moefold.errors import ConfigError
 
 
 class FlatKey(NamedTuple):
@@ -55,6 +57,9 @@ class Part:
     """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
     """
 
+    is_of_layers: ClassVar[bool] = False
+    """Whether each layer has its own: patterns of the recipe choose among the kinds of its keys (`config/layers.py`).
+    """
     is_for_training: ClassVar[bool] = False
     """True for a part that inference does not read: its rules hold for training alone."""
 
@@ -69,6 +74,10 @@ class Part:
     def kind(self) -> str:
         """Word by which a recipe names the part."""
         return kind_of(type(self))
+
+    def __str__(self) -> str:
+        """Return the kind, as a message names it."""
+        return self.kind
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield what this part does not go with in a recipe, a `Config`. Bounds of one setting stand on its field."""
@@ -87,7 +96,8 @@ class Part:
 
     def as_table(self) -> dict[str, Any]:
         """Return the part as a recipe writes it, with all its keys, and `from`: its distribution or file."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        owner: Any = type(self)
+        values = {name: getattr(self, name) for name in settings_of(owner)}
         source = {} if is_built_in(type(self)) else {"from": origin_of(type(self))[1].as_dict()}
         return {"kind": self.kind, **values, **source}
 
@@ -98,10 +108,37 @@ class Part:
         return rebuild, (*origin_of(type(self)), {field.name: getattr(self, field.name) for field in fields(self)})
 
 
+def describe_part(part: Part) -> str:
+    """Return the key and kind of a part, and of one from outside its distribution or file."""
+    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
+    return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
+
+
+@contextmanager
+def names_failure(part: Part, method: str) -> Iterator[None]:
+    """Refuse a part from outside by its name where a method of it fails.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_built_in(type(part)) or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{describe_part(part)} fails in {method}(): {type(error).__name__}: {error}") from error
+
+
 def keys_of(section: Any) -> dict[str, Any]:
     """Return the keys of a section of a recipe by name; a part from outside is a table (`Part.as_table`)."""
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     return {name: value.as_table() if isinstance(value, Part) else value for name, value in values.items()}
+
+
+def words_of(section: Any) -> dict[str, Any]:
+    """Return the keys of a section of a recipe by name; of a part the kind alone."""
+    values = {field.name: getattr(section, field.name) for field in fields(section)}
+    return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
 def without_source(value: Any, *names: str) -> Any:
@@ -115,6 +152,14 @@ def without_source(value: Any, *names: str) -> Any:
         return value
     kept = {name: fact for name, fact in value["from"].items() if names and name not in names}
     return {key: entry for key, entry in value.items() if key != "from"} | ({"from": kept} if kept else {})
+
+
+@cache
+def settings_of(part: Any) -> tuple[str, ...]:
+    """Return the fields of a class of parts that a recipe sets, in order: all but the fields that patterns set."""
+    base = find_group(part.group)
+    of_layer = {field.name for field in fields(base)} - {name for name, _ in flat_keys_of(base)}
+    return tuple(field.name for field in fields(part) if field.init and field.name not in of_layer)
 
 
 @cache

@@ -35,7 +35,7 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import FlatKey, KindOf, Part, flat_keys, without_source
+from moefold.config.part import FlatKey, KindOf, Part, flat_keys, settings_of, without_source
 from moefold.config.problem import Problem
 from moefold.config.suggestions import closest_match, part_keys
 from moefold.errors import ConfigError, raise_all
@@ -243,7 +243,7 @@ def _hints(part: Any) -> dict[str, Any]:
     except (NameError, TypeError) as error:
         kind, origin = origin_of(part)
         raise ConfigError(f"part {kind!r} of {origin} has an annotation that cannot be read: {error}") from error
-    return {field.name: hints[field.name] for field in fields(part) if field.init}
+    return {name: hints[name] for name in settings_of(part)}
 
 
 @cache
@@ -252,8 +252,10 @@ def _model(part: Any) -> type[BaseModel]:
     kind, origin = origin_of(part)
     required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
     keys: dict[str, Any] = {}
+    of_base = {field.name for field in fields(find_group(part.group))}
     for key, hint in _hints(part).items():
-        if any(isinstance(entry, FlatKey | KindOf) for entry in getattr(hint, "__metadata__", ())):
+        has_mark = any(isinstance(entry, FlatKey | KindOf) for entry in getattr(hint, "__metadata__", ()))
+        if has_mark and key not in of_base:
             raise ConfigError(f"part {kind!r} of {origin}: FlatKey and KindOf are for built-in kinds; {key} has one")
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]
         # The name of a setting may be one of a method of pydantic's models.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moefold.config.chosen import chosen_in, describe_part
+from moefold.config.chosen import chosen_in
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
-from moefold.config.part import flat_keys
+from moefold.config.part import describe_part, flat_keys
 from moefold.config.suggestions import default_of
 from moefold.convert.config_fields import REQUIRED, Renamed, is_int
 from moefold.convert.key_reader import Json, mark_read

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart, RewardSelectionPart
 from moefold.data.best_fit import (
     BestFitSamples,
     DocumentBoundaries,
@@ -324,10 +324,10 @@ class _DatasetBuilder:
         is_preference = self.data.kind == "preference"
         reader = preference_reader(self.align) if is_preference else None
         method = chosen_in(self.align, AlignmentPart)
-        if method.conditions:
-            reader = conditioned_reader(self.align)
-        elif method.reads_rewards and self.data.skip_bad_rows:
-            reader = rewarded_reader(self.align)
+        if isinstance(method, RewardPromptPart):
+            reader = conditioned_reader(method)
+        elif isinstance(method, RewardPart) and self.data.skip_bad_rows:
+            reader = rewarded_reader(method.reward)
         conversations = open_conversations(
             self.data,
             tokenizer,
@@ -362,9 +362,9 @@ class _DatasetBuilder:
     def _reward_selection(self, tokenizer: OffsetTokenizer) -> Callable[[NDArray[np.int64]], ScaledMembers] | None:
         """Return what filters or weights conversations by their rewards, if the recipe does."""
         method = chosen_in(self.align, AlignmentPart)
-        if not method.selects:
+        if not isinstance(method, RewardSelectionPart):
             return None
-        rewards = open_rewards(self.data, self.align, tokenizer, self._skipped, cache_dir=self.cache_dir)
+        rewards = open_rewards(self.data, method.reward, tokenizer, self._skipped, cache_dir=self.cache_dir)
         return partial(method.select, rewards)
 
 

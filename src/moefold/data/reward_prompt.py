@@ -44,10 +44,16 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     Raises:
         ConfigError: the values are damaged.
     """
-    if order.get("align.method") != "condition" or "align.want" not in order:
+    method = order.get("align.method")
+    if isinstance(method, dict):
+        # The settings of a part from outside are in its table.
+        settings = method
+    else:
+        settings = {key: order[f"align.{key}"] for key in ("template", "want") if f"align.{key}" in order}
+    if "want" not in settings or isinstance(method, str) and method != "condition":
         return None
-    template = order.get("align.template")
-    want = order["align.want"]
+    template = settings.get("template")
+    want = settings["want"]
     is_number = isinstance(want, int | float) and not isinstance(want, bool) and math.isfinite(want)
     if not isinstance(template, str) or not is_number:
         raise ConfigError(f"{location}: align.template={template!r} and align.want={want!r} are damaged; copy it again")

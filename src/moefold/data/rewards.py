@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
-from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
+from moefold.config.groups.alignment import RewardPromptPart
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
@@ -47,26 +47,26 @@ class Rewards:
     Args:
         reward_N: rewards, float64 [N].
         prompt_N: hash of the messages before the answer, uint64 [N].
-        align: the recipe's section.
+        column: that they were read from.
     """
 
-    def __init__(self, reward_N: NDArray[np.float64], prompt_N: NDArray[np.uint64], align: AlignConfig) -> None:
-        self._reward_N = reward_N
-        self._prompt_N = prompt_N
-        self._align = align
+    def __init__(self, reward_N: NDArray[np.float64], prompt_N: NDArray[np.uint64], column: str) -> None:
+        self.reward_N = reward_N
+        self.prompt_N = prompt_N
+        self._column = column
 
-    def filter(self, members: NDArray[np.int64]) -> ScaledMembers:
-        """Keep the conversations whose reward reaches the threshold.
+    def filter(self, members: NDArray[np.int64], threshold: float | str) -> ScaledMembers:
+        """Keep the conversations whose reward reaches a threshold, see align.threshold.
 
         Raises:
             ConfigError: all rewards are equal, or none reaches it.
         """
         reward = self._check_differ(members, "filter")
-        kind, number = parse_threshold(self._align)
+        kind, number = parse_threshold(threshold)
         if kind == "best":
             # By prompt, then the highest reward, then the first row.
-            order = np.lexsort((members, -reward, self._prompt_N[members]))
-            prompts = self._prompt_N[members][order]
+            order = np.lexsort((members, -reward, self.prompt_N[members]))
+            prompts = self.prompt_N[members][order]
             is_best = np.concatenate(([True], prompts[1:] != prompts[:-1]))
             kept = np.sort(members[order[is_best]])
         else:
@@ -74,27 +74,27 @@ class Rewards:
             kept = members[reward >= least]
             if not len(kept):
                 raise ConfigError(
-                    f"align.threshold={self._align.threshold!r} keeps none of {len(members)} conversations, whose "
+                    f"align.threshold={threshold!r} keeps none of {len(members)} conversations, whose "
                     f"rewards lie in [{reward.min():g}, {reward.max():g}]; lower it"
                 )
         return ScaledMembers(
             kept,
             message=f"align.method='filter' keeps {len(kept)} of {len(members)} conversations: mean reward "
-            f"{self._reward_N[kept].mean():.4g} instead of {reward.mean():.4g}",
+            f"{self.reward_N[kept].mean():.4g} instead of {reward.mean():.4g}",
         )
 
-    def weight(self, members: NDArray[np.int64]) -> ScaledMembers:
-        """Scale the loss of conversation i by exp(reward_i / beta) over its mean, capped.
+    def weight(self, members: NDArray[np.int64], beta: float, cap: float) -> ScaledMembers:
+        """Scale the loss of conversation i by exp(reward_i / beta) over its mean, at most `cap`; 0: any factor.
 
         Raises:
             ConfigError: all rewards are equal.
         """
         reward = self._check_differ(members, "weight")
         # The largest exponent is 0, so that none overflows; it cancels.
-        factor = np.exp((reward - reward.max()) / self._align.beta)
+        factor = np.exp((reward - reward.max()) / beta)
         factor /= factor.mean()
-        capped = np.minimum(factor, self._align.weight_cap) if self._align.weight_cap else factor
-        scales = np.ones(len(self._reward_N))
+        capped = np.minimum(factor, cap) if cap else factor
+        scales = np.ones(len(self.reward_N))
         scales[members] = capped
         return ScaledMembers(
             members,
@@ -109,18 +109,18 @@ class Rewards:
         Raises:
             ConfigError: all are equal.
         """
-        reward = self._reward_N[members]
+        reward = self.reward_N[members]
         if len(reward) and reward.min() == reward.max():
             raise ConfigError(
                 f"align.method={method!r} has no effect: all {len(members)} rewards in the column "
-                f"{self._align.reward!r} are {reward[0]:g}; give other rewards, or leave align out"
+                f"{self._column!r} are {reward[0]:g}; give other rewards, or leave align out"
             )
         return reward
 
 
 def open_rewards(
     data: DataConfig,
-    align: AlignConfig,
+    column: str,
     tokenizer: OffsetTokenizer,
     skipped: Set[Path] = frozenset(),
     *,
@@ -135,45 +135,45 @@ def open_rewards(
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    identity = ["rewards", FORMAT_VERSION, sizes, align.reward]
+    identity = ["rewards", FORMAT_VERSION, sizes, column]
     records: Iterator[JsonlRecord] = chain.from_iterable(jsonl_records(path) for path in files)
     if data.skip_bad_rows:
         template = load_chat_template(data, tokenizer)
         # The rows that are skipped are reported where they are tokenised for training.
         job = Tokenization(tokenizer, template, RowReport(template.location, skips=True))
-        records = usable_records(files, rewarded_reader(align), job)
+        records = usable_records(files, rewarded_reader(column), job)
         identity += [TOKENS_VERSION, tokenizer.identity, template.identity]
     key = entry_key(identity)
 
     def write(file: BinaryIO) -> None:
-        rows = [_reward_row(record, align.reward) for record in records]
+        rows = [_reward_row(record, column) for record in records]
         words = np.array(rows, dtype=[("reward", "<f8"), ("prompt", "<u8")]).view("<u4")
         file.write(npy_header(words.dtype, len(words)))
         file.write(words.tobytes())
 
     reader = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
     words = np.ascontiguousarray(reader[0 : len(reader)], dtype="<u4").reshape(-1, _WORDS)
-    return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], align)
+    return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], column)
 
 
-def rewarded_reader(align: AlignConfig) -> ConversationReader:
+def rewarded_reader(column: str) -> ConversationReader:
     """Return the reader of conversations that refuses rows without a reward."""
-    return ConversationReader(("sft rewarded", align.reward), partial(_rewarded, align=align))
+    return ConversationReader(("sft rewarded", column), partial(_rewarded, column=column))
 
 
-def _rewarded(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator[ConversationToRender]:
+def _rewarded(records: Iterator[JsonlRecord], column: str) -> Iterator[ConversationToRender]:
     for record in records:
-        reward_of(record, align.reward)
+        reward_of(record, column)
         yield from read_conversations(iter([record]))
 
 
-def conditioned_reader(align: AlignConfig) -> ConversationReader:
+def conditioned_reader(method: RewardPromptPart) -> ConversationReader:
     """Return the reader that writes each reward into the message before the answer."""
-    identity = ("sft conditioned", align.reward, align.template)
-    return ConversationReader(identity, partial(_conditioned, align=align))
+    identity = ("sft conditioned", method.reward, method.template)
+    return ConversationReader(identity, partial(_conditioned, method=method))
 
 
-def _conditioned(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator[ConversationToRender]:
+def _conditioned(records: Iterator[JsonlRecord], method: RewardPromptPart) -> Iterator[ConversationToRender]:
     for record in records:
         found = parse_conversation(record)
         messages = list(found.messages)
@@ -183,7 +183,7 @@ def _conditioned(records: Iterator[JsonlRecord], align: AlignConfig) -> Iterator
             raise ConfigError(f"{record.location}: no text precedes the answer, to write the reward into; remove it")
         messages[number] = {
             **messages[number],
-            "content": fill_template(align.template, prompt, reward_of(record, align.reward)),
+            "content": fill_template(method.template, prompt, reward_of(record, method.reward)),
         }
         yield ConversationToRender(messages, found.tools, record.location, record.size_bytes, found.untrained)
 

@@ -17,6 +17,7 @@ from moefold.model.loss import (
 )
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.norm import Norm
+from moefold.model.part_modules import build_norm
 from moefold.model.tp_interface import (
     ContextParallel,
     NoContextParallel,
@@ -40,7 +41,7 @@ class Head(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.norm: Norm = cfg.layers[0].norm.build(cfg.hidden_size)
+        self.norm: Norm = build_norm(cfg.layers[0].norm, cfg.hidden_size)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
         self.bias = nn.Parameter(torch.empty(cfg.vocab_size)) if cfg.head_bias else None
         self.input_factor = 1.0 / cfg.logits_divisor

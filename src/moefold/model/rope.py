@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen_in, describe_part
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
+from moefold.config.part import describe_part
 from moefold.errors import ConfigError
 from moefold.ops.rope import NO_ROPE, NoRope, Rope, RopeKernel
 

@@ -24,6 +24,7 @@ from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
+from moefold.model.part_modules import build_attention, build_norm
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
@@ -48,15 +49,16 @@ class Block(nn.Module):
         model = cfg.model
         layer = model.all_layers[number]
         hidden = model.hidden_size
-        self.attention_norm: Norm | None = layer.norm.build(hidden) if layer.residual.norms_input else None
-        self.attention: TokenMixer = layer.attention.build(model)
+        residual = layer.residual
+        self.attention_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
+        self.attention: TokenMixer = build_attention(layer, model)
         if layer.chunk:
             assert isinstance(self.attention, SelfAttention)
             self.attention.limit_to_chunks(layer.chunk)
-        self.attention_output_norm: Norm | None = layer.norm.build(hidden) if layer.residual.norms_output else None
-        self.ffn_norm: Norm | None = layer.norm.build(hidden) if layer.residual.norms_input else None
+        self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
+        self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
         self.ffn: nn.Module = layer.ffn.build(cfg, number)
-        self.ffn_output_norm: Norm | None = layer.norm.build(hidden) if layer.residual.norms_output else None
+        self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope_interleaved
         self.shared_selection: int | None = None
@@ -176,12 +178,12 @@ class MTPBlock(Block):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
-        self.embedding_norm = cfg.model.layers[0].norm.build(cfg.model.hidden_size)
-        self.hidden_norm = cfg.model.layers[0].norm.build(cfg.model.hidden_size)
+        self.embedding_norm = build_norm(cfg.model.layers[0].norm, cfg.model.hidden_size)
+        self.hidden_norm = build_norm(cfg.model.layers[0].norm, cfg.model.hidden_size)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = cfg.model.layers[0].norm.build(cfg.model.hidden_size)
+        self.output_norm = build_norm(cfg.model.layers[0].norm, cfg.model.hidden_size)
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """Build the optimizer of a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +8,13 @@ from torch import nn
 
 from moefold.comm.groups import Group
 from moefold.config.chosen import chosen_in
+from moefold.config.find import is_built_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import ParamSpec
+from moefold.config.part import describe_part, names_failure
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
+from moefold.errors import ConfigError
 from moefold.optim.state_offload import StateStore
 
 
@@ -48,8 +51,22 @@ def build_optimizer(
         state_store: store of the moments; None: on the device.
 
     Raises:
-        ConfigError: there is not enough memory or disk space for the moments.
+        ConfigError: there is not enough memory or disk space for the moments; or the optimizer is from outside, and
+            fails or has other states than it lists.
     """
-    run = OptimizerRun(training_weights(cfg.model, cfg.lora), stage, cfg.train.lr, cfg.run.seed, state_store)
-    optimizer: torch.optim.Optimizer = chosen_in(cfg.train, OptimizerPart).build(parameters, run)
+    part = chosen_in(cfg.train, OptimizerPart)
+    weights = training_weights(cfg.model, cfg.lora)
+    run = OptimizerRun(weights, stage, cfg.train.lr, cfg.run.seed, state_store)
+    with names_failure(part, "build"):
+        optimizer: torch.optim.Optimizer = part.build(parameters, run)
+    if not is_built_in(type(part)):
+        for name, parameter in parameters.items():
+            _check_states(part, weights[name], optimizer.state.get(parameter, {}))
     return optimizer
+
+
+def _check_states(part: OptimizerPart, weight: ParamSpec, found: Collection[str]) -> None:
+    listed = {state.name for state in part.states(weight)}
+    if listed != set(found):
+        what = f"the states {sorted(found)} of {weight.name}, and states() lists {sorted(listed)}"
+        raise ConfigError(f"{describe_part(part)} has {what}")

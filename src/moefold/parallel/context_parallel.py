@@ -14,6 +14,7 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import names_failure
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.causal_blocks import zigzag
 from moefold.model.indexer import LightningIndexer
@@ -82,7 +83,8 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
     """
     if cp.size == 1:
         return CausalAttention(window, chunk_size)
-    attention: CoreAttention = context.build(cp, window, chunk_size)
+    with names_failure(context, "build"):
+        attention: CoreAttention = context.build(cp, window, chunk_size)
     return attention
 
 

@@ -12,6 +12,7 @@ from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
 from moefold.config.chosen import chosen, part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.part import names_failure
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
@@ -65,7 +66,8 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
     """
     if groups.experts.size == 1:
         return LocalDispatcher(sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)
-    dispatcher: Dispatcher[Any] = part.build(groups, sizes)
+    with names_failure(part, "build"):
+        dispatcher: Dispatcher[Any] = part.build(groups, sizes)
     return dispatcher
 
 

@@ -1,11 +1,11 @@
 """Parallel mapping: the degrees of parallelism that the planner prices, and its display. Torch-free."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 
 from moefold.config.chosen import chosen, default_part, part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import Part
+from moefold.config.part import Part, words_of
 from moefold.config.schema import Config
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
@@ -59,7 +59,7 @@ class ParallelMapping:
 
     def as_dict(self) -> dict[str, object]:
         """Return every field by name, as `--json` prints it."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"dispatcher": self.dispatcher.kind}
+        return words_of(self)
 
 
 def mapping_from_config(cfg: Config) -> ParallelMapping:

@@ -7,16 +7,18 @@ from string import Formatter
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.find import find_part, kinds
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 
 
 def validate_align_data(data: DataConfig, align: AlignConfig) -> Iterator[str]:
     """Yield a message if preference data have no loss; the methods check what they need themselves."""
     if data.kind == "preference" and not isinstance(chosen_in(align, AlignmentPart), PreferencePart):
-        losses = [kind for kind in kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)]
+        losses = [
+            kind for kind in built_in_kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)
+        ]
         yield (
-            f'data.kind="preference" needs a loss for pairs, and align.method={align.method!r} is none; choose '
+            f"data.kind=\"preference\" needs a loss for pairs, and align.method='{align.method}' is none; choose "
             f"{', '.join(losses)}"
         )
 
@@ -24,7 +26,7 @@ def validate_align_data(data: DataConfig, align: AlignConfig) -> Iterator[str]:
 def validate_threshold(align: AlignConfig) -> Iterator[str]:
     """Yield a message if the threshold is no number, quantile or "best"."""
     try:
-        parse_threshold(align)
+        parse_threshold(align.threshold)
     except ValueError:
         yield (
             f'align.threshold={align.threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", '
@@ -32,13 +34,12 @@ def validate_threshold(align: AlignConfig) -> Iterator[str]:
         )
 
 
-def parse_threshold(align: AlignConfig) -> tuple[str, float]:
-    """Return the kind of the threshold, "value", "quantile" or "best", and its number.
+def parse_threshold(threshold: float | str) -> tuple[str, float]:
+    """Return the kind of a threshold, "value", "quantile" or "best", and its number.
 
     Raises:
         ValueError: it is none of them.
     """
-    threshold = align.threshold
     if threshold == "best":
         return "best", 0.0
     if isinstance(threshold, str) and threshold.startswith("q"):

@@ -9,9 +9,11 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 import re
 
 from moefold.config.bounds import range_problems
-from moefold.config.chosen import chosen_parts, part_problems
+from moefold.config.chosen import chosen_parts, part_problems, read_key
+from moefold.config.find import kinds, unknown_kind
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.config.suggestions import choices_of, part_keys
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
@@ -66,6 +68,12 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the
             degrees fold.
     """
+    words = {name: choices_of(*name.split(".")) for name in part_keys()}
+    raise_all(
+        unknown_kind(name, group, kind, words[name])
+        for name, group in part_keys().items()
+        if isinstance(kind := read_key(cfg, name), str) and kind not in kinds(group, words[name])
+    )
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg.model))
     p = cfg.parallel

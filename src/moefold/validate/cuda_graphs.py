@@ -56,7 +56,7 @@ def _module_obstacles(cfg: Config) -> Iterator[Obstacle]:
     yield "parallel.zero=3", p.zero == 3 and p.world_size > 1, "a graph keeps the weights that ZeRO 3 frees"
     splits_backward = p.pp > 1 and chosen(cfg, SchedulePart).splits_backward
     late = "a delayed weight gradient reads memory that the next replay overwrites"
-    yield f"parallel.schedule={p.schedule!r}", splits_backward, late
+    yield f"parallel.schedule='{p.schedule}'", splits_backward, late
     pattern = f"model.attention_pattern={cfg.model.attention_pattern!r}"
     recomputed = "linear attention is recomputed in the backward pass, and each graph would keep the memory for it"
     yield pattern, cfg.model.has_linear_attention, recomputed

@@ -73,7 +73,7 @@ def _kernels(cfg: Config, device_type: str, has_c_kernels: bool) -> Iterator[str
     is_single_chunk = not 0 < cfg.loss_chunk_tokens(device_type) < tokens
     if cfg.parallel.pp > 1 and chosen(cfg, SchedulePart).splits_backward and is_single_chunk:
         yield (
-            f"parallel.schedule={cfg.parallel.schedule!r}: delays the head's weight gradient, and takes another path "
+            f"parallel.schedule='{cfg.parallel.schedule}': delays the head's weight gradient, and takes another path "
             f"through the loss; choose '1f1b', or train.loss_chunk below {tokens}"
         )
 

@@ -24,7 +24,7 @@ def validate_forward_only(cfg: Config) -> Iterator[str]:
         )
     if p.pp > 1 and chosen(cfg, SchedulePart).splits_backward:
         yield (
-            f"parallel.schedule={p.schedule!r} splits the backward pass, and {name} has none; choose schedule='1f1b' "
+            f"parallel.schedule='{p.schedule}' splits the backward pass, and {name} has none; choose schedule='1f1b' "
             "or 'interleaved'"
         )
     if cfg.run.cuda_graphs != "none":

@@ -19,6 +19,7 @@ from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
+from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
@@ -180,6 +181,7 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
                 f"(key and value heads are then replicated); choose model.num_query_groups="
                 f"{nearest_multiples(groups, tp)}"
             )
+    yield from _validate_tp_of_outside(model, tp)
     if has_dense_layers(model):
         yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     if has_moe_layers(model):
@@ -194,6 +196,24 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
             f"parallel.tp={tp} leaves the last rank without a row of model.vocab_size={model.vocab_size}; choose "
             f"model.vocab_size={fewest}"
         )
+
+
+def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
+    """Check that tp divides what the parts of other packages shard; `tp_unit` of built-in ones says as much."""
+    for layer in model.distinct_kinds:
+        part = layer.attention
+        if is_built_in(type(part)):
+            continue
+        core = layer.core
+        if isinstance(core, SoftmaxCore) and core.heads % tp:
+            yield f"parallel.tp={tp} must divide the {core.heads} heads of {describe_part(part)}"
+        for weight in layer.params:
+            dim = weight.tp_shard_dim(tp)
+            if dim is not None and (dim >= len(weight.shape) or weight.shape[dim] % tp):
+                yield (
+                    f"parallel.tp={tp} must divide dim {dim} of {weight.name}, which has the shape {weight.shape}, of "
+                    f"{describe_part(part)}"
+                )
 
 
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:

@@ -67,12 +67,12 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
     correction = chosen(cfg, CorrectionPart)
     if cfg.is_rl and rl.updates > 1 and not objective.reads_sampler:
         yield (
-            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective={rl.objective!r} "
+            f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='{rl.objective}' "
             "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
         )
     if cfg.is_rl and rl.updates == 1 and correction.corrects and objective.reads_sampler:
         yield (
-            f"rl.objective={rl.objective!r} with rl.correction={rl.correction!r} compares with the weights at the "
+            f"rl.objective='{rl.objective}' with rl.correction='{rl.correction}' compares with the weights at the "
             "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
             "'policy', or updates above 1"
         )
@@ -123,12 +123,12 @@ def validate_staleness(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutC
         )
     if rl.staleness and not chosen_in(rl, ObjectivePart).reads_sampler:
         yield (
-            f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective={rl.objective!r} "
+            f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective='{rl.objective}' "
             "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
         )
     if rl.staleness and chosen_in(rl, CorrectionPart).corrects:
         yield (
-            f"rl.correction={rl.correction!r} needs log-probabilities of the weights that sampled, by the training "
+            f"rl.correction='{rl.correction}' needs log-probabilities of the weights that sampled, by the training "
             f"forward pass, and with rl.staleness={rl.staleness} these weights are trained further by then; set "
             "correction='none' (objective 'clip' or 'cispo' bounds the ratio to the sampler), or staleness=0"
         )

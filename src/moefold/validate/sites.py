@@ -159,7 +159,7 @@ def validate_site_training(cfg: Config) -> Iterator[str]:
         )
     if chosen_in(cfg.align, AlignmentPart).has_reference:
         yield (
-            f"align.method={cfg.align.method!r} stores the log-probabilities of the reference by the order of one "
+            f"align.method='{cfg.align.method}' stores the log-probabilities of the reference by the order of one "
             f"job's samples, and sites.count={sites.count} divides them; set sites.count=1"
         )
     for key in ("nonfinite", "spike"):

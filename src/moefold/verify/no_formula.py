@@ -7,8 +7,7 @@ the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 from dataclasses import fields
 from typing import Any, Never, NoReturn
 
-from moefold.config.chosen import describe_part
-from moefold.config.part import Part
+from moefold.config.part import Part, describe_part
 from moefold.errors import NoFormulaError
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.part import Part
+from moefold.config.part import FlatKey, Part
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -62,24 +62,6 @@ class AlignmentPart(Part):
     """Whether rewards or preferences choose the data or the loss."""
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
-    conditions: ClassVar[bool] = False
-    """Whether prompts are given the reward of their answers, in training and when the model is asked."""
-    selects: ClassVar[bool] = False
-    """Whether it drops or weighs conversations by their rewards."""
-
-    @property
-    def reads_rewards(self) -> bool:
-        """Return whether each conversation has a reward."""
-        return self.conditions or self.selects
-
-    def select(self, rewards: Any, members: Any) -> Any:
-        """Return the conversations that are trained on, with their weights: `selects`.
-
-        Args:
-            rewards: the rewards of all conversations, `data.rewards.Rewards`.
-            members: numbers of the conversations that may be taken.
-        """
-        raise AssertionError("selects")
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield that the data are of another kind, or from several sources with weights."""
@@ -91,6 +73,40 @@ class AlignmentPart(Part):
         if self.data_kind and recipe.data.weights:
             rule = "reads its rows as one data set"
             yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardPart(AlignmentPart):
+    """Use of conversations with a reward in each row."""
+
+    changes_maths: ClassVar[bool] = False
+    data_kind: ClassVar[str] = "sft"
+    reward: Annotated[str, FlatKey("align.reward")]
+    """Column with the reward of a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardPromptPart(RewardPart):
+    """Prompts that are given the reward of their answers, in training and when the model is asked."""
+
+    template: Annotated[str, FlatKey("align.template")]
+    """Text that replaces the last message before the answer."""
+    want: Annotated[float, FlatKey("align.want")]
+    """Reward that is asked for after training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSelectionPart(RewardPart):
+    """Conversations that are dropped or weighed by their rewards."""
+
+    def select(self, rewards: Any, members: Any) -> Any:
+        """Return the conversations that are trained on, with their weights, `data.sft.ScaledMembers`.
+
+        Args:
+            rewards: the rewards of all conversations, `data.rewards.Rewards`.
+            members: numbers of the conversations that may be taken.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

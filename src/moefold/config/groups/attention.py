@@ -184,6 +184,8 @@ class AttentionPart(Part):
     """Attention of a layer."""
 
     group: ClassVar[str] = "attention"
+    key: ClassVar[str] = "model.attention"
+    is_of_layers: ClassVar[bool] = True
     has_adapters: ClassVar[bool] = False
     """Whether its module adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False

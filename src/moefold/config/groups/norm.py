@@ -13,6 +13,8 @@ class NormPart(Part):
     """Norm of the residual stream."""
 
     group: ClassVar[str] = "norm"
+    key: ClassVar[str] = "model.norm"
+    is_of_layers: ClassVar[bool] = True
     saved_numbers: ClassVar[int] = 1
     """Numbers of a token that are saved for backward, without input and output."""
     eps: Annotated[float, FlatKey("model.norm_eps")]

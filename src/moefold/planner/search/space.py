@@ -109,8 +109,8 @@ class MappingSpace:
 
     def __init__(self, constraints: MappingConstraints, restriction: Restriction | None = None) -> None:
         self.constraints = constraints
-        self.restriction = restriction or Restriction()
         self._cfg = constraints.base_config
+        self.restriction = (restriction or Restriction()).with_parts_of(self._cfg.parallel)
         self._variants_by_pp: dict[int, dict[str | Part, list[PipelineVariant]]] = {}
         self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
         self._dispatchers: dict[tuple[int, ...], tuple[DispatcherPart, ...]] = {}
@@ -393,7 +393,8 @@ class MappingSpace:
 
     def _schedules(self) -> list[str | Part]:
         """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""
-        named = dict.fromkeys((*choices_of("parallel", "schedule"), self._cfg.parallel.schedule))
+        asked = self.restriction.fixed.get("schedule", self._cfg.parallel.schedule)
+        named = dict.fromkeys((*choices_of("parallel", "schedule"), asked))
         return sorted((value for value in named if self.restriction.allows("schedule", value)), key=_complexity)
 
 

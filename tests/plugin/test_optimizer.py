@@ -1,6 +1,5 @@
-"""The optimizer of docs/extending.md, in a package of its own: trained, saved, counted, planned and judged."""
+"""The optimizer of the package: trained, saved, counted, planned and judged."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.ranks.pool import WorkerPool
 from tests.checkpoint.test_resharding import _train
-from tests.test_extending import blocks, in_package
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
 
@@ -34,23 +32,9 @@ pytestmark = pytest.mark.parity
 
 
 def _recipe(**mapping: int) -> Config:
-    """Return a recipe with the optimizer, which is not installed here."""
+    """Return a recipe with the optimizer."""
     cfg = tiny(train={"lr": 0.05, "clip_grad": 0.0}, **mapping)
-    return replace(cfg, train=replace(cfg.train, optimizer="sgd"))
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Install the package of the page, with its entry point, into a folder."""
-    folder = tmp_path_factory.mktemp("installed")
-    [code] = blocks("python", "An optimizer")
-    [entry] = re.findall(r"^sgd = \"(.*)\"$", *blocks("toml", "An optimizer"), re.MULTILINE)
-    (folder / "sgd.py").write_text(code)
-    metadata = folder / "moefold_sgd-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moefold-sgd\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text(f"[moefold.optimizer]\nsgd = {entry}\n")
-    return str(folder)
+    return replace(cfg, train=replace(cfg.train, optimizer=load_config(None, ["train.optimizer=sgd"]).train.optimizer))
 
 
 def _largest_error(cfg: Config, records: list[DistributedRecord]) -> float:
@@ -58,12 +42,12 @@ def _largest_error(cfg: Config, records: list[DistributedRecord]) -> float:
 
 
 @pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 1, "ep": 2}, {"zero": 3}, {"zero": 2, "tp": 2}], ids=str)
-def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
+def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, mapping: dict[str, int]) -> None:
     cfg = _recipe(world_size=2, **mapping)
-    records = pool.run(2, in_package, package, run_distributed, cfg, 2)
-    assert pool.run(1, in_package, package, _largest_error, cfg, records)[0] < TOLERANCE
+    records = pool.run(2, run_distributed, cfg, 2)
+    assert pool.run(1, _largest_error, cfg, records)[0] < TOLERANCE
     other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
-    assert pool.run(1, in_package, package, _largest_error, other, records)[0] > 0.01
+    assert pool.run(1, _largest_error, other, records)[0] > 0.01
 
 
 def _refusal_without_formula(cfg: Config) -> str:
@@ -76,9 +60,9 @@ def _refusal_without_formula(cfg: Config) -> str:
     return ""
 
 
-def test_without_a_formula_it_is_refused_by_name(pool: WorkerPool, package: str) -> None:
-    [message] = pool.run(1, in_package, package, _refusal_without_formula, _recipe())
-    assert "no formula for train.optimizer='sgd' (moefold-sgd 0.1)," in message
+def test_without_a_formula_it_is_refused_by_name(pool: WorkerPool) -> None:
+    [message] = pool.run(1, _refusal_without_formula, _recipe())
+    assert "no formula for train.optimizer='sgd' (moefold-plugin-example 0.1)," in message
 
 
 def _first_step(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -91,23 +75,21 @@ def _first_step(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return {name: record.weights[name] for name in weights}, {name: w.detach() for name, w in weights.items()}
 
 
-def test_a_step_equals_torch(pool: WorkerPool, package: str) -> None:
-    [(found, expected)] = pool.run(1, in_package, package, _first_step, _recipe())
+def test_a_step_equals_torch(pool: WorkerPool) -> None:
+    [(found, expected)] = pool.run(1, _first_step, _recipe())
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, package: str, tmp_path: Path, zero: int) -> None:
+def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, tmp_path: Path, zero: int) -> None:
     first = _recipe(world_size=2, ep=2, zero=zero)
     second = _recipe(world_size=2, tp=2, zero=3 - zero)
     first, second = (replace(cfg, run=replace(cfg.run, dir=str(tmp_path))) for cfg in (first, second))
-    whole = pool.run(
-        2, in_package, package, _train, replace(first, run=replace(first.run, dir=str(tmp_path / "w"))), 0, 3, ""
-    )
-    losses = pool.run(2, in_package, package, _train, first, 0, 2, "")[0]
+    whole = pool.run(2, _train, replace(first, run=replace(first.run, dir=str(tmp_path / "w"))), 0, 3, "")
+    losses = pool.run(2, _train, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(2, in_package, package, _train, second, 2, 3, saved)[0]
+    losses += pool.run(2, _train, second, 2, 3, saved)[0]
     assert losses == pytest.approx(whole[0], rel=1e-9)
 
 
@@ -119,10 +101,10 @@ def _resume_as_adamw(cfg: Config, saved: str) -> str:
     return ""
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, package: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     cfg = _recipe()
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path)))
-    pool.run(1, in_package, package, _train, cfg, 0, 1, "")
+    pool.run(1, _train, cfg, 0, 1, "")
     saved = str(tmp_path / "checkpoints" / "step-000001")
     other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
     [message] = pool.run(1, _resume_as_adamw, other, saved)
@@ -140,9 +122,9 @@ def _bytes_of_states(cfg: Config) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 3}, {"zero": 1, "tp": 2}], ids=str)
-def test_memory_is_counted_from_its_states(pool: WorkerPool, package: str, mapping: dict[str, int]) -> None:
+def test_memory_is_counted_from_its_states(pool: WorkerPool, mapping: dict[str, int]) -> None:
     cfg = _recipe(world_size=2, **mapping)
-    formula, built, moments = pool.run(2, in_package, package, _bytes_of_states, cfg)[0]
+    formula, built, moments = pool.run(2, _bytes_of_states, cfg)[0]
     assert formula == built == moments > 0
 
 
@@ -160,8 +142,8 @@ def _update_seconds() -> list[float]:
     return seconds
 
 
-def test_a_plan_prices_its_traffic(pool: WorkerPool, package: str) -> None:
-    [(sgd, adamw)] = pool.run(1, in_package, package, _update_seconds)
+def test_a_plan_prices_its_traffic(pool: WorkerPool) -> None:
+    [(sgd, adamw)] = pool.run(1, _update_seconds)
     assert sgd == pytest.approx(adamw * 26 / 34)
 
 
@@ -173,10 +155,9 @@ def _refused_words(words: list[str]) -> str:
     return ""
 
 
-def test_keys_of_other_optimizers_are_refused(pool: WorkerPool, package: str) -> None:
-    [message] = pool.run(1, in_package, package, _refused_words, ["train.optimizer=sgd", "train.beta1=0.8"])
+def test_keys_of_other_optimizers_are_refused(pool: WorkerPool) -> None:
+    [message] = pool.run(1, _refused_words, ["train.optimizer=sgd", "train.beta1=0.8"])
     assert message == (
         "train.beta1=0.8 has no effect: train.optimizer='sgd' does not read it; choose train.optimizer='adamw' or "
         "'muon', or leave beta1 out"
     )
-    assert "must be one of" in pool.run(1, _refused_words, ["train.optimizer=sgd"])[0]

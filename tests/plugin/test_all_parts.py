@@ -1,0 +1,210 @@
+"""All parts of the package together: trained in all kinds of ranks, saved, resumed, used, planned and judged."""
+
+import json
+import shutil
+from dataclasses import replace
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.config.parallel import ParallelConfig
+from moefold.recipe import load_config
+from moefold.train.run_folder import SETTINGS_FILE
+from moefold.verify.distributed_run import run_distributed
+from moefold.verify.ranks.pool import WorkerPool
+from tests.architecture.test_imports import imports_torch
+from tests.e2e.command import checkpoints, losses, metrics, moefold, train
+from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
+from tests.slow import slow
+
+ROLLOUTS = (
+    *(word for word in SIZES if not word.startswith(("data.kind", "run.dtype"))),
+    "run.dtype=float32",
+    "run.steps=4",
+    "checkpoint.every=2",
+    "data.kind=task",
+    "data.task=sort",
+    "data.task_size=2",
+    "moe.aux_loss=0.0",
+    "rl.group_size=4",
+    "rl.updates=2",
+    "rollout.max_tokens=3",
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file of the user with the class of the package."""
+    return Path(shutil.copy(PACKAGE / "inverse_sqrt.py", tmp_path / "parts.py"))
+
+
+def test_the_package_is_installed_and_no_part_of_the_wheel():
+    assert distribution("moefold-plugin-example").version == "0.1"
+    assert PACKAGE.parent.parent == Path(__file__).parent
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("forks", "by_file", "mapping"),
+    [
+        (True, False, EIGHT),
+        (False, True, ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")),
+        *slow([(True, True, EIGHT), (False, False, EIGHT), (False, True, EIGHT)]),
+    ],
+    ids=["forked-entry point-8", "spawned-file-2", "forked-file-8", "spawned-entry point-8", "spawned-file-8"],
+)
+def test_ranks_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
+    cfg = recipe(*words(by_file=by_file), *mapping)
+    ranks = (pool if forks else WorkerPool(forks=False)).run(cfg.parallel.world_size, run_distributed, cfg, 2)
+    [alone] = pool.run(1, run_distributed, replace(cfg, parallel=ParallelConfig()), 2)
+    assert [step.loss for step in ranks[0].steps] == pytest.approx([step.loss for step in alone.steps], rel=1e-12)
+    assert [step.lr for step in ranks[0].steps] == pytest.approx([1e-2, 1e-2 * (2 / 3) ** 0.5])
+    for found, expected in (
+        ({name: value for rank in ranks for name, value in rank.gradients.items()}, alone.gradients),
+        ({name: value for rank in ranks for name, value in rank.weights.items()}, alone.weights),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", ["entry point", pytest.param("file", marks=pytest.mark.slow)])
+def test_all_six_train_with_rollouts_save_resume_and_generate(tmp_path, kind):
+    by_file = kind == "file"
+    chosen = words(*PARTS, by_file=by_file)
+    run = tmp_path / "run"
+    train(run, *ROLLOUTS, *FOUR, *chosen)
+    assert checkpoints(run) == ["step-000002", "step-000004"]
+    assert "outside" in metrics(run)[-1]["rl"]
+    settings = json.loads((run / SETTINGS_FILE).read_text())
+    again = tmp_path / "again"
+    (again / "checkpoints").mkdir(parents=True)
+    for name in (SETTINGS_FILE, "metrics.jsonl"):
+        shutil.copy(run / name, again / name)
+    shutil.copytree(run / "checkpoints" / "step-000002", again / "checkpoints" / "step-000002")
+    done = train(again, *ROLLOUTS, *FOUR, *chosen)
+    assert "resumed" in done.stdout
+    assert losses(again) == losses(run)
+    asked = ["generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu"]
+    files = [f"{PACKAGE / name}" for _, name, _ in PARTS.values()]
+    for key, (_, name, _) in PARTS.items():
+        source = settings[key.split(".")[0]][key.split(".")[1]]["from"]
+        expected = {"file": str(PACKAGE / name.split(":")[0])} if by_file else {"version": "0.1"}
+        assert source.items() >= expected.items()
+    if by_file:
+        refused = moefold(*asked)
+        assert refused.returncode == 2
+        assert "was trained with gated_attention.py:Gated" in refused.stderr
+        assert "name it: --part gated_attention.py:Gated" in refused.stderr
+        asked += [word for file in files for word in ("--part", file)]
+    done = moefold(*asked)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.e2e
+def test_a_run_goes_on_under_another_mapping(tmp_path):
+    run, again = tmp_path / "run", tmp_path / "again"
+    settings = (*SIZES, "run.steps=4", "checkpoint.every=2", *words())
+    train(run, *settings, *FOUR)
+    (again / "checkpoints").mkdir(parents=True)
+    for name in (SETTINGS_FILE, "metrics.jsonl"):
+        shutil.copy(run / name, again / name)
+    shutil.copytree(run / "checkpoints" / "step-000002", again / "checkpoints" / "step-000002")
+    done = train(again, *settings, "parallel.world_size=2", "parallel.ep=2")
+    assert "resumed" in done.stdout
+    assert losses(again) == pytest.approx(losses(run), rel=1e-12)
+
+
+@pytest.mark.e2e
+def test_a_changed_file_is_said_when_a_run_goes_on_and_when_it_is_read(tmp_path, file):
+    word, run = f"train.lr_schedule={file}:InverseSqrt", tmp_path / "run"
+    train(run, word, "run.steps=2", "checkpoint.every=2")
+    file.write_text(file.read_text() + "\n# changed\n")
+    done = train(run, word, "run.steps=3", "checkpoint.every=2")
+    assert "goes on with other settings: train.lr_schedule=" in done.stdout
+    done = moefold("generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu", "--part", f"{file}:InverseSqrt")
+    assert done.returncode == 0, done.stderr
+    file.write_text(file.read_text() + "\n# again\n")
+    done = moefold("generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu", "--part", f"{file}:InverseSqrt")
+    assert "the file has changed since" in done.stderr
+
+
+@pytest.mark.e2e
+def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[model]\npreset = "tiny"\n[run]\nsteps = 3\n[data]\nkind = "synthetic"\n'
+        "[train]\nseq_len = 16\nmicro_batch_size = 1\nglobal_batch_size = 4\nlr = 1e-2\n"
+        'lr_schedule = {kind = "parts.py:InverseSqrt", floor = 0.2, timescale = 2}\n'
+    )
+    asked = ["verify", str(recipe), *FOUR, "--steps", "3"]
+    done = moefold(*asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nequal: " in done.stdout
+    file.write_text(file.read_text().replace("def formula", "def other_formula"))
+    refused = moefold(*asked)
+    assert refused.returncode == 3
+    assert "no formula for train.lr_schedule='parts.py:InverseSqrt' (" in refused.stderr
+    assert refused.stderr.endswith("--against one-rank\n")
+    done = moefold(*asked, "--against", "one-rank")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT judged by the oracle" in done.stdout
+    assert "\nequal: " in done.stdout
+    # The oracle finds an error of the code, one rank of the same code does not.
+    file.write_text(file.read_text().replace("return peak * max", "return 2 * peak * max").replace("other_f", "f"))
+    assert moefold(*asked).returncode == 1
+    assert moefold(*asked, "--against", "one-rank").returncode == 0
+
+
+@pytest.mark.e2e
+def test_it_is_planned_and_the_planned_recipe_names_it(tmp_path, file):
+    recipe, planned = tmp_path / "recipe.toml", tmp_path / "planned" / "recipe.toml"
+    planned.parent.mkdir()
+    recipe.write_text('[model]\npreset = "tiny"\n[train]\nlr_schedule = {kind = "parts.py:InverseSqrt", floor = 0.2}\n')
+    done = moefold("plan", str(recipe), "--gpu", "h100", "--num-gpus", "8", "--recipe", str(planned))
+    assert done.returncode == 0, done.stderr
+    assert f'lr_schedule = {{ kind = "{file}:InverseSqrt", floor = 0.2, timescale = 10 }}' in planned.read_text()
+    assert load_config(planned).train.lr_schedule == load_config(recipe).train.lr_schedule
+
+
+@pytest.mark.e2e
+def test_verify_judges_all_and_refuses_an_attention_without_a_formula_by_name(tmp_path):
+    empty, file = tmp_path / "recipe.toml", tmp_path / "gated_attention.py"
+    empty.touch()
+    asked = ["verify", str(empty), *SIZES, *FOUR, *words(), "--steps", "2"]
+    done = moefold(*asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dispatcher gathering, schedule eager" in done.stdout
+    assert "\nequal: " in done.stdout
+    file.write_text((PACKAGE / file.name).read_text().replace("def formula", "def other_formula"))
+    asked.append(f"model.attention={file}:Gated")
+    refused = moefold(*asked)
+    assert refused.returncode == 3
+    assert "no formula for model.attention='gated_attention.py:Gated' (" in refused.stderr
+    done = moefold(*asked, "--against", "one-rank")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT judged by the oracle" in done.stdout
+    assert "\nequal: " in done.stdout
+
+
+@pytest.mark.e2e
+def test_a_mapping_of_all_is_planned_and_counted(tmp_path):
+    path, planned = tmp_path / "recipe.toml", tmp_path / "planned.toml"
+    sizes = 'model.preset = "tiny"', "train.seq_len = 16", "train.global_batch_size = 8"
+    path.write_text("\n".join((*words(), *sizes)))
+    fixed = "tp=2,cp=1,pp=2,ep=2,etp=1,mbs=1,schedule=eager,dispatcher=gathering"
+    asked = ["plan", str(path), "--gpu", "h100", "--num-gpus", "8", "--fix", fixed]
+    done = moefold(*asked, "--recipe", str(planned), "--json")
+    assert done.returncode == 0, done.stderr
+    [best, *_] = json.loads(done.stdout)["mappings"]
+    assert (best["schedule"], best["dispatcher"]) == ("eager", "gathering")
+    cfg = load_config(planned)
+    assert cfg.model.attention == recipe(*words()).model.attention
+    assert cfg.train.optimizer == recipe(*words()).train.optimizer
+    done = moefold("memory", str(path), "run.device=cpu", *FOUR)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_is_read_without_torch():
+    assert imports_torch(["moefold_plugin_example.inverse_sqrt"]) == []

@@ -1,0 +1,86 @@
+"""The attention of the package: equal to the built-in attention of the same formula wherever it is asked for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
+from moefold.cost.flops import count_parameters
+from moefold.cost.kv_cache import kv_cache_bytes
+from moefold.model.transformer import build_model
+from moefold.verify.compare import compare_records, run_oracle
+from moefold.verify.distributed_run import run_distributed
+from moefold.verify.ranks.pool import WorkerPool
+from tests.cost.test_activation_memory import _assert_close as assert_memory_close
+from tests.cost.test_activation_memory import _config as memory_config
+from tests.cost.test_activation_memory import _measure_ranks as measure_ranks
+from tests.inference.example import write_checkpoint
+from tests.inference.test_generate import GREEDY, run_generation, run_without_cache
+from tests.plugin.recipes import BUILT_IN, recipe, words
+from tests.slow import slow
+from tests.verify.oracle import TOLERANCE
+
+GATED = words("model.attention")
+
+
+def mapped(cfg: Config, mapping: dict[str, object]) -> Config:
+    return replace(cfg, parallel=ParallelConfig(**mapping))
+
+
+def test_it_has_the_parameters_flops_and_cache_of_the_built_in_one():
+    mine, theirs = (recipe(*keys).model for keys in (GATED, BUILT_IN))
+    assert count_parameters(mine) == count_parameters(theirs)
+    # gqa replicates heads of keys where tp exceeds them; here that is refused.
+    mine_by_name, theirs_by_name = (
+        {weight.name: replace(weight, tp_heads=0) for weight in model.layers[0].params} for model in (mine, theirs)
+    )
+    assert mine_by_name == theirs_by_name
+    assert mine.layers[0].core == theirs.layers[0].core
+    with torch.device("meta"):
+        built = build_model(recipe(*GATED))
+    assert count_parameters(mine).total == sum(weight.numel() for weight in built.parameters())
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"world_size": 2, "tp": 2, "ep": 2},
+        *slow([({},), ({"world_size": 2, "cp": 2},), ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"},)]),
+    ],
+    ids=str,
+)
+def test_the_oracle_of_the_built_in_one_judges_its_runs(pool: WorkerPool, mapping: dict[str, object]) -> None:
+    records = pool.run(int(mapping.get("world_size", 1)), run_distributed, mapped(recipe(*GATED), mapping), 2)
+    assert compare_records(run_oracle(recipe(*BUILT_IN), 2), records)[0].error < TOLERANCE
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping", [{"world_size": 2, "tp": 2}, *slow([({},), ({"world_size": 2, "pp": 2},)])], ids=str
+)
+def test_its_cache_gives_the_tokens_of_the_whole_text(pool: WorkerPool, tmp_path: Path, mapping) -> None:
+    path = tmp_path / "run"
+    pool.run(1, write_checkpoint, recipe(*GATED, f"run.dir={path}", "train.seq_len=24"))
+    [expected] = pool.run(1, run_without_cache, path)
+    for found in pool.run(mapping.get("world_size", 1), run_generation, path, mapping, GREEDY):
+        assert [completion.tokens for completion in found] == [tuple(ids) for ids in expected]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "mapping", [{}, *slow([({"world_size": 2, "tp": 2},), ({"world_size": 2, "pp": 2},)])], ids=str
+)
+@pytest.mark.parametrize("recompute", [(), *slow([(("norms",),), (("layer",),)])], ids=str)
+def test_its_saved_bytes_are_measured(pool: WorkerPool, mapping, recompute) -> None:
+    attention = recipe(*GATED).model.attention
+    cfg = memory_config(model={"attention": attention}, train={"recompute": recompute}, **mapping)
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
+
+
+def test_its_cache_has_the_bytes_of_the_built_in_one() -> None:
+    mine, theirs = (kv_cache_bytes(recipe(*keys), 24, 3) for keys in (GATED, BUILT_IN))
+    assert mine == theirs > 0

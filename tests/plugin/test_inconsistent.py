@@ -1,0 +1,153 @@
+"""Parts from outside that do not hold together: each is refused by its key and file, where a run starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.config.schema import Config
+from moefold.errors import ConfigError
+from moefold.model.transformer import build_model
+from moefold.optim.build import build_optimizer
+from moefold.validate.config import check_config
+from moefold.verify.distributed_run import run_distributed
+from tests.plugin.recipes import FOUR, PACKAGE, PARTS, recipe
+
+ATTENTION = "model.attention"
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[[str, str, str], str]:
+    """Return a function that writes a changed file of the package, and returns the override that names it."""
+
+    def write(key: str, before: str, after: str) -> str:
+        file, _, name = PARTS[key][1].partition(":")
+        code = (PACKAGE / file).read_text()
+        assert code.count(before) >= 1
+        (tmp_path / file).write_text(code.replace(before, after, 1))
+        return f"{key}={tmp_path / file}:{name}"
+
+    return write
+
+
+def refusal(run: Callable[[Config], object], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        run(recipe(*overrides))
+    return str(refused.value)
+
+
+def built(cfg: Config) -> None:
+    with torch.device("meta"):
+        build_model(cfg)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ('"wk", "wv", "wg"):', '"wk", "wv"):', "lists other parameters than GatedAttention has: wg is in the module"),
+        ('"wk", "wv", "wg"):', '"wk", "wv", "wg", "wx"):', "wx is in params() alone"),
+        (
+            '"wo", (hidden, width)',
+            '"wo", (width, hidden)',
+            "wo has the shape (128, 64) in params()",
+        ),
+        ('"wq", "wk", "wv", "wg"):', '"wk", "wq", "wv", "wg"):', "params() has the order wk, wq, wv, wg, wo, and the"),
+        ("return GatedAttention(", "return 1 / 0 + GatedAttention(", "fails in build(): ZeroDivisionError: division"),
+        ("width = self.num_heads", "width = self.nothing", "fails in params(): AttributeError: 'Gated' object has no"),
+        ("heads, head = self", "heads, head = self.nothing, self", "fails in core(): AttributeError: 'Gated' object"),
+    ],
+    ids=range(7),
+)
+def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(changed, before, after, reason):
+    word = changed(ATTENTION, before, after)
+
+    def run(cfg: Config) -> None:
+        assert cfg.model.layers[0].core.heads == 4
+        built(cfg)
+
+    message = refusal(run, word)
+    file = word.partition("=")[2].rpartition(":")[0]
+    assert message.startswith(f"model.attention='gated_attention.py:Gated' ({file}) ")
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            ("parallel.tp=8",),
+            "parallel.tp=8 must divide model.attention.num_heads=4; ",
+        ),
+        (
+            ("parallel.tp=2", "shard"),
+            "parallel.tp=2 must divide dim 0 of attention.wq, which has the shape (129, 64)",
+        ),
+        (
+            ("parallel.tp=2", "dim"),
+            "parallel.tp=2 must divide dim 2 of attention.wo, which has the shape (64, 128)",
+        ),
+    ],
+    ids=range(3),
+)
+def test_shards_that_tp_does_not_divide_are_refused(changed, overrides, reason):
+    changes = {
+        "shard": ("width = self.num_heads * self.head_dim\n        for", "width = 129\n        for"),
+        "dim": ('"attention", tp_dim=1', '"attention", tp_dim=2'),
+        "": ("class Gated(", "class Gated("),
+    }
+    word = changed(ATTENTION, *changes["".join(overrides[1:])])
+    assert reason in refusal(check_config, word, "parallel.world_size=8", overrides[0])
+
+
+def states_built(cfg: Config) -> None:
+    model = build_model(cfg)
+    build_optimizer(dict(model.named_parameters()), cfg, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (
+            '{"momentum": self',
+            '{"other": self',
+            "has the states ['other'] of embedding.weight, and states()",
+        ),
+        (
+            "return MomentumSgdOptimizer(",
+            "return 1 / 0 or MomentumSgdOptimizer(",
+            "fails in build(): ZeroDivisionError",
+        ),
+    ],
+    ids=range(2),
+)
+def test_an_optimizer_with_other_states_than_it_lists_is_refused(changed, before, after, reason):
+    message = refusal(states_built, changed("train.optimizer", before, after))
+    assert message.startswith("train.optimizer='momentum_sgd.py:MomentumSgd' (")
+    assert reason in message
+
+
+def refused_run(cfg: Config) -> str:
+    try:
+        run_distributed(cfg, 1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parity
+def test_a_dispatcher_that_cannot_be_built_is_refused_on_each_rank(pool, changed):
+    word = changed("parallel.dispatcher", "return GatheringDispatcher(", "return 1 / 0 or GatheringDispatcher(")
+    for message in pool.run(4, refused_run, recipe(word, *FOUR)):
+        assert message.startswith("parallel.dispatcher='gathering.py:Gathering' (")
+        assert "fails in build(): ZeroDivisionError" in message
+
+
+def test_a_schedule_that_fails_or_deadlocks_is_refused(changed):
+    for before, after, reason in (
+        ("return builder.row", "return builder.rows_of_none", " fails in rows(): AttributeError"),
+        ('"F" * ahead +', '"B" + "F" * ahead +', ": "),
+    ):
+        message = refusal(check_config, changed("parallel.schedule", before, after), *FOUR)
+        assert "parallel.schedule='eager.py:Eager' (" in message
+        assert reason in message
