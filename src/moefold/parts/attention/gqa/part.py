@@ -17,7 +17,7 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
-from moefold.config.suggestions import nearest_multiples, nearest_numbers
+from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.layout import divisors
 
@@ -75,8 +75,26 @@ class GqaPart(SoftmaxAttentionPart):
         if heads % groups:
             rule = f"must divide model.num_attention_heads={heads}"
             yield Problem("model.num_query_groups", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}")
+        if self.has_rope and (model.head_dim or hidden % heads == 0):
+            source = "model.head_dim" if model.head_dim else "the head size hidden_size/num_attention_heads"
+            yield from self._check_rope(source)
         if self.qk_norm:
             yield from self._check_norm(self.qk_norm, recipe)
+
+    def _check_rope(self, source: str) -> Iterator[Problem]:
+        size = self.head_dim
+        rotated = size * self.rope_fraction
+        if size % 2:
+            rule = "must be even, because RoPE rotates pairs"
+            yield Problem(source, size, rule, f"choose {nearest_multiples(size, 2)}")
+        elif abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
+            even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
+            yield Problem(
+                "model.rope_fraction",
+                self.rope_fraction,
+                f"of a head of {size} is {rotated:g} dimensions, which must be a positive even number",
+                f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}",
+            )
 
     def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:
         if norm.after_rope and norm.has_weight and recipe.model.rope_interleaved:

@@ -19,6 +19,7 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class MlaPart(SoftmaxAttentionPart):
             if getattr(model, key) is True:
                 rule = f"does not go with model.attention={self.kind!r}, {why}"
                 yield Problem(f"model.{key}", True, rule, f"set {key}=false, or attention='gqa'")
+        if self.has_rope and self.qk_rope_head_dim % 2:
+            choice = nearest_multiples(self.qk_rope_head_dim, 2)
+            rule = "must be even, because RoPE rotates pairs"
+            yield Problem("model.qk_rope_head_dim", self.qk_rope_head_dim, rule, f"choose {choice}")
         if self.span and self.span.chunk:
             rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
             yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
