@@ -531,7 +531,9 @@ def _layer_result(stage: Stage, layer: tuple[str, int], kernels: Literal["auto",
         y.backward(steps.grad.view_as(y))
         weights = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return LayerResult(
-        {"y": [y.detach()], "gradient of x": [x.grad], "weights": weights}, run, step_flops(cfg, "layer")
+        {"y": [y.detach()], "gradient of x": [x.grad], "weights": weights},
+        run,
+        step_flops(cfg.model, cfg.train, "layer"),
     )
 
 

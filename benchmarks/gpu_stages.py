@@ -185,7 +185,7 @@ def layer(stage: Stage) -> None:
             cfg = layer_config(stage, preset, tokens)
             steps = LayerStep(cfg, "layer", routing, stage.device)
             title = f"{preset} {tokens} {routing}"
-            _measure_step(stage, f"{title}, moefold", steps.build(), step_flops(cfg, "layer"))
+            _measure_step(stage, f"{title}, moefold", steps.build(), step_flops(cfg.model, cfg.train, "layer"))
             if routing == "natural":
                 _measure_others(stage, title, steps)
             del steps

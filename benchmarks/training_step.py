@@ -24,7 +24,7 @@ def build_training_step(cfg: Config, groups: ParallelGroups) -> TrainingStep:
     """Build the trainer's step with weights that are drawn on the device."""
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for module in sharded.stages:
-        draw_weights(module, cfg)
+        draw_weights(module, cfg.run, cfg.model)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
     model = ParallelModel(sharded.stages, sharded.stage_plan, runner, groups, sharded.positions)
     return TrainingStep(model, cfg)

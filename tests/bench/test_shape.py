@@ -19,7 +19,7 @@ def test_operations_of_a_mixtral_layer():
     """By hand: 3 passes x 2 operations x tokens x (2 experts of 3 matrices of 4096 x 14336, a router of 4096 x 8)."""
     shape = bench_shapes()["mixtral-8x7b-layer"]
     cfg = bench_config(shape, dtype="bfloat16")
-    assert step_flops(cfg, "layer") == 6 * 4096 * (2 * 3 * 4096 * 14336 + 4096 * 8)
+    assert step_flops(cfg.model, cfg.train, "layer") == 6 * 4096 * (2 * 3 * 4096 * 14336 + 4096 * 8)
     assert count_weights(cfg.model, "layer") == 8 * 3 * 4096 * 14336 + 4096 * 8
 
 

@@ -247,12 +247,13 @@ def test_recipe_of_a_bare_model_lists_the_missing_keys(capsys, tmp_path):
         assert f"\n{line}" in text
     assert (Path(__file__).parents[2] / "docs" / "data.md").is_file()
     # Data is all that it lacks.
+    recipe = load_config(path)
     with pytest.raises(ConfigError, match="path/to/your/text"):
-        check_data_source(load_config(path))
+        check_data_source(recipe.model, recipe.train, recipe.data)
     corpus.write_text("Words to train on. " * 1000)
     cfg = load_config(path, [f"data.path={corpus}"])
     check_config(cfg)
-    check_data_source(cfg)
+    check_data_source(cfg.model, cfg.train, cfg.data)
     # The values of a recipe are its own, and stay.
     path.write_text(text.replace("lr = 0.0003", "lr = 0.002"))
     again = tmp_path / "again.toml"

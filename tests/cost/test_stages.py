@@ -137,7 +137,7 @@ def test_no_other_cut_is_faster_and_none_as_fast_has_a_lighter_fullest_stage(num
             sum(x.num_parameters for x in y) for y in stages
         )
 
-    found = judged(_bounds(fastest_stages(cfg), len(loads)))
+    found = judged(_bounds(fastest_stages(cfg.model, cfg.parallel, cfg.train, cfg.lora), len(loads)))
     assert found == min(judged((0, *cut, len(loads))) for cut in combinations(range(1, len(loads)), num_stages - 1))
 
 

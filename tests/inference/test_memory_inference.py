@@ -109,4 +109,4 @@ def test_the_logits_of_a_batch_are_counted(tmp_path):
     wish = InferenceRequest(overrides=("parallel.tp=2", "parallel.cp=2"), seq_len=16, batch_size=3)
     cfg = inference_config(find_source(str(tmp_path)), wish, "evaluate")
     # 48 ids, labels and marks; 24 rows of 128 float32 logits.
-    assert batch_bytes(cfg) == 48 * 17 + 24 * 128 * 4
+    assert batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train) == 48 * 17 + 24 * 128 * 4

@@ -25,7 +25,14 @@ def _words(cfg, rank=0):
     rows = runtime_slots(cfg)
     return [
         str(begin)
-        for begin in collective_sequence(cfg, {s.number: s for s in plan_stages(cfg).of_rank(rank)}, rows[rank])
+        for begin in collective_sequence(
+            cfg.model,
+            cfg.parallel,
+            cfg.moe,
+            cfg.train,
+            {s.number: s for s in plan_stages(cfg).of_rank(rank)},
+            rows[rank],
+        )
     ]
 
 
@@ -59,7 +66,9 @@ def test_ranks_of_a_group_that_differ_are_named():
     assert list(validate_collective_order(cfg)) == []
     rows = runtime_slots(cfg)
     stages = [{s.number: s for s in plan_stages(cfg).of_rank(rank)} for rank in range(2)]
-    first, last = (collective_sequence(cfg, stages[rank], rows[rank]) for rank in range(2))
+    first, last = (
+        collective_sequence(cfg.model, cfg.parallel, cfg.moe, cfg.train, stages[rank], rows[rank]) for rank in range(2)
+    )
     assert list(order_mismatches([first, first, last, last], layout)) == []
     turned = (*first[:6], first[7], first[6], *first[8:])
     (fault,) = order_mismatches([first, turned, last, last], layout)

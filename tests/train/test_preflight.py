@@ -33,17 +33,21 @@ def make_checkpoints(folder: Path) -> Path:
 
 
 def test_a_folder_that_is_there_or_can_be_made_is_writable(tmp_path):
-    check_writable(config(f"run.dir={tmp_path}"))
-    check_writable(config(f"run.dir={tmp_path / 'a' / 'b'}"))
+    cfg = config(f"run.dir={tmp_path}")
+    check_writable(cfg.run, cfg.checkpoint)
+    recipe = config(f"run.dir={tmp_path / 'a' / 'b'}")
+    check_writable(recipe.run, recipe.checkpoint)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
+    cfg = config(f"run.dir={tmp_path / 'file'}")
     with pytest.raises(ConfigError, match=r"run\.dir=.*file' is a file; choose a folder"):
-        check_writable(config(f"run.dir={tmp_path / 'file'}"))
+        check_writable(cfg.run, cfg.checkpoint)
+    recipe = config(f"run.dir={tmp_path / 'file' / 'inner'}")
     with pytest.raises(ConfigError, match=r"run\.dir=.*inner' lies below .*file', which is a file; choose a folder"):
-        check_writable(config(f"run.dir={tmp_path / 'file' / 'inner'}"))
+        check_writable(recipe.run, recipe.checkpoint)
 
 
 def test_a_folder_without_permission_is_refused():
@@ -54,8 +58,9 @@ def test_a_folder_without_permission_is_refused():
         if is_root:
             os.seteuid(NOBODY)
         try:
+            cfg = config(f"run.dir={folder}/run")
             with pytest.raises(ConfigError, match=f"run.dir='{folder}/run' cannot be written: Permission denied"):
-                check_writable(config(f"run.dir={folder}/run"))
+                check_writable(cfg.run, cfg.checkpoint)
         finally:
             if is_root:
                 os.seteuid(0)
@@ -65,25 +70,27 @@ def test_a_folder_without_permission_is_refused():
 def test_the_checkpoint_folder_is_tried_when_something_is_saved_there(tmp_path):
     (tmp_path / "file").write_text("")
     words = [f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path / 'file'}"]
-    check_writable(config(*words, "checkpoint.every=0", "checkpoint.at_end=false"))
+    cfg = config(*words, "checkpoint.every=0", "checkpoint.at_end=false")
+    check_writable(cfg.run, cfg.checkpoint)
     for word in ("checkpoint.every=0", "checkpoint.at_end=false"):
+        recipe = config(*words, word)
         with pytest.raises(ConfigError, match=r"checkpoint\.dir=.*file' is a file"):
-            check_writable(config(*words, word))
+            check_writable(recipe.run, recipe.checkpoint)
 
 
 def test_auto_and_never_name_no_checkpoint():
-    check_resume(config("checkpoint.resume=auto"))
-    check_resume(config("checkpoint.resume=never"))
+    check_resume(config("checkpoint.resume=auto").checkpoint)
+    check_resume(config("checkpoint.resume=never").checkpoint)
 
 
 def test_a_checkpoint_that_exists_is_accepted(tmp_path):
-    check_resume(config(f"checkpoint.resume={make_checkpoints(tmp_path) / 'step-000100'}"))
+    check_resume(config(f"checkpoint.resume={make_checkpoints(tmp_path) / 'step-000100'}").checkpoint)
 
 
 def test_a_missing_checkpoint_names_those_beside_it(tmp_path):
     folder = make_checkpoints(tmp_path)
     with pytest.raises(ConfigError) as error:
-        check_resume(config(f"checkpoint.resume={folder / 'step-000300'}"))
+        check_resume(config(f"checkpoint.resume={folder / 'step-000300'}").checkpoint)
     assert f"does not exist; the checkpoints there are {folder / 'step-000100'}, {folder / 'step-000200'}" in str(
         error.value
     )
@@ -91,34 +98,38 @@ def test_a_missing_checkpoint_names_those_beside_it(tmp_path):
 
 def test_a_missing_checkpoint_with_none_beside_it(tmp_path):
     with pytest.raises(ConfigError, match="does not exist; set 'auto' for the newest one, if any"):
-        check_resume(config(f"checkpoint.resume={tmp_path / 'none' / 'step-000300'}"))
+        check_resume(config(f"checkpoint.resume={tmp_path / 'none' / 'step-000300'}").checkpoint)
 
 
 def test_a_folder_of_checkpoints_and_a_file_are_no_checkpoint(tmp_path):
     folder = make_checkpoints(tmp_path)
     with pytest.raises(ConfigError, match=r"is a folder of checkpoints; name one, such as '.*step-000200'"):
-        check_resume(config(f"checkpoint.resume={folder}"))
+        check_resume(config(f"checkpoint.resume={folder}").checkpoint)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file; a checkpoint is a folder"):
-        check_resume(config(f"checkpoint.resume={tmp_path / 'file'}"))
+        check_resume(config(f"checkpoint.resume={tmp_path / 'file'}").checkpoint)
 
 
 def test_data_that_is_missing_is_refused(tmp_path):
+    cfg = config("data.kind=tokens", f"data.path={tmp_path / 'none.bin'}")
     with pytest.raises(ConfigError, match=r"data\.path"):
-        check_data_source(config("data.kind=tokens", f"data.path={tmp_path / 'none.bin'}"))
+        check_data_source(cfg.model, cfg.train, cfg.data)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    cfg = config("model.vocab_size=100")
     with pytest.raises(ConfigError, match="vocab_size"):
-        check_data_source(config("model.vocab_size=100"))
+        check_data_source(cfg.model, cfg.train, cfg.data)
 
 
 def test_the_default_data_is_there():
-    check_data_source(config())
+    cfg = config()
+    check_data_source(cfg.model, cfg.train, cfg.data)
 
 
 def test_trackers_that_nobody_asks_for_need_no_package():
-    check_packages(config())
+    cfg = config()
+    check_packages(cfg.model, cfg.parallel, cfg.moe, cfg.metrics)
 
 
 REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", "run.steps=2")

@@ -41,7 +41,7 @@ def test_loss_of_the_outer_weights_equals_the_oracle(pool, tmp_path, mapping):
     )
     train_sites(pool, cfg)
     alone = without_mapping(cfg)
-    held_out = oracle_batch(open_samples(alone).validation, alone, range(6))
+    held_out = oracle_batch(open_samples(alone).validation, alone.train, range(6))
     for number in (0, 1):
         rounds = site_records(tmp_path, number)
         assert list(rounds) == [3, 4]

@@ -446,7 +446,9 @@ def test_slow_site_takes_fewer_steps_between_the_rounds(pool, tmp_path):
         for number, (site, steps) in enumerate(zip(oracle.sites, (2, 1), strict=True)):
             for step in range(round_ * steps, (round_ + 1) * steps):
                 site.step(
-                    oracle_batch(data, without_mapping(cfg), [number + 2 * i for i in range(4 * step, 4 * step + 4)])
+                    oracle_batch(
+                        data, without_mapping(cfg).train, [number + 2 * i for i in range(4 * step, 4 * step + 4)]
+                    )
                 )
         with torch.no_grad():
             for name in phi:

@@ -95,7 +95,7 @@ class Replica:
     """An oracle with torchft's DiLoCo; its rounds begin `OVERLAP` steps later than ours if it starts at step 0."""
 
     def __init__(self, torchft: Any, cfg: Any, weights: dict[str, Tensor], begun: list[list[Tensor]]) -> None:
-        self.inner = InnerOptimizer(Oracle(cfg, weights, token_chunks(cfg)))
+        self.inner = InnerOptimizer(Oracle(cfg, weights, token_chunks(cfg.parallel, cfg.train)))
         # Parameters that share memory with the oracle, as torchft sets gradients of its own.
         self.names: list[list[str]] = [[] for _ in range(NUM_FRAGMENTS)]
         for name in weights:
@@ -152,7 +152,7 @@ def test_streaming_rounds_equal_torchft(pool, tmp_path):
                 replica.diloco.__enter__()
         for number, replica in enumerate(replicas):
             mine = [number + 2 * index for index in range((step - 1) * size, step * size)]
-            replica.inner.batch = oracle_batch(data, cfg, mine)
+            replica.inner.batch = oracle_batch(data, cfg.train, mine)
             replica.inner.step()
     assert math.isclose(replicas[0].diloco._manager.current_step(), NUM_FRAGMENTS - 1 + 5)
     for number, replica in enumerate(replicas):

@@ -83,15 +83,15 @@ def test_a_cpu_has_no_graphs(mode):
         check_config(load_config(None, [f"run.cuda_graphs={mode}", "run.device=cpu"]))
     assert str(error.value) == message
     cfg = load_config(None, [f"run.cuda_graphs={mode}"])
-    check_cuda_graphs_device(cfg, "cuda")
+    check_cuda_graphs_device(cfg.run, "cuda")
     with pytest.raises(ConfigError) as error:
-        check_cuda_graphs_device(cfg, "cpu")
+        check_cuda_graphs_device(cfg.run, "cpu")
     assert str(error.value) == message
 
 
 def test_a_captured_loss_function_has_no_metrics():
     cfg = load_config(None, ["run.cuda_graphs=full"])
-    check_graphed_loss(cfg, [])
-    check_graphed_loss(load_config(None, ["run.cuda_graphs=attention"]), ["accuracy"])
+    check_graphed_loss(cfg.run, [])
+    check_graphed_loss(load_config(None, ["run.cuda_graphs=attention"]).run, ["accuracy"])
     with pytest.raises(ConfigError, match=r"metrics \['accuracy'\] of the loss function"):
-        check_graphed_loss(cfg, ["accuracy"])
+        check_graphed_loss(cfg.run, ["accuracy"])

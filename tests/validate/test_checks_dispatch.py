@@ -66,8 +66,9 @@ def test_each_obstacle_of_symmetric_memory_is_refused_by_name(sections, reason):
 def test_symmetric_memory_needs_the_cuda_build_of_torch(monkeypatch):
     check_config(_recipe("symm_mem"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    cfg = _recipe("symm_mem")
     with pytest.raises(ConfigError, match=r"'symm_mem' needs the package nvidia.nvshmem, which is not installed"):
-        check_dispatch_package(_recipe("symm_mem"))
+        check_dispatch_package(cfg.model, cfg.parallel, cfg.moe)
 
 
 def test_a_plain_recipe_has_no_obstacle():
@@ -112,10 +113,13 @@ def test_dispatch_without_duplicates_refuses_what_it_cannot_run(sections, messag
 @pytest.mark.parametrize("name", ["auto", "alltoall"])
 def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    check_dispatch_package(_recipe(name))
-    check_dispatch_package(_recipe(parallel={"world_size": 1, "ep": 1}))
+    cfg = _recipe(name)
+    check_dispatch_package(cfg.model, cfg.parallel, cfg.moe)
+    recipe = _recipe(parallel={"world_size": 1, "ep": 1})
+    check_dispatch_package(recipe.model, recipe.parallel, recipe.moe)
+    given = _recipe()
     with pytest.raises(ConfigError, match="'deepep' needs the package deep_ep, which is not installed"):
-        check_dispatch_package(_recipe())
+        check_dispatch_package(given.model, given.parallel, given.moe)
 
 
 def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeypatch):
@@ -125,11 +129,15 @@ def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeyp
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert chosen(_recipe(), DispatcherPart).has_package()
-    check_dispatch_package(_recipe())
+    cfg = _recipe()
+    check_dispatch_package(cfg.model, cfg.parallel, cfg.moe)
 
 
 def test_a_device_that_is_no_gpu_is_refused():
-    check_dispatch_device(_recipe(), "cuda")
-    check_dispatch_device(_recipe("auto"), "cpu")
+    cfg = _recipe()
+    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cuda")
+    recipe = _recipe("auto")
+    check_dispatch_device(recipe.model, recipe.parallel, recipe.moe, "cpu")
+    given = _recipe()
     with pytest.raises(ConfigError, match="needs CUDA GPUs, and the ranks would run on the CPU"):
-        check_dispatch_device(_recipe(), "cpu")
+        check_dispatch_device(given.model, given.parallel, given.moe, "cpu")

@@ -43,9 +43,9 @@ def test_compiled_sums_may_depend_on_timings():
 def test_a_cpu_has_no_compiler(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=r"run.kernels='triton' cannot run: .*; set run.kernels to 'auto' or 'plain'"):
-        check_kernel_device(_recipe(), "cpu")
+        check_kernel_device(_recipe().run, "cpu")
     automatic = _recipe()
-    check_kernel_device(replace(automatic, run=replace(automatic.run, kernels="auto")), "cpu")
+    check_kernel_device(replace(automatic, run=replace(automatic.run, kernels="auto")).run, "cpu")
 
 
 def test_a_missing_package_is_named(monkeypatch):

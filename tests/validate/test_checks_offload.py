@@ -42,6 +42,6 @@ def test_a_folder_is_made_in_one_that_is_there(tmp_path, words):
 def test_the_memory_of_the_host_is_no_other_on_a_cpu():
     cfg = load_config(None, ['train.offload=["layer"]'])
     check_config(cfg)
-    check_offload_device(cfg, "cuda")
+    check_offload_device(cfg.train, "cuda")
     with pytest.raises(ConfigError, match="train.offload_to='host' needs CUDA GPUs, .*; choose 'ssd' with train.offlo"):
-        check_offload_device(cfg, "cpu")
+        check_offload_device(cfg.train, "cpu")

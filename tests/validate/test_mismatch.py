@@ -23,20 +23,23 @@ from moefold.validate.mismatch import mismatch_advice, mismatch_limit
 )
 def test_the_limit_follows_the_rounding(dtype, is_exact, limit):
     cfg = Config(run=RunConfig(dtype=dtype))
-    assert mismatch_limit(cfg, is_exact=is_exact) == limit
-    assert mismatch_limit(replace(cfg, rl=RLConfig(mismatch_limit=0.5)), is_exact=is_exact) == 0.5
+    assert mismatch_limit(cfg.run, cfg.moe, cfg.rl, is_exact=is_exact) == limit
+    recipe = replace(cfg, rl=RLConfig(mismatch_limit=0.5))
+    assert mismatch_limit(recipe.run, recipe.moe, recipe.rl, is_exact=is_exact) == 0.5
 
 
 def test_rollouts_of_older_weights_may_differ_by_training():
     cfg = Config(run=RunConfig(dtype="float32"))
-    assert mismatch_limit(cfg, is_exact=True, is_stale=True) == 1.0
-    assert mismatch_limit(replace(cfg, rl=RLConfig(mismatch_limit=0.5)), is_exact=True, is_stale=True) == 1.0
-    assert mismatch_limit(replace(cfg, rl=RLConfig(mismatch_limit=3.0)), is_exact=True, is_stale=True) == 3.0
+    assert mismatch_limit(cfg.run, cfg.moe, cfg.rl, is_exact=True, is_stale=True) == 1.0
+    recipe = replace(cfg, rl=RLConfig(mismatch_limit=0.5))
+    assert mismatch_limit(recipe.run, recipe.moe, recipe.rl, is_exact=True, is_stale=True) == 1.0
+    given = replace(cfg, rl=RLConfig(mismatch_limit=3.0))
+    assert mismatch_limit(given.run, given.moe, given.rl, is_exact=True, is_stale=True) == 3.0
 
 
 def test_dispatch_in_few_bits_rounds_as_coarsely_in_any_dtype():
     cfg = Config(run=RunConfig(dtype="float32"), moe=MoEConfig(dispatch_precision="fp8-blockwise"))
-    assert mismatch_limit(cfg, is_exact=False) == 0.1
+    assert mismatch_limit(cfg.run, cfg.moe, cfg.rl, is_exact=False) == 0.1
 
 
 def test_the_causes_depend_on_the_sampler():

@@ -177,7 +177,10 @@ def test_a_tensor_that_one_side_lacks_is_infinitely_wrong(oracle):
 
 
 def test_chunks_are_the_positions_of_each_rank_of_a_sample():
-    assert token_chunks(tiny(world_size=2, tp=2)) == [list(range(8)), list(range(8, 16))]
-    zigzag = token_chunks(tiny(world_size=2, cp=2))
+    recipe = tiny(world_size=2, tp=2)
+    assert token_chunks(recipe.parallel, recipe.train) == [list(range(8)), list(range(8, 16))]
+    cfg = tiny(world_size=2, cp=2)
+    zigzag = token_chunks(cfg.parallel, cfg.train)
     assert zigzag == [[0, 1, 2, 3, 12, 13, 14, 15], list(range(4, 12))]
-    assert sorted(sum(token_chunks(tiny(world_size=4, cp=2, tp=2)), [])) == list(range(16))
+    given = tiny(world_size=4, cp=2, tp=2)
+    assert sorted(sum(token_chunks(given.parallel, given.train), [])) == list(range(16))

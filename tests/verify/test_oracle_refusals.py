@@ -153,8 +153,8 @@ def _train(cfg: Config, legal: Config | None = None, **more: torch.Tensor) -> No
     """Run a step and an evaluation of the oracle."""
     oracle = _oracle(cfg, legal, **more)
     data = open_samples(legal or cfg)
-    oracle.step(oracle_batch(data.train, cfg, range(cfg.train.global_batch_size)))
-    oracle.evaluate(oracle_batch(data.train, cfg, range(1)))
+    oracle.step(oracle_batch(data.train, cfg.train, range(cfg.train.global_batch_size)))
+    oracle.evaluate(oracle_batch(data.train, cfg.train, range(1)))
     oracle.check_keys()
 
 
@@ -265,7 +265,7 @@ def test_a_schedule_that_the_steps_do_not_reach_is_read():
 def test_each_method_of_alignment_is_judged():
     """Methods with rewards are weights of samples; the others have a loss with a formula."""
     for method in built_in_kinds("alignment"):
-        recipe_objective(replace(tiny(), align=AlignConfig(method=method)))
+        recipe_objective(replace(tiny(), align=AlignConfig(method=method)).align)
 
 
 def test_a_loss_without_a_formula_is_refused():
@@ -324,9 +324,9 @@ class Tokens:
 
 
 def test_a_part_of_a_sample_without_a_formula_is_refused():
-    oracle_batch(Tokens(None), _small(), range(1))
+    oracle_batch(Tokens(None), _small().train, range(1))
     with pytest.raises(NoFormulaError, match="images of a sample"):
-        oracle_batch(Tokens(np.ones(3)), _small(), range(1))
+        oracle_batch(Tokens(np.ones(3)), _small().train, range(1))
 
 
 def test_a_buffer_without_a_formula_is_refused(monkeypatch):

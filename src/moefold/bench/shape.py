@@ -7,6 +7,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.flops import TRAIN_TO_FORWARD, count_parameters, train_flops_per_token
 from moefold.errors import ConfigError
 
@@ -96,15 +97,15 @@ def bench_config(
     return config_from_dict(tree)
 
 
-def step_flops(cfg: Config, part: BenchPart) -> int:
+def step_flops(model: ModelConfig, train: TrainConfig, part: BenchPart) -> int:
     """Return the FLOPs of a step, forward and backward, of the parts that run, with causal attention."""
-    count = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True)
+    count = train_flops_per_token(model, train.seq_len, causal=True)
     forward = count.router + count.experts + count.shared_experts
     if part != "layer":
         forward += count.attention_projections + count.attention_core + count.dense_mlp
     if part == "model":
         forward += count.head
-    return TRAIN_TO_FORWARD * forward * cfg.tokens_per_step
+    return TRAIN_TO_FORWARD * forward * train.tokens_per_step
 
 
 def count_weights(model: ModelConfig, part: BenchPart) -> int:

@@ -146,7 +146,7 @@ def _implementation_result(
     peak_rates: PeakRates,
 ) -> ImplementationResult:
     times = StepTimes(seconds)
-    flops_per_s = step_flops(ours.cfg, ours.part) / times.median_s
+    flops_per_s = step_flops(ours.cfg.model, ours.cfg.train, ours.part) / times.median_s
     return ImplementationResult(
         name=name,
         median_s=times.median_s,

@@ -137,7 +137,7 @@ def stages_from_config(cfg: Config) -> StagePlan:
     Raises:
         ConfigError: the schedule, the layout or its file is wrong.
     """
-    raise_all([*validate_schedule(cfg), *_validate_pp(cfg), *validate_pipeline_layout(cfg)])
+    raise_all([*validate_schedule(cfg), *_validate_pp(cfg), *validate_pipeline_layout(cfg.model, cfg.parallel)])
     return plan_stages(cfg)
 
 

@@ -191,12 +191,12 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
             f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that are "
             "started on one machine; add --dry"
         )
-    check_data_source(cfg)
-    check_dispatch_device(cfg, "cpu")
-    check_kernel_device(cfg, "cpu")
-    check_cuda_graphs_device(cfg, "cpu")
-    check_offload_device(cfg, "cpu")
-    check_offload_folder(cfg)
+    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cpu")
+    check_kernel_device(cfg.run, "cpu")
+    check_cuda_graphs_device(cfg.run, "cpu")
+    check_offload_device(cfg.train, "cpu")
+    check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
     from moefold.data import prepare
     from moefold.train.memory_profile import measure_rank

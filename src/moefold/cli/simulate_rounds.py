@@ -94,7 +94,7 @@ def simulate_recipe_rounds(cfg: Config, device: Device, args: argparse.Namespace
         recipe_sampling_degrees(cfg.parallel, cfg.rollout)
     )
     times = RoundTimes(
-        copy_s=copy_seconds(cfg, device, weights_for_sampling(cfg)[1]),
+        copy_s=copy_seconds(cfg.parallel, cfg.rollout, device, weights_for_sampling(cfg)[1]),
         prefill_s=sampling.prefill_s,
         decode_s=sampling.decode_s,
         reward_s=args.reward_s or 0.0,

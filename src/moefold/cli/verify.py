@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import DispatchSections, chosen, chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError, reworded_errors
@@ -94,7 +96,7 @@ def run(argv: list[str]) -> int:
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
         message = _describe_shrinking(large, cfg)
     _check_memory(cfg.model, cfg.parallel)
-    check_data_source(cfg)
+    check_data_source(cfg.model, cfg.train, cfg.data)
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
     cfg = replace(cfg, run=run)
@@ -103,7 +105,7 @@ def run(argv: list[str]) -> int:
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed.run, replayed.moe)
-    check_dispatch_device(cfg, "cpu")
+    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cpu")
     return verify(cfg, args.steps, _run_on_ranks, message, notes, against_one_rank=args.against == ONE_RANK)
 
 
@@ -134,7 +136,7 @@ def verify(
         with reworded_errors((r"^", "--against one-rank: ")):
             check_config(one)
     notes = (*notes, ONE_RANK_NOTE) if one else notes
-    print_escaped(_header(cfg, message, notes), flush=True)
+    print_escaped(_header(cfg.model, cfg.parallel, cfg.moe, cfg.train, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
         if one is not None:
@@ -202,13 +204,17 @@ def _describe_shrinking(large: Config, small: Config) -> str:
     return f"{', '.join((ranks, *lowered))}; {left_out}"
 
 
-def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
-    p = cfg.parallel
-    model = cfg.model
-    train = cfg.train
+def _header(
+    model: ModelConfig,
+    p: ParallelConfig,
+    moe: MoEConfig,
+    train: TrainConfig,
+    message: str = "",
+    notes: Sequence[str] = (),
+) -> str:
     degrees = {
         f"zero {p.zero}": p.world_size,
-        f"dispatcher {chosen(cfg, DispatcherPart).kind}": p.ep * p.etp,
+        f"dispatcher {chosen(DispatchSections(p, moe), DispatcherPart).kind}": p.ep * p.etp,
         f"context {p.context}": p.cp,
         f"schedule {p.schedule}": p.pp,
     }
@@ -226,7 +232,7 @@ def _header(cfg: Config, message: str = "", notes: Sequence[str] = ()) -> str:
     )
     if message:
         rows = (rows[0], ("  shrunk", message), *rows[1:])
-    if depends_on_data_parallel_size(cfg.model, cfg.moe):
+    if depends_on_data_parallel_size(model, moe):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     rows += tuple(("note", note) for note in notes)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"

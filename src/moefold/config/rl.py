@@ -145,6 +145,10 @@ class RolloutConfig:
         """Return whether a server outside of the job samples."""
         return self.engine == "vllm"
 
+    def num_job_ranks(self, world_size: int) -> int:
+        """Return the ranks of the job: `world_size` that train, and those that only sample rollouts."""
+        return world_size + self.ranks
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:

@@ -21,13 +21,6 @@ from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 
-LARGE_LOGITS = 1 << 28
-"""Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
-LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
-MIN_LOSS_CHUNK_TOKENS = 256
-"""Minimum tokens of a loss chunk with train.loss_chunk = -1."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -72,7 +65,7 @@ class Config:
     @property
     def num_job_ranks(self) -> int:
         """Ranks of the job: those that train, and those that only sample rollouts."""
-        return self.parallel.world_size + self.rollout.ranks
+        return self.rollout.num_job_ranks(self.parallel.world_size)
 
     @property
     def num_micro_batches(self) -> int:
@@ -87,7 +80,7 @@ class Config:
     @property
     def num_padding_micro_batches(self) -> int:
         """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
-        return self.num_micro_batches * self.parallel.dp - self.train.global_batch_size // self.train.micro_batch_size
+        return self.train.num_padding_micro_batches(self.parallel.dp)
 
     @property
     def vocab_rows(self) -> int:
@@ -96,17 +89,12 @@ class Config:
 
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
-        if self.train.loss_chunk >= 0:
-            return self.train.loss_chunk
-        if self.loss_tokens * self.vocab_rows <= LARGE_LOGITS:
-            return 0
-        logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
-        return max(MIN_LOSS_CHUNK_TOKENS, logits // self.vocab_rows)
+        return self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
 
     @property
     def loss_tokens(self) -> int:
         """Tokens of a micro-batch whose losses a rank computes: tensor parallelism shards the vocabulary."""
-        return self.train.seq_len * self.train.micro_batch_size // self.parallel.cp
+        return self.train.loss_tokens(self.parallel.cp)
 
     @property
     def tokens_per_step(self) -> int:

@@ -8,6 +8,14 @@ from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part
 
+LARGE_LOGITS = 1 << 28
+"""Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
+LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
+MIN_LOSS_CHUNK_TOKENS = 256
+"""Minimum tokens of a loss chunk with train.loss_chunk = -1."""
+
+
 MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
 """Groups of the layers' weight matrices; mtp: the input projection of multi-token prediction."""
 
@@ -150,3 +158,26 @@ class TrainConfig:
     def trains_indexers_only(self, model: ModelConfig) -> bool:
         """Return whether only the indexers of sparse attention learn: their warm-up stage."""
         return model.index_topk > 0 and self.indexer_stage == "warmup"
+
+    def num_padding_micro_batches(self, dp: int) -> int:
+        """Return the micro-batches of padding alone in a step, on the last ranks; 0 if dp divides the batch."""
+        return self.num_micro_batches(dp) * dp - self.global_batch_size // self.micro_batch_size
+
+    def loss_tokens(self, cp: int) -> int:
+        """Return the tokens of a micro-batch whose losses a rank computes: tp shards the vocabulary."""
+        return self.seq_len * self.micro_batch_size // cp
+
+    def loss_chunk_tokens(self, device_type: str, *, cp: int, vocab_rows: int) -> int:
+        """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch.
+
+        Args:
+            device_type: "cpu" or "cuda".
+            cp: context-parallel ranks.
+            vocab_rows: rows of the vocabulary on a rank.
+        """
+        if self.loss_chunk >= 0:
+            return self.loss_chunk
+        if self.loss_tokens(cp) * vocab_rows <= LARGE_LOGITS:
+            return 0
+        logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
+        return max(MIN_LOSS_CHUNK_TOKENS, logits // vocab_rows)

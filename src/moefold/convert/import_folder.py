@@ -19,6 +19,7 @@ from moefold.checkpoint.streaming_io import (
 )
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.part import keys_of
 from moefold.config.part_table import toml_table
 from moefold.config.schema import Config
@@ -126,7 +127,7 @@ def import_folder(
 
 def _messages(source: HfSource) -> tuple[str, ...]:
     notes = [
-        f"moefold train rejects this model: {reason}" for reason in validate_router_gradient(Config(model=source.model))
+        f"moefold train rejects this model: {reason}" for reason in validate_router_gradient(source.model, MoEConfig())
     ]
     counted = parse_model_config(source.folder.hf_config, source.folder.path, ALL_KEYS).mtp_layers
     if not counted or source.folder.model.mtp_layers:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from moefold.config.layers import Layer
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import ParamSpec
@@ -50,22 +51,24 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     from moefold.cost.stage_memory import unit_bytes
 
     num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
-    flops = [cost.flops for cost in _unit_costs(cfg)]
+    flops = [cost.flops for cost in _unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)]
     return _stages_between(
         cfg.model, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT, _unit_bounds(cfg.model))
     )
 
 
-def fastest_stages(cfg: Config) -> tuple[StageParts, ...]:
+def fastest_stages(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig
+) -> tuple[StageParts, ...]:
     """Return the fastest partition whose fullest stage has the fewest parameters.
 
     For the planner, which compares mappings before the micro-batches in flight are known, and counts memory itself.
     """
-    costs = _unit_costs(cfg)
-    num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
+    costs = _unit_costs(model, parallel, train, lora)
+    num_stages = parallel.pp * parallel.virtual_stages
     flops = [cost.flops for cost in costs]
     weights = [cost.num_parameters for cost in costs]
-    return _stages_between(cfg.model, _best_bounds(flops, [weights] * num_stages, 0, _unit_bounds(cfg.model)))
+    return _stages_between(model, _best_bounds(flops, [weights] * num_stages, 0, _unit_bounds(model)))
 
 
 def _unit_bounds(model: ModelConfig) -> frozenset[int]:
@@ -73,8 +76,12 @@ def _unit_bounds(model: ModelConfig) -> frozenset[int]:
     return frozenset((0, *(number + 1 for number in stage_starts(model))))
 
 
-def _unit_costs(cfg: Config) -> list[StageCost]:
-    return [embedding_cost(cfg.model, cfg.parallel), *_layer_costs(cfg), loss_cost(cfg.model, cfg.parallel, cfg.train)]
+def _unit_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
+    return [
+        embedding_cost(model, parallel),
+        *_layer_costs(model, parallel, train, lora),
+        loss_cost(model, parallel, train),
+    ]
 
 
 def _stages_between(model: ModelConfig, bounds: Sequence[int]) -> tuple[StageParts, ...]:
@@ -118,22 +125,24 @@ def _num_local(parallel: ParallelConfig, weights: Iterable[ParamSpec]) -> int:
     return sum(weight.shard(parallel.tp, parallel.ep, parallel.etp).numel for weight in weights)
 
 
-def _layer_costs(cfg: Config) -> list[StageCost]:
+def _layer_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
     """Return the cost of every layer, in order; equal layers are counted once."""
-    loads = {layer: _kind_cost(cfg, layer) for layer in set(cfg.model.layers)}
-    return [loads[layer] for layer in cfg.model.layers]
+    loads = {layer: _kind_cost(model, parallel, train, lora, layer) for layer in set(model.layers)}
+    return [loads[layer] for layer in model.layers]
 
 
 def layer_cost(cfg: Config, number: int) -> StageCost:
     """Return the cost of one layer."""
-    return _kind_cost(cfg, cfg.model.layers[number])
+    return _kind_cost(cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.model.layers[number])
 
 
-def _kind_cost(cfg: Config, layer: Layer) -> StageCost:
+def _kind_cost(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig, layer: Layer
+) -> StageCost:
     """Return the cost of a layer."""
-    flops = layer_flops(cfg.model, layer, cfg.train.seq_len)
-    weights = (*layer.params, *layer_adapters(layer.kind, cfg.lora))
-    return StageCost(flops.forward, _num_local(cfg.parallel, weights))
+    flops = layer_flops(model, layer, train.seq_len)
+    weights = (*layer.params, *layer_adapters(layer.kind, lora))
+    return StageCost(flops.forward, _num_local(parallel, weights))
 
 
 def loss_cost(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> StageCost:

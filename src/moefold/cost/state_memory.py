@@ -116,7 +116,7 @@ class StateMemory(UnitMemory):
             recipe_columns(cfg.model),
             has_second_embedding=cfg.model.last_stage_needs_embedding,
             prefetched=self._prefetched_bytes() if self._is_fsdp and cfg.parallel.zero == 3 else None,
-            rope_bytes=rope_buffer_bytes(cfg),
+            rope_bytes=rope_buffer_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train),
             exchange_bytes=dispatch_buffer_bytes(cfg),
         )
         return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)

@@ -12,6 +12,7 @@ from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
 from moefold.config.run import RunConfig
@@ -186,9 +187,9 @@ def expert_buffer_bytes(model: ModelConfig, moe: MoEConfig) -> int:
     return model.num_router_choices * (4 * model.expert_bias + counts)
 
 
-def rope_buffer_bytes(cfg: Config) -> int:
+def rope_buffer_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
     """Return the bytes of the RoPE cosines and sines, which every stage has."""
-    return 2 * (cfg.train.seq_len // cfg.parallel.cp) * cfg.model.rotary_dim * compute_dtype_bytes(cfg.run)
+    return 2 * (train.seq_len // parallel.cp) * model.rotary_dim * compute_dtype_bytes(run)
 
 
 def dispatch_buffer_bytes(cfg: Config) -> int:

@@ -51,7 +51,7 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     is_number = isinstance(want, int | float) and not isinstance(want, bool) and math.isfinite(want)
     if not isinstance(template, str) or not is_number:
         raise ConfigError(f"{location}: align.template={template!r} and align.want={want!r} are damaged; copy it again")
-    if faults := list(validate_template(replace(Config(), align=AlignConfig(template=template)))):
+    if faults := list(validate_template(replace(Config(), align=AlignConfig(template=template)).align)):
         raise ConfigError(f"{location}: {faults[0]}")
     return RewardPrompt(template, float(want))
 

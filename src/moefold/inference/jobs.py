@@ -225,7 +225,9 @@ def prepare_evaluation(
         batch_size = min(options.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
         cfg = launched_config(source, replace(inference, batch_size=batch_size), "evaluate", rank_env)
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
-    device_type = choose_inference_device(cfg, source, rank_env, {batch: batch_bytes(cfg)}, EVAL_OOM_HINT)
+    device_type = choose_inference_device(
+        cfg, source, rank_env, {batch: batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)}, EVAL_OOM_HINT
+    )
     return EvalJob(
         source=source,
         cfg=cfg,
@@ -344,10 +346,10 @@ def choose_inference_device(
     with reworded_errors(*DEVICE_OPTION):
         device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
     with reworded_errors(*KERNELS_OPTION):
-        check_kernel_device(cfg, device_type)
+        check_kernel_device(cfg.run, device_type)
     with reworded_errors(*EXPERTS_OPTION):
         ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
-        check_fetching_ranks(cfg, device_type, ranks_per_machine)
+        check_fetching_ranks(cfg.parallel, cfg.rollout, device_type, ranks_per_machine)
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
     return device_type

@@ -12,6 +12,7 @@ from moefold.config.find import built_in_kinds
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part_table import name_files
@@ -238,10 +239,10 @@ GENERATE_OOM_HINT = "give a smaller --max-tokens or --cache-gib, or shard the mo
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def batch_bytes(cfg: Config) -> int:
+def batch_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
     """Return the bytes of a batch (tokens, labels, target mask) and of its logits on one rank."""
-    tokens = cfg.train.micro_batch_size * cfg.train.seq_len
-    logits = tokens // cfg.parallel.cp * cfg.vocab_rows * DTYPE_BYTES[cfg.run.dtype]
+    tokens = train.micro_batch_size * train.seq_len
+    logits = tokens // parallel.cp * parallel.vocab_rows(model.vocab_size) * DTYPE_BYTES[run.dtype]
     return tokens * (2 * 8 + 1) + logits
 
 

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 
 from moefold.comm.collectives import broadcast_object
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.rl import RolloutConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.convert.weight_export import WeightExport
 from moefold.errors import RunError
 from moefold.inference.engine.engine import StopCondition
@@ -28,7 +31,6 @@ class VllmEngine:
     All methods are collective over all ranks.
 
     Args:
-        cfg: the recipe.
         groups: the process groups of training.
         model: the model in training.
         records_routing: whether completions have the experts that were chosen for their tokens.
@@ -37,14 +39,24 @@ class VllmEngine:
         ConfigError: rollout.folder is of another model, or cannot be written to.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, model: ParallelModel, *, records_routing: bool) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        sizes: ModelConfig,
+        train: TrainConfig,
+        rollout: RolloutConfig,
+        groups: ParallelGroups,
+        model: ParallelModel,
+        *,
+        records_routing: bool,
+    ) -> None:
         self._groups = groups
-        self._server = vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=records_routing)
-        self._slots = cfg.rollout.slots
-        self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
+        self._server = vllm_server(run, train, rollout, returns_experts=records_routing)
+        self._slots = rollout.slots
+        self._sampling = SamplingParams(temperature=rollout.temperature, seed=run.seed)
         self._layers = [number for stage in model.stages for number in stage.moe_layers()]
-        self._model = cfg.model
-        self._export = WeightExport(model, Path(cfg.rollout.folder))
+        self._model = sizes
+        self._export = WeightExport(model, Path(rollout.folder))
         self._version = ""
 
     def update(self) -> float:

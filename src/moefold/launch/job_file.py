@@ -9,6 +9,8 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.limits import MAX_RANKS
 from moefold.config.lora import LoraConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -137,7 +139,7 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
     """
     _check_options(request)
     _check_node(request)
-    _check_size(cfg, request)
+    _check_size(cfg.run, cfg.parallel, cfg.rollout, request)
     _check_start(cfg.lora, cfg.checkpoint, cfg.sites)
     _check_storage(cfg.run, cfg.checkpoint, request)
     if request.scheduler == "slurm" and not request.time:
@@ -231,31 +233,30 @@ def _parse_mem_gib(text: str) -> int:
     return int(found[1]) * {"M": 1, "G": 1 << 10, "T": 1 << 20}[found[2]] >> 10
 
 
-def _check_size(cfg: Config, request: JobRequest) -> None:
-    p = cfg.parallel
+def _check_size(run: RunConfig, p: ParallelConfig, rollout: RolloutConfig, request: JobRequest) -> None:
     nodes = request.nodes
     gpus = request.gpus_per_node
     for option, count in (("--nodes", nodes), ("--gpus-per-node", gpus)):
         if not 0 < count <= MAX_RANKS:
             raise ConfigError(f"{option}={count} must be 1 to {MAX_RANKS}")
-    if nodes * gpus != cfg.num_job_ranks:
-        sampling = f" plus rollout.ranks={cfg.rollout.ranks}" if cfg.rollout.ranks else ""
+    if nodes * gpus != rollout.num_job_ranks(p.world_size):
+        sampling = f" plus rollout.ranks={rollout.ranks}" if rollout.ranks else ""
         raise ConfigError(
             f"--nodes={nodes} times --gpus-per-node={gpus} is {nodes * gpus} and must equal "
             f"parallel.world_size={p.world_size}{sampling}; change one of them "
-            f"(parallel.world_size={max(1, nodes * gpus - cfg.rollout.ranks)} as an argument)"
+            f"(parallel.world_size={max(1, nodes * gpus - rollout.ranks)} as an argument)"
         )
     if nodes > 1 and gpus % p.tp:
         raise ConfigError(
             f"--gpus-per-node={gpus} must be divisible by parallel.tp={p.tp}, so that tensor parallelism stays inside "
             "a node; choose another tp or number of nodes"
         )
-    if request.scheduler == "ray" and cfg.rollout.ranks:
+    if request.scheduler == "ray" and rollout.ranks:
         raise ConfigError(
-            f"rollout.ranks={cfg.rollout.ranks} only sample, and each worker of Ray Train trains; set rollout.ranks=0, "
+            f"rollout.ranks={rollout.ranks} only sample, and each worker of Ray Train trains; set rollout.ranks=0, "
             "or choose another scheduler"
         )
-    if cfg.run.device == "cpu":
+    if run.device == "cpu":
         raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.config.schema import Config
 from moefold.cost.adapter_spec import MODULE_NAME, adapted_weights, adapter_names, adapter_pair
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
@@ -115,9 +116,9 @@ class LowRankAdapters(nn.Module):
         return y + linear(low_rank, b_NR if rows == ALL_ROWS else b_NR[rows]) * self.scale
 
 
-def attach_adapters(model: nn.Module, cfg: Config) -> None:
+def attach_adapters(model: nn.Module, sizes: ModelConfig, lora: LoraConfig) -> None:
     """Add the adapters of a recipe to the modules of a stage whose matrices have them; before any axis is applied."""
-    weights = adapted_weights(cfg.model, cfg.lora)
+    weights = adapted_weights(sizes, lora)
     for prefix, module in list(model.named_modules()):
         matrices = {
             leaf: weights[name]
@@ -125,7 +126,7 @@ def attach_adapters(model: nn.Module, cfg: Config) -> None:
             if (name := f"{prefix}.{leaf}") in weights
         }
         if matrices:
-            setattr(module, MODULE_NAME, LowRankAdapters(matrices, cfg.lora.rank, cfg.lora.scale))
+            setattr(module, MODULE_NAME, LowRankAdapters(matrices, lora.rank, lora.scale))
 
 
 def freeze_all_but_adapters(stage: nn.Module) -> None:

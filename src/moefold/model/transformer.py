@@ -307,7 +307,7 @@ class Transformer(nn.Module):
             self.head = Head(model)
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
-        attach_adapters(self, cfg)
+        attach_adapters(self, cfg.model, cfg.lora)
         num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
         for number, indexer in self.indexers().items():
             # The mean over the layers that attend to its selection.

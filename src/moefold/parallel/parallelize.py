@@ -66,9 +66,9 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         loss: the loss of the last stage; None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
-    check_cuda_graphs_device(cfg, groups.device.type)
+    check_cuda_graphs_device(cfg.run, groups.device.type)
     loss = recipe_loss(cfg.align) if loss is None else loss
-    check_graphed_loss(cfg, [metric.name for metric in metrics_of(loss)])
+    check_graphed_loss(cfg.run, [metric.name for metric in metrics_of(loss)])
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
         stage.set_loss(loss)

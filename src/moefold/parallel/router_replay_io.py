@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather, gather_to_first
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, TracedStep, trace_shape
 from moefold.model.moe.router import ReplayedRouting
 from moefold.parallel.batch import Batch
@@ -28,22 +31,24 @@ class RouterReplayBuffer:
 
     Args:
         model: model whose routers are recorded or overridden.
-        cfg: the recipe, with `moe.trace_every` and `moe.replay`.
+        moe: with `moe.trace_every` and `moe.replay`.
 
     Raises:
         ConfigError: the trace to replay cannot be read.
     """
 
-    def __init__(self, model: ParallelModel, cfg: Config) -> None:
+    def __init__(
+        self, model: ParallelModel, sizes: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig
+    ) -> None:
         self._groups = model.groups
-        self._shape = trace_shape(cfg.model, cfg.train)
-        self._record_every = cfg.moe.trace_every
-        self._num_samples = cfg.num_micro_batches * cfg.train.micro_batch_size
-        self._trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay") if cfg.moe.replay else None
+        self._shape = trace_shape(sizes, train)
+        self._record_every = moe.trace_every
+        self._num_samples = train.num_micro_batches(parallel.dp) * train.micro_batch_size
+        self._trace = RoutingTrace(Path(moe.replay), "moe.replay") if moe.replay else None
         positions = local_positions(model.positions, model.groups.attn.tp)
         self._positions = positions.cpu().numpy()
         self._all_positions = all_gather(positions.unsqueeze(0), model.groups.attn.sequence).cpu()
-        self._owner_ranks = model.stage_plan.rank_of_layers(cfg.model.num_layers)
+        self._owner_ranks = model.stage_plan.rank_of_layers(sizes.num_layers)
         first = model.groups.attn.dp.rank * self._num_samples
         self._slots: Tensor | None = None
         self._layer_routing = {number: ReplayedRouting(first) for number in model.moe_layers()}

@@ -95,7 +95,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return _low_precision_kernels(cfg, device, autotuner)
     if is_plain:
         return SelectedKernels()
-    check_kernel_device(cfg, device.type)
+    check_kernel_device(cfg.run, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
         return _cpu_kernels(cfg)
     if cfg.run.kernels == "auto" and device.type != "cuda":
@@ -107,7 +107,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
     from moefold.ops.triton.experts import TritonExpertOps
 
     expert_ops = TritonExpertOps(autotuner)
-    kernels = _triton_kernels(cfg, device, autotuner)
+    kernels = _triton_kernels(cfg.run, cfg.model, cfg.parallel, cfg.moe, device, autotuner)
     return replace(
         kernels,
         expert_ops=expert_ops,
@@ -116,18 +116,23 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
     )
 
 
-def _triton_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> SelectedKernels:
+def _triton_kernels(
+    run: RunConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    device: torch.device,
+    autotuner: Autotuner,
+) -> SelectedKernels:
     """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.linear_attention import TritonLinearAttention
     from moefold.ops.triton.permute import TritonPermuteOps
     from moefold.ops.triton.rope import apply_rope
 
-    routing, routing_message = _router_kernel(cfg.model, cfg.moe)
-    block_attention, attention_message = _block_attention(cfg.run, cfg.model, cfg.parallel, device, autotuner)
-    has_recurrence = any(
-        isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in cfg.model.layers
-    )
+    routing, routing_message = _router_kernel(model, moe)
+    block_attention, attention_message = _block_attention(run, model, parallel, device, autotuner)
+    has_recurrence = any(isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in model.layers)
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,
@@ -288,7 +293,7 @@ def _low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotun
             is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
         )
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache, autotuner)
-        kernels = _triton_kernels(cfg, device, autotuner)
+        kernels = _triton_kernels(cfg.run, cfg.model, cfg.parallel, cfg.moe, device, autotuner)
         linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
         choices = f"train.precision={name!r}: on the tensor cores{dense_message}{kernels.message}"
         return replace(

@@ -235,7 +235,7 @@ class _Pricing:
             train_s=self._plan.time.total_s * packed_fraction(cfg.parallel, cfg.train, self._lengths),
             prefill_s=sampling.prefill_s / updates,
             decode_s=sampling.decode_s / updates,
-            reshard_s=copy_seconds(cfg, self._device, received) / updates,
+            reshard_s=copy_seconds(cfg.parallel, cfg.rollout, self._device, received) / updates,
             slots=sampling.slots,
             memory_bytes=max(memory.total + (0 if is_in_place or self._ranks else held), states + held + cache),
             capacity_bytes=memory.capacity,

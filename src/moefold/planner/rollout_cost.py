@@ -105,9 +105,9 @@ def recipe_sampling_degrees(parallel: ParallelConfig, rollout: RolloutConfig) ->
     return SamplingDegrees(rollout.ranks or parallel.world_size, **rollout_degrees(parallel, rollout))
 
 
-def copy_seconds(cfg: Config, device: Device, received_bytes: float) -> float:
+def copy_seconds(parallel: ParallelConfig, rollout: RolloutConfig, device: Device, received_bytes: float) -> float:
     """Return the seconds of receiving weights over the slowest link between the ranks of a job."""
-    link = link_between(device, cfg.num_job_ranks - 1)
+    link = link_between(device, rollout.num_job_ranks(parallel.world_size) - 1)
     return received_bytes / (link.bytes_per_s * link.fraction)
 
 

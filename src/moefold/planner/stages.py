@@ -139,7 +139,11 @@ class RecipeStageSplitter:
         if layout in ("", "auto") and num_chunks == 1:
             layout = ""
         uncut = replace(cfg, parallel=ParallelConfig(world_size=num_chunks, pp=num_chunks, pipeline_layout=layout))
-        return fastest_stages(uncut) if layout == "auto" else stage_parts(uncut)
+        return (
+            fastest_stages(uncut.model, uncut.parallel, uncut.train, uncut.lora)
+            if layout == "auto"
+            else stage_parts(uncut)
+        )
 
     def _splits_evenly(self, num_chunks: int) -> bool:
         model = self._cfg.model

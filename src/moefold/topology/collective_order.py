@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import DispatchSections, chosen
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action, SlotRow
-from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.topology.layout import Layout
 from moefold.topology.pipeline_layout import Stage
 
@@ -40,24 +43,38 @@ class CollectiveStart:
 CollectiveSequence = tuple[CollectiveStart, ...]
 
 
-def stage_collectives(cfg: Config, stage: Stage, kind: str, micro_batch: int) -> Iterator[CollectiveStart]:
+def stage_collectives(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    train: TrainConfig,
+    stage: Stage,
+    kind: str,
+    micro_batch: int,
+) -> Iterator[CollectiveStart]:
     """Yield the expert collectives of one pass of a stage, in order; `kind` is F, B or I."""
-    first = cfg.model.num_layers
+    first = model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
-    layers = [number for number in numbers if cfg.model.all_layers[number].ffn.is_routed]
-    ops = chosen(cfg, DispatcherPart).collectives(cfg.parallel.ep, cfg.parallel.etp)
-    recomputes = any(part in cfg.train.recompute for part in RECOMPUTED_WITH_COMM)
+    layers = [number for number in numbers if model.all_layers[number].ffn.is_routed]
+    ops = chosen(DispatchSections(parallel, moe), DispatcherPart).collectives(parallel.ep, parallel.etp)
+    recomputes = any(part in train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):
         for phase in ("F",) if kind == "F" else ("R", "B") if recomputes else ("B",):
             for op in reversed(ops) if phase == "B" else ops:
                 yield CollectiveStart(stage.number, micro_batch, layer, phase, op)
 
 
-def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: SlotRow) -> CollectiveSequence:
+def collective_sequence(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    train: TrainConfig,
+    stages: Mapping[int, Stage],
+    row: SlotRow,
+) -> CollectiveSequence:
     """Return the expert collectives of a rank in one step.
 
     Args:
-        cfg: the recipe.
         stages: the stages of the rank, by number.
         row: the slots of the rank.
     """
@@ -66,7 +83,7 @@ def collective_sequence(cfg: Config, stages: Mapping[int, Stage], row: SlotRow) 
         # A W action (weight gradients) starts no expert collective.
         if action.kind == "W":
             return iter(())
-        return stage_collectives(cfg, stages[action.stage], action.kind, action.micro_batch)
+        return stage_collectives(model, parallel, moe, train, stages[action.stage], action.kind, action.micro_batch)
 
     started: list[CollectiveStart] = []
     for slot in row:

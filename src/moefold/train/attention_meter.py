@@ -7,7 +7,8 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
 from moefold.model.attention import SelfAttention
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention
@@ -31,10 +32,9 @@ class AttentionMeter:
 
     Args:
         model: the model.
-        cfg: the recipe.
     """
 
-    def __init__(self, model: ParallelModel, cfg: Config) -> None:
+    def __init__(self, model: ParallelModel, parallel: ParallelConfig, train: TrainConfig) -> None:
         planners: dict[int, AttentionPlanner] = {}
         for stage in model.stages:
             for module in stage.modules():
@@ -42,10 +42,11 @@ class AttentionMeter:
                     planners[id(module.core_attention.planner)] = module.core_attention.planner
         self._planners = list(planners.values())
         self._groups = model.groups
-        p = cfg.parallel
         # Equal on all ranks, also on those without softmax attention.
-        context = chosen_in(p, ContextPart)
-        self._num_rounds = cfg.num_micro_batches if context.is_planned and p.dp * p.cp > 1 else 0
+        context = chosen_in(parallel, ContextPart)
+        self._num_rounds = (
+            train.num_micro_batches(parallel.dp) if context.is_planned and parallel.dp * parallel.cp > 1 else 0
+        )
         self._plan_axes = ("stage",) if context.balances_hosts or context.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:

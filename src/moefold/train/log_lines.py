@@ -14,11 +14,13 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -50,11 +52,11 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
         f"model  {_describe_model(cfg.model, cfg.lora)}",
-        f"data   {_describe_data(cfg, train_sampler, validation_sampler)}",
-        f"batch  {_describe_batch(cfg, train_sampler.filled)}, "
+        f"data   {_describe_data(cfg.run, cfg.train, cfg.data, cfg.rl, train_sampler, validation_sampler)}",
+        f"batch  {_describe_batch(cfg.parallel, cfg.train, cfg.rl, cfg.rollout, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
         f"ranks  {_describe_ranks(cfg.run, cfg.parallel, device_type)}",
-        *_loss_lines(cfg, device_type),
+        *_loss_lines(cfg.train, device_type, cp=cfg.parallel.cp, vocab_rows=cfg.vocab_rows),
         *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else []),
         f"saves  {_describe_saves(cfg.checkpoint)}",
         *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
@@ -62,14 +64,15 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
     ]
 
 
-def _loss_lines(cfg: Config, device_type: str) -> list[str]:
+def _loss_lines(train: TrainConfig, device_type: str, *, cp: int, vocab_rows: int) -> list[str]:
     """Return the line about a loss whose logits are computed in chunks, if the recipe leaves the choice open."""
-    chunk = cfg.loss_chunk_tokens(device_type)
-    if cfg.train.loss_chunk >= 0 or not 0 < chunk < cfg.loss_tokens:
+    chunk = train.loss_chunk_tokens(device_type, cp=cp, vocab_rows=vocab_rows)
+    tokens = train.loss_tokens(cp)
+    if train.loss_chunk >= 0 or not 0 < chunk < tokens:
         return []
-    gib = cfg.loss_tokens * cfg.vocab_rows * 4 / 2**30
+    gib = tokens * vocab_rows * 4 / 2**30
     return [
-        f"loss   logits of {chunk:,} of {cfg.loss_tokens:,} tokens at a time, recomputed in the backward pass; all "
+        f"loss   logits of {chunk:,} of {tokens:,} tokens at a time, recomputed in the backward pass; all "
         f"would be {gib:.1f} GiB in float32 (train.loss_chunk=-1)"
     ]
 
@@ -113,19 +116,20 @@ def _describe_sampling(cfg: Config) -> str:
     return f"{further}{_describe_mapping(rollout_config(cfg).parallel)}"
 
 
-def _describe_batch(cfg: Config, filled: float) -> str:
-    size = cfg.train.global_batch_size
-    if cfg.is_rl:
-        rl = cfg.rl
+def _describe_batch(
+    parallel: ParallelConfig, train: TrainConfig, rl: RLConfig, rollout: RolloutConfig, filled: float
+) -> str:
+    size = train.global_batch_size
+    if rl.is_on:
         return (
             f"{size} rollouts a step, {rl.group_size} for each of {size // rl.group_size} prompts, of at most "
-            f"{cfg.rollout.max_tokens:,} tokens"
+            f"{rollout.max_tokens:,} tokens"
         )
-    text = f"{size} x {cfg.train.seq_len} = {cfg.tokens_per_step:,} tokens a step"
+    text = f"{size} x {train.seq_len} = {train.tokens_per_step:,} tokens a step"
     if filled < 1:
         text += f", {1 - filled:.1%} of them padding"
-    if padding := cfg.num_padding_micro_batches:
-        count = cfg.num_micro_batches * cfg.parallel.dp
+    if padding := train.num_padding_micro_batches(parallel.dp):
+        count = train.num_micro_batches(parallel.dp) * parallel.dp
         text += f" (of {count} micro-batches on all ranks, {padding} hold padding alone: dp does not divide the batch)"
     return text
 
@@ -145,13 +149,19 @@ def _describe_model(model: ModelConfig, lora_config: LoraConfig) -> str:
     return f"{name}{format_count(count.total)} parameters{active}; {layers}{experts}{lora}"
 
 
-def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Sampler) -> str:
-    data = cfg.data
-    seq_len = cfg.train.seq_len
+def _describe_data(
+    run: RunConfig,
+    train: TrainConfig,
+    data: DataConfig,
+    rl: RLConfig,
+    train_sampler: Sampler,
+    validation_sampler: Sampler,
+) -> str:
+    seq_len = train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
     name = data.task if data.kind == "task" else paths
     parts = [f"{data.kind} {name}".strip()]
-    if cfg.is_rl and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
+    if rl.is_on and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         parts.append(f"{format_count(len(train_sampler) * seq_len * train_sampler.filled)} tokens to train on")
@@ -160,7 +170,7 @@ def _describe_data(cfg: Config, train_sampler: Sampler, validation_sampler: Samp
             if len(validation_sampler)
             else "none held out"
         )
-        epochs = cfg.run.steps * cfg.train.global_batch_size / len(train_sampler)
+        epochs = run.steps * train.global_batch_size / len(train_sampler)
         parts.append(f"{epochs:.2f} epochs in all" if epochs >= 0.01 else "less than 0.01 epochs in all")
     return ", ".join(parts)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
 from moefold.config.method_defaults import (
     LR_KEY,
@@ -19,6 +20,7 @@ from moefold.config.method_defaults import (
     method_of,
     method_settings,
 )
+from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -67,15 +69,17 @@ def _length_settings(run: RunConfig, train: TrainConfig, data: DataConfig) -> di
     return {"run.epochs": run.epochs, "data.kind": data.kind, "data.path": path} | sizes
 
 
-def settings_of_checkpoint(meta: CheckpointMeta, cfg: Config) -> dict[str, Any]:
+def settings_of_checkpoint(
+    meta: CheckpointMeta, train: TrainConfig, data: DataConfig, align: AlignConfig, rl: RLConfig
+) -> dict[str, Any]:
     """Return what a checkpoint tells of the settings of its run, as "section.key"; an optimizer is the recipe's."""
     order = meta.order
     return dict(meta.schedule) | {
-        "data.kind": order.get("kind", cfg.data.kind),
-        "align.method": order.get("align.method", cfg.align.method),
-        "rl.group_size": 0 if meta.rl is None else max(1, cfg.rl.group_size),
+        "data.kind": order.get("kind", data.kind),
+        "align.method": order.get("align.method", align.method),
+        "rl.group_size": 0 if meta.rl is None else max(1, rl.group_size),
         "lora.rank": meta.lora.get("rank", 0),
-        "train.optimizer": cfg.train.optimizer,
+        "train.optimizer": train.optimizer,
     }
 
 

@@ -126,7 +126,7 @@ class RolloutLoader(DataLoader):
         inexact = _inexact_settings(cfg, groups.device)
         # Ranks on other machines may have other kernels.
         is_exact = not any(current_world().all_gather_object(bool(inexact)))
-        replays, replay_message = replays_routing(cfg, is_exact=is_exact)
+        replays, replay_message = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)
         self._is_exact = is_exact
         self._begins_round = False
         decoding = "" if cfg.rollout.uses_server else modules_notice(sampling.model)
@@ -326,7 +326,9 @@ class RolloutLoader(DataLoader):
         """Return the limit of the first batch of a round; None for those that follow its training."""
         if not self._begins_round:
             return None
-        return mismatch_limit(self._cfg, is_exact=self._is_exact, is_stale=self._metrics["staleness"] > 0)
+        return mismatch_limit(
+            self._cfg.run, self._cfg.moe, self._cfg.rl, is_exact=self._is_exact, is_stale=self._metrics["staleness"] > 0
+        )
 
     def evaluate_reward(self) -> float | None:
         """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.

@@ -41,7 +41,15 @@ class RolloutModel:
         """
         if self.cfg.rollout.uses_server and self._vllm is None:
             assert isinstance(self.model, ParallelModel), "checked before the run"
-            self._vllm = VllmEngine(self.cfg, self.groups, self.model, records_routing=records_routing)
+            self._vllm = VllmEngine(
+                self.cfg.run,
+                self.cfg.model,
+                self.cfg.train,
+                self.cfg.rollout,
+                self.groups,
+                self.model,
+                records_routing=records_routing,
+            )
         return self._vllm
 
     def update(self) -> float:

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_order_change, find_resume, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.lora import LoraConfig
+from moefold.config.metrics import MetricsConfig
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
@@ -44,18 +51,18 @@ if TYPE_CHECKING:
     from moefold.data import ProgramData
 
 
-def check_writable(cfg: Config) -> None:
+def check_writable(run: RunConfig, checkpoint: CheckpointConfig) -> None:
     """Check that the folders the run writes to exist or can be created, and that files can be created in them.
 
     Raises:
         ConfigError: a folder is a file, or cannot be written to.
     """
-    probe_folder("run.dir", cfg.run.dir)
-    if cfg.checkpoint.dir and cfg.checkpoint.saves:
-        probe_folder("checkpoint.dir", cfg.checkpoint.dir)
+    probe_folder("run.dir", run.dir)
+    if checkpoint.dir and checkpoint.saves:
+        probe_folder("checkpoint.dir", checkpoint.dir)
 
 
-def check_packages(cfg: Config) -> None:
+def check_packages(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, metrics: MetricsConfig) -> None:
     """Check that the packages of the chosen trackers and dispatcher are installed.
 
     Raises:
@@ -63,11 +70,11 @@ def check_packages(cfg: Config) -> None:
     """
     from moefold.metrics.tracker import check_trackers
 
-    check_trackers(cfg.metrics)
-    check_dispatch_package(cfg)
+    check_trackers(metrics)
+    check_dispatch_package(model, parallel, moe)
 
 
-def check_data_source(cfg: Config) -> None:
+def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) -> None:
     """Check that the data can be read, holds enough tokens and fits the vocabulary.
 
     Raises:
@@ -76,19 +83,19 @@ def check_data_source(cfg: Config) -> None:
     # Lazy import: rejecting a wrong key must not need numpy and the tokenizer.
     from moefold.data import check_data
 
-    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    check_data(data, seq_len=train.seq_len, vocab_size=model.vocab_size)
 
 
-def check_resume(cfg: Config) -> None:
+def check_resume(checkpoint: CheckpointConfig) -> None:
     """Check that the checkpoint named in the recipe exists, and is a single checkpoint.
 
     Raises:
         ConfigError: it does not exist, is a file, or is a folder of several checkpoints.
     """
-    if cfg.checkpoint.resume in ("auto", "never"):
+    if checkpoint.resume in ("auto", "never"):
         return
-    path = to_path(cfg.checkpoint.resume)
-    name = f"checkpoint.resume={cfg.checkpoint.resume!r}"
+    path = to_path(checkpoint.resume)
+    name = f"checkpoint.resume={checkpoint.resume!r}"
     if path.is_dir():
         if inner := _list_checkpoints(path):
             raise ConfigError(f"{name} is a folder of checkpoints; name one, such as {str(inner[-1])!r}")
@@ -100,30 +107,29 @@ def check_resume(cfg: Config) -> None:
     raise ConfigError(f"{name} does not exist; {hint}")
 
 
-def check_initial_weights(cfg: Config) -> None:
+def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> None:
     """Check that the initial weights exist and fit the recipe's model, or can be upcycled to it.
 
     Raises:
         ConfigError: they cannot be used.
     """
-    if cfg.trains_adapters_only:
+    if lora.trains_adapters_only:
         from moefold.convert.preflight import check_initial_adapters
 
-        check_initial_adapters(cfg.lora, cfg.checkpoint)
-    initial_weights = {"checkpoint.init_from": cfg.checkpoint.init_from, "model.upcycle_from": cfg.model.upcycle_from}
-    if cfg.rl.reference != "start":
-        initial_weights["rl.reference"] = cfg.rl.reference
+        check_initial_adapters(lora, checkpoint)
+    initial_weights = {"checkpoint.init_from": checkpoint.init_from, "model.upcycle_from": model.upcycle_from}
+    if rl.reference != "start":
+        initial_weights["rl.reference"] = rl.reference
     for key, path in initial_weights.items():
         if path:
             from moefold.convert.preflight import init_from_unsupported_reason, weights_path
 
             # Reference weights are never upcycled.
-            upcycle_from = "" if key == "rl.reference" else cfg.model.upcycle_from
-            model = replace(cfg.model, upcycle_from=upcycle_from)
+            upcycle_from = "" if key == "rl.reference" else model.upcycle_from
+            wanted = replace(model, upcycle_from=upcycle_from)
             with reworded_errors((r"^'", f"{key}: '")):
                 folder = weights_path(path)
-            recipe = replace(cfg, model=model)
-            if reason := init_from_unsupported_reason(recipe.model, recipe.checkpoint, folder):
+            if reason := init_from_unsupported_reason(wanted, checkpoint, folder):
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 
@@ -195,13 +201,12 @@ def probe_folder(key: str, path: str) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror} in {str(existing)!r}; choose another") from None
 
 
-def check_meeting_point(cfg: Config) -> None:
+def check_meeting_point(sites: SitesConfig) -> None:
     """Check the address of the meeting point of the sites, and that there is a secret unless it is this machine.
 
     Raises:
         ConfigError: the address has another form, or the secret is missing or too short.
     """
-    sites = cfg.sites
     if not sites.meet:
         return
     host, _ = parse_address(sites.meet, "sites.meet")
@@ -212,18 +217,6 @@ def check_meeting_point(cfg: Config) -> None:
         )
 
 
-MACHINE_RULES = (
-    check_writable,
-    check_schedule_file,
-    check_resume,
-    check_initial_weights,
-    check_packages,
-    check_replay,
-    check_data_source,
-    check_meeting_point,
-)
-
-
 def check_machine(cfg: Config) -> None:
     """Check folders, data, checkpoints and packages on the machine that will run the config; creates nothing.
 
@@ -232,11 +225,18 @@ def check_machine(cfg: Config) -> None:
     Raises:
         ConfigError: the first fault found.
     """
-    for rule in (*MACHINE_RULES, check_offload_folder):
-        rule(cfg)
+    check_writable(cfg.run, cfg.checkpoint)
+    check_schedule_file(cfg.parallel, cfg.train)
+    check_resume(cfg.checkpoint)
+    check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
+    check_packages(cfg.model, cfg.parallel, cfg.moe, cfg.metrics)
+    check_replay(cfg)
+    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_meeting_point(cfg.sites)
+    check_offload_folder(cfg.train)
 
 
-def check_offload_folder(cfg: Config) -> None:
+def check_offload_folder(train: TrainConfig) -> None:
     """Check that files can be created in the offload folder, whose parent must exist.
 
     Run folders may be created anywhere, but a mistyped offload folder would fill another disk.
@@ -244,13 +244,13 @@ def check_offload_folder(cfg: Config) -> None:
     Raises:
         ConfigError: they cannot be created.
     """
-    if not ssd_offload_keys(cfg.train):
+    if not ssd_offload_keys(train):
         return
-    probe_folder("train.offload_dir", cfg.train.offload_dir)
-    above = Path(cfg.train.offload_dir).absolute().parent
+    probe_folder("train.offload_dir", train.offload_dir)
+    above = Path(train.offload_dir).absolute().parent
     if not above.exists():
         raise ConfigError(
-            f"train.offload_dir={cfg.train.offload_dir!r} lies in {str(above)!r}, which does not exist; name a folder "
+            f"train.offload_dir={train.offload_dir!r} lies in {str(above)!r}, which does not exist; name a folder "
             f"of a local disk, or make {str(above)!r} if it is meant"
         )
 
@@ -339,7 +339,7 @@ def _keep_resolved_of_checkpoint(cfg: Config, left_out: frozenset[str]) -> Confi
     if not (path / META_FILE).is_file():
         # `check_resume` reports it.
         return cfg
-    return keep_resolved(cfg, settings_of_checkpoint(read_meta(path), cfg), left_out)
+    return keep_resolved(cfg, settings_of_checkpoint(read_meta(path), cfg.train, cfg.data, cfg.align, cfg.rl), left_out)
 
 
 def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
@@ -463,7 +463,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     is_first = rank_env is None or rank_env.rank == 0
     if is_first and (reason := init_from_unsupported_reason(cfg.model, cfg.checkpoint, Path(rollout.folder))):
         raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
-    replays, _ = replays_routing(cfg, is_exact=False)
+    replays, _ = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=False)
     try:
         vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=replays).check(max_tokens=max_tokens)
     except VllmError as error:
@@ -525,14 +525,15 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
     """Reject settings that the device does not support, and a step that does not fit into its memory."""
-    check_dispatch_device(cfg, device_type)
-    check_kernel_device(cfg, device_type)
-    check_cuda_graphs_device(cfg, device_type)
-    check_offload_device(cfg, device_type)
+    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, device_type)
+    check_kernel_device(cfg.run, device_type)
+    check_cuda_graphs_device(cfg.run, device_type)
+    check_offload_device(cfg.train, device_type)
     check_memory_device(cfg, device_type)
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         num_training = cfg.parallel.world_size
         ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size
         first_rank = num_training if cfg.rollout.ranks else 0
-        check_fetching_ranks(rollout_config(cfg), device_type, ranks_per_machine, first_rank)
+        recipe = rollout_config(cfg)
+        check_fetching_ranks(recipe.parallel, recipe.rollout, device_type, ranks_per_machine, first_rank)
     check_training(cfg, device_type, rank_env)

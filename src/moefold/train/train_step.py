@@ -180,7 +180,11 @@ class TrainingStep:
         )
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
-        self.router_replay = RouterReplayBuffer(model, cfg) if cfg.moe.trace_every or cfg.moe.replay else None
+        self.router_replay = (
+            RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.moe, cfg.train)
+            if cfg.moe.trace_every or cfg.moe.replay
+            else None
+        )
         self._comm_timer = model.groups.world.comm_timer
         self._fsdp_hooks: FSDPCommHooks | None = None
         self._replica_checker: ReplicaCheck | None = None
@@ -203,7 +207,7 @@ class TrainingStep:
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
-        self.attention_meter = AttentionMeter(model, cfg)
+        self.attention_meter = AttentionMeter(model, cfg.parallel, cfg.train)
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0

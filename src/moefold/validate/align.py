@@ -5,29 +5,29 @@ from collections.abc import Iterator
 from string import Formatter
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
 from moefold.config.find import find_part, kinds
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
-from moefold.config.schema import Config
 
 
-def validate_align_data(cfg: Config) -> Iterator[str]:
+def validate_align_data(data: DataConfig, align: AlignConfig) -> Iterator[str]:
     """Yield a message if preference data have no loss; the methods check what they need themselves."""
-    if cfg.data.kind == "preference" and not isinstance(chosen(cfg, AlignmentPart), PreferencePart):
+    if data.kind == "preference" and not isinstance(chosen_in(align, AlignmentPart), PreferencePart):
         losses = [kind for kind in kinds("alignment") if issubclass(find_part("alignment", kind), PreferencePart)]
         yield (
-            f'data.kind="preference" needs a loss for pairs, and align.method={cfg.align.method!r} is none; choose '
+            f'data.kind="preference" needs a loss for pairs, and align.method={align.method!r} is none; choose '
             f"{', '.join(losses)}"
         )
 
 
-def validate_threshold(cfg: Config) -> Iterator[str]:
+def validate_threshold(align: AlignConfig) -> Iterator[str]:
     """Yield a message if the threshold is no number, quantile or "best"."""
     try:
-        parse_threshold(cfg.align)
+        parse_threshold(align)
     except ValueError:
         yield (
-            f'align.threshold={cfg.align.threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", '
+            f'align.threshold={align.threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", '
             'or "best"'
         )
 
@@ -53,9 +53,9 @@ def parse_threshold(align: AlignConfig) -> tuple[str, float]:
     return "value", number
 
 
-def validate_template(cfg: Config) -> Iterator[str]:
+def validate_template(align: AlignConfig) -> Iterator[str]:
     """Yield a message if the template lacks a field, or has one that cannot be filled in."""
-    template = cfg.align.template
+    template = align.template
     key = f"align.template={template!r}"
     try:
         fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}

@@ -27,6 +27,7 @@ from moefold.validate.regroup import REGROUP_RULES
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
+from moefold.validate.rule import ask
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
@@ -66,7 +67,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
             degrees fold.
     """
     raise_all(range_problems(cfg))
-    raise_all(validate_layer_pattern(cfg))
+    raise_all(validate_layer_pattern(cfg.model))
     p = cfg.parallel
     layout = fold(
         world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
@@ -84,7 +85,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         validate_forward_only,
     )
     training_rules = training_only if is_training else ()
-    messages = [message for rule in (*RULES, *training_rules) for message in rule(cfg)]
+    messages = [message for rule in (*RULES, *training_rules) for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
     raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))
@@ -121,7 +122,7 @@ def check_model(model: ModelConfig) -> None:
     """
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
-    raise_all(validate_layer_pattern(cfg))
+    raise_all(validate_layer_pattern(cfg.model))
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
-    messages = [message for rule in MODEL_RULES for message in rule(cfg)]
+    messages = [message for rule in MODEL_RULES for message in ask(rule, cfg)]
     raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.model import has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 
@@ -28,7 +30,7 @@ def validate_cuda_graphs(cfg: Config) -> Iterator[str]:
                 "run.cuda_graphs='none', or change that"
             )
     if cfg.run.device == "cpu":
-        yield _needs_cuda(cfg, "cpu")
+        yield _needs_cuda(cfg.run, "cpu")
 
 
 def _obstacles(cfg: Config) -> Iterator[Obstacle]:
@@ -69,7 +71,7 @@ def _router_obstacles(cfg: Config) -> Iterator[Obstacle]:
     yield "a model without MoE layers", not has_moe_layers(cfg.model), "it has no router"
     recomputes_router = "moe" in cfg.train.recompute
     yield "train.recompute=['moe']", recomputes_router, "what the router saves stays in the memory of its graph"
-    yield from _routing_trace_obstacles(cfg)
+    yield from _routing_trace_obstacles(cfg.moe)
 
 
 def _full_obstacles(cfg: Config) -> Iterator[Obstacle]:
@@ -77,26 +79,26 @@ def _full_obstacles(cfg: Config) -> Iterator[Obstacle]:
     world_size = cfg.parallel.world_size
     sharded = "FSDP and the exchanges of several ranks are work of the host, outside of a graph"
     yield f"parallel.world_size={world_size}", world_size > 1, sharded
-    yield from _routing_trace_obstacles(cfg)
-    needs_padding = has_moe_layers(cfg.model) and not cfg.moe.pad_to_capacity and _reads_counts(cfg)
+    yield from _routing_trace_obstacles(cfg.moe)
+    needs_padding = has_moe_layers(cfg.model) and not cfg.moe.pad_to_capacity and _reads_counts(cfg.run, cfg.model)
     kernels = f"run.kernels={cfg.run.kernels!r} with run.dtype={cfg.run.dtype!r}"
     yield kernels, needs_padding, "their experts read the token counts on the host, without moe.pad_to_capacity"
 
 
-def _routing_trace_obstacles(cfg: Config) -> Iterator[Obstacle]:
-    every = cfg.moe.trace_every
+def _routing_trace_obstacles(moe: MoEConfig) -> Iterator[Obstacle]:
+    every = moe.trace_every
     yield f"moe.trace_every={every}", every > 0, "choices are recorded by the host"
-    yield f"moe.replay={cfg.moe.replay!r}", bool(cfg.moe.replay), "choices are replayed by the host"
+    yield f"moe.replay={moe.replay!r}", bool(moe.replay), "choices are replayed by the host"
 
 
-def _reads_counts(cfg: Config) -> bool:
+def _reads_counts(run: RunConfig, model: ModelConfig) -> bool:
     """Return whether the experts on a GPU read the token counts on the host: without kernels and grouped_mm."""
-    if cfg.run.kernels == "triton":
+    if run.kernels == "triton":
         return False
-    if cfg.run.dtype != "bfloat16":
+    if run.dtype != "bfloat16":
         return True
-    widths = (cfg.model.expert_hidden_size, cfg.model.moe_ffn_hidden_size)
-    return cfg.run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
+    widths = (model.expert_hidden_size, model.moe_ffn_hidden_size)
+    return run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
 
 
 _OBSTACLES_BY_MODE: dict[str, Callable[[Config], Iterator[Obstacle]]] = {
@@ -111,36 +113,35 @@ def has_documents(cfg: Config) -> bool:
     return cfg.data.has_documents or cfg.data.kind == "program"
 
 
-def check_cuda_graphs_device(cfg: Config, device_type: str) -> None:
+def check_cuda_graphs_device(run: RunConfig, device_type: str) -> None:
     """Check that the ranks' devices have CUDA graphs, if the recipe asks for them.
 
     Raises:
         ConfigError: they have not.
     """
-    if cfg.run.cuda_graphs != "none" and device_type != "cuda":
-        raise ConfigError(_needs_cuda(cfg, device_type))
+    if run.cuda_graphs != "none" and device_type != "cuda":
+        raise ConfigError(_needs_cuda(run, device_type))
 
 
-def check_graphed_loss(cfg: Config, metric_names: list[str]) -> None:
+def check_graphed_loss(run: RunConfig, metric_names: list[str]) -> None:
     """Check that the loss function does not record metrics, which it would do once, where it is captured.
 
     Args:
-        cfg: the recipe.
         metric_names: the metrics that the loss function declares.
 
     Raises:
         ConfigError: it has metrics, and is captured.
     """
-    if cfg.run.cuda_graphs == "full" and metric_names:
+    if run.cuda_graphs == "full" and metric_names:
         raise ConfigError(
             f"run.cuda_graphs='full' does not go with the metrics {metric_names} of the loss function: they are "
             "recorded by the host; set run.cuda_graphs to 'attention_router', or use a loss without metrics"
         )
 
 
-def _needs_cuda(cfg: Config, device_type: str) -> str:
+def _needs_cuda(run: RunConfig, device_type: str) -> str:
     return (
-        f"run.cuda_graphs={cfg.run.cuda_graphs!r} needs a CUDA device, and the device is {device_type!r}; set "
+        f"run.cuda_graphs={run.cuda_graphs!r} needs a CUDA device, and the device is {device_type!r}; set "
         "run.cuda_graphs='none'"
     )
 

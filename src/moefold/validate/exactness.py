@@ -6,7 +6,7 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
 from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
@@ -14,8 +14,15 @@ from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
+from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.topology.rollout_mapping import rollout_degrees
 
@@ -39,7 +46,12 @@ def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = Tru
     """
     if cfg.is_rl and cfg.rollout.uses_server:
         return ("rollout.engine='vllm': it computes with kernels of its own; choose 'own'",)
-    return (*_kernels(cfg, device_type, has_c_kernels), *_mapping(cfg), *_model(cfg), *_routing(cfg))
+    return (
+        *_kernels(cfg, device_type, has_c_kernels),
+        *_mapping(cfg.parallel, cfg.moe, cfg.rl, cfg.rollout),
+        *_model(cfg.model, cfg.train, cfg.lora, cfg.rollout),
+        *_routing(cfg.run, cfg.model, cfg.moe),
+    )
 
 
 def _kernels(cfg: Config, device_type: str, has_c_kernels: bool) -> Iterator[str]:
@@ -66,25 +78,24 @@ def _kernels(cfg: Config, device_type: str, has_c_kernels: bool) -> Iterator[str
         )
 
 
-def _mapping(cfg: Config) -> Iterator[str]:
-    p = cfg.parallel
+def _mapping(p: ParallelConfig, moe: MoEConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
     for axis in ("tp", "etp"):
         degree = getattr(p, axis)
         if degree > MAX_COMMUTING_RANKS:
             yield f"parallel.{axis}={degree}: sums of more than two ranks depend on the number of tokens; set 2 or 1"
-        sampling = rollout_degrees(cfg.parallel, cfg.rollout)[axis]
-        if cfg.is_rl and sampling != degree:
+        sampling = rollout_degrees(p, rollout)[axis]
+        if rl.is_on and sampling != degree:
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
         yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
-    dispatcher = chosen(cfg, DispatcherPart)
+    dispatcher = chosen(DispatchSections(p, moe), DispatcherPart)
     if p.ep * p.etp > 1 and not dispatcher.keeps_sum_order:
         yield (
             f"parallel.dispatcher={dispatcher.kind!r}: sums the outputs of a token's experts otherwise than the "
             "all-to-all, with which sampling runs; choose 'alltoall'"
         )
-    if chosen(cfg, WirePart).rounds:
-        yield f"moe.dispatch_precision={cfg.moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
+    if chosen_in(moe, WirePart).rounds:
+        yield f"moe.dispatch_precision={moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
 
 
 def caches_latents(layer: Layer) -> bool:
@@ -92,11 +103,10 @@ def caches_latents(layer: Layer) -> bool:
     return isinstance(layer.core, SoftmaxCore) and layer.core.cached_expanded > 0 and not layer.core.selected
 
 
-def _model(cfg: Config) -> Iterator[str]:
-    if cfg.lora.rank:
-        yield f"lora.rank={cfg.lora.rank}: the products of adapters are added in another order; train all weights"
-    model = cfg.model
-    if cfg.rollout.cache != "heads" and any(caches_latents(layer) for layer in model.layers):
+def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: RolloutConfig) -> Iterator[str]:
+    if lora.rank:
+        yield f"lora.rank={lora.rank}: the products of adapters are added in another order; train all weights"
+    if rollout.cache != "heads" and any(caches_latents(layer) for layer in model.layers):
         yield (
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"
@@ -119,24 +129,23 @@ def _model(cfg: Config) -> Iterator[str]:
     head_dim = max(model.softmax_attention.head_dim, model.softmax_attention.value_width)
     if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
-    if cfg.train.seq_len > MAX_EXACT_SEQ_LEN:
+    if train.seq_len > MAX_EXACT_SEQ_LEN:
         yield (
-            f"train.seq_len={cfg.train.seq_len}: training attends with the C kernel to samples of at most "
+            f"train.seq_len={train.seq_len}: training attends with the C kernel to samples of at most "
             f"{MAX_EXACT_SEQ_LEN} tokens"
         )
 
 
-def _routing(cfg: Config) -> Iterator[str]:
-    moe = cfg.moe
+def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     if moe.capacity_factor > 0:
         yield f"moe.capacity_factor={moe.capacity_factor}: tokens are dropped in training; set 0.0"
-    if not chosen(cfg, ChoicePart).scores_decide:
+    if not chosen_in(moe, ChoicePart).scores_decide:
         yield f"moe.choice={moe.choice!r}: a token's experts depend on other tokens, or on its place; choose 'topk'"
     if moe.input_jitter > 0:
         yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
-    if chosen(cfg, RouterScorePart).noise_width(1, 1):
+    if chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1):
         yield "moe.sparsemixer_sampling=true: training samples a token's experts; set false"
     if moe.replay:
         yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"
-    if moe.router_dtype == "float64" and cfg.run.dtype != "float64":
+    if moe.router_dtype == "float64" and run.dtype != "float64":
         yield "moe.router_dtype='float64': computed by torch, whose sums depend on the number of tokens; set 'float32'"

@@ -5,20 +5,21 @@ from collections.abc import Iterator
 from moefold.config.aliases import MATRIX_OF
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
 
 
-def validate_targets(cfg: Config) -> Iterator[str]:
+def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[str]:
     """Check that each target names matrices of the model, and that the rank is below their sizes."""
-    lora = cfg.lora
     if not lora.rank:
         return
-    names = adaptable_names(cfg.model)
+    names = adaptable_names(model)
     if len(names) == 1:
         yield (
             f"lora.rank={lora.rank} has no matrix to adapt: all layers of model.attention_pattern="
-            f"{cfg.model.attention_pattern!r} are linear attention; choose lora.rank=0"
+            f"{model.attention_pattern!r} are linear attention; choose lora.rank=0"
         )
         return
     if not lora.targets:
@@ -30,7 +31,7 @@ def validate_targets(cfg: Config) -> Iterator[str]:
                 f"lora.targets={target!r} names no matrix of this model that can be adapted; "
                 f"{f'moefold calls it {ours}; ' if ours else ''}choose {_listed(names)}"
             )
-    for name, weight in adapted_weights(cfg.model, lora).items():
+    for name, weight in adapted_weights(model, lora).items():
         limit = min(weight.shape[-2:])
         if lora.rank > limit:
             yield (

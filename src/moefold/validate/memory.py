@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
 from moefold.cost.recompute_parts import AUTO, containing_part, missing_reason
@@ -62,18 +63,18 @@ RECOMPUTE_KEY = PartListKey(
 )
 
 
-def validate_recompute(cfg: Config) -> Iterator[str]:
+def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that recomputed parts are known, unique, in the model, and not inside another."""
-    parts = cfg.train.recompute
+    parts = train.recompute
     if AUTO in parts:
-        yield from _validate_auto_recompute(cfg)
+        yield from _validate_auto_recompute(run, train)
         return
-    if cfg.train.memory_budget_gib:
+    if train.memory_budget_gib:
         yield (
-            f"train.memory_budget_gib={cfg.train.memory_budget_gib:g} is read with train.recompute=['{AUTO}'] alone; "
+            f"train.memory_budget_gib={train.memory_budget_gib:g} is read with train.recompute=['{AUTO}'] alone; "
             "leave it out"
         )
-    yield from validate_parts(RECOMPUTE_KEY, parts, cfg.model)
+    yield from validate_parts(RECOMPUTE_KEY, parts, model)
 
 
 def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
@@ -92,12 +93,11 @@ def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -
             yield f"{key.key} has {part!r} and {container!r}, which {key.containment_message}; leave one of them out"
 
 
-def _validate_auto_recompute(cfg: Config) -> Iterator[str]:
+def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[str]:
     """Check that "auto" is alone in the list, and has a budget on a CPU and no activation offload."""
-    train = cfg.train
     if len(train.recompute) > 1:
         yield f"train.recompute={list(train.recompute)!r} names parts with '{AUTO}', which chooses them; leave one out"
-    elif train.memory_budget_gib == 0 and cfg.run.device == "cpu":
+    elif train.memory_budget_gib == 0 and run.device == "cpu":
         yield (
             f"train.recompute=['{AUTO}'] needs train.memory_budget_gib with run.device='cpu': ranks share the "
             "machine's memory; give what one rank may use"
@@ -117,11 +117,11 @@ OFFLOAD_PARTS = tuple(part for part in RECOMPUTE_PARTS if part != "mla_up")
 OFFLOAD_KEY = PartListKey("train.offload", OFFLOAD_PARTS, "saves nothing of its own", "includes it")
 
 
-def validate_offload(cfg: Config) -> Iterator[str]:
+def validate_offload(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that offloaded parts are known, unique, in the model, and not recomputed or inside another."""
-    yield from validate_parts(OFFLOAD_KEY, cfg.train.offload, cfg.model)
-    for part in cfg.train.offload:
-        if container := containing_part(part, cfg.train.recompute):
+    yield from validate_parts(OFFLOAD_KEY, train.offload, model)
+    for part in train.offload:
+        if container := containing_part(part, train.recompute):
             yield (
                 f"train.offload has {part!r}, of which train.recompute=[{container!r}] saves nothing; leave it out, or "
                 f"offload {container!r}, whose input is saved"
@@ -134,20 +134,19 @@ def ssd_offload_keys(train: TrainConfig) -> list[str]:
     return activations + (["train.offload_optimizer"] if train.offload_optimizer == "ssd" else [])
 
 
-def validate_offload_dir(cfg: Config) -> Iterator[str]:
+def validate_offload_dir(train: TrainConfig) -> Iterator[str]:
     """Check that SSD offload has a folder."""
-    if not cfg.train.offload_dir:
-        for key in ssd_offload_keys(cfg.train):
+    if not train.offload_dir:
+        for key in ssd_offload_keys(train):
             yield f"{key}='ssd' needs train.offload_dir, a folder on a local disk, such as '/scratch/moefold'"
 
 
-def check_offload_device(cfg: Config, device_type: str) -> None:
+def check_offload_device(train: TrainConfig, device_type: str) -> None:
     """Check that host offload has a device with its own memory.
 
     Raises:
         ConfigError: the ranks run on the CPU.
     """
-    train = cfg.train
     ways_out = {"train.offload_to": "train.offload=[]", "train.offload_optimizer": "'none'"}
     to_host = {"train.offload_to": train.offload and train.offload_to == "host"}
     to_host["train.offload_optimizer"] = train.offload_optimizer == "host"

@@ -11,7 +11,9 @@ from typing import Any
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
@@ -185,7 +187,7 @@ def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
     # "auto" needs at least as much as recomputing whole layers.
     recompute = ("layer",) if AUTO in cfg.train.recompute else None
     ranks = compute_rank_memory(shortened, recompute=recompute, kernels=KERNEL_PROFILES[device_type])
-    return tuple(_rank_bytes(cfg, rank) for rank in ranks)
+    return tuple(_rank_bytes(cfg.train, rank) for rank in ranks)
 
 
 def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
@@ -237,7 +239,7 @@ def check_training_fits(cfg: Config, host: HostCapacity) -> None:
         return
     if (short := find_shortage(min_training_memory(cfg, host.device_type), host)) is not None:
         raise ConfigError(
-            f"{_training_shortage_message(cfg, short, host)}; {_suggest_changes(cfg, short, host)}; "
+            f"{_training_shortage_message(cfg.parallel, short, host)}; {_suggest_changes(cfg, short, host)}; "
             f"{DISABLING_SETTING} starts it anyway"
         )
 
@@ -276,8 +278,8 @@ def shortage_message(shortage: MemoryShortage) -> str:
     )
 
 
-def _training_shortage_message(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
-    count = cfg.parallel.world_size
+def _training_shortage_message(parallel: ParallelConfig, shortage: MemoryShortage, host: HostCapacity) -> str:
+    count = parallel.world_size
     device = {"cpu": "on the CPU", "cuda": "on GPUs"}[host.device_type]
     return f"a step of {count} rank{'s' * (count > 1)} {device} does not fit into memory: {shortage_message(shortage)}"
 
@@ -362,10 +364,10 @@ def _with_fewer_micro_batches(cfg: Config) -> Config:
     return replace(cfg, train=replace(train, global_batch_size=count * train.micro_batch_size * p.dp))
 
 
-def _rank_bytes(cfg: Config, memory: RankMemory) -> BytesByPart:
+def _rank_bytes(train: TrainConfig, memory: RankMemory) -> BytesByPart:
     parts = _state_bytes(memory.states, 0)
     # How much is offloaded at the peak depends on the disk.
-    active = 0 if cfg.train.offload else memory.activations.total
+    active = 0 if train.offload else memory.activations.total
     parts["activations"] = round(CERTAIN_FRACTION * active)
     return parts
 

@@ -1,8 +1,11 @@
 """Limit on the difference of log-probabilities between sampler and training (`rl.mismatch_limit`). Torch-free."""
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.wire import WirePart
 from moefold.config.model import has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.rl import RLConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.topology.rollout_mapping import has_rollout_mapping
 
@@ -14,24 +17,24 @@ ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
 """Limit in nats by run.dtype where sampling differs by rounding: some tokens go to other experts then."""
 
 
-def mismatch_limit(cfg: Config, *, is_exact: bool, is_stale: bool = False) -> float:
+def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool, is_stale: bool = False) -> float:
     """Return the largest mean mismatch of sampler and training, in nats, of the first step on a round of rollouts.
 
     Args:
-        cfg: a recipe of reinforcement learning.
+        run, moe, rl: sections of a recipe of reinforcement learning.
         is_exact: whether sampling has the bits of training, see `inexact_settings`.
         is_stale: whether the weights have been trained since they sampled the round (`rl.staleness`).
     """
     if is_stale:
-        return max(cfg.rl.mismatch_limit, STALE_LIMIT)
-    if cfg.rl.mismatch_limit:
-        return cfg.rl.mismatch_limit
+        return max(rl.mismatch_limit, STALE_LIMIT)
+    if rl.mismatch_limit:
+        return rl.mismatch_limit
     if is_exact:
         return EXACT_LIMIT
-    if chosen(cfg, WirePart).rounds:
+    if chosen_in(moe, WirePart).rounds:
         # The input of the experts is rounded more coarsely than any dtype does.
         return ROUNDING_LIMITS["bfloat16"]
-    return ROUNDING_LIMITS[cfg.run.dtype]
+    return ROUNDING_LIMITS[run.dtype]
 
 
 def mismatch_advice(cfg: Config) -> str:

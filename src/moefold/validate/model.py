@@ -4,23 +4,24 @@ import re
 from collections.abc import Iterator
 
 from moefold.config.chosen import part_problems
+from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
 from moefold.config.schema import Config
 from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 
 
-def validate_layer_pattern(cfg: Config) -> Iterator[str]:
+def validate_layer_pattern(model: ModelConfig) -> Iterator[str]:
     """Check the syntax of all layer patterns, and that they are no longer than the model."""
-    yield from _validate_pattern(cfg, "layer_pattern", LAYER_KINDS)
-    yield from _validate_pattern(cfg, "attention_pattern", ATTENTION_KINDS)
-    yield from _validate_pattern(cfg, "rope_pattern", ROPE_KINDS)
-    yield from _validate_pattern(cfg, "index_pattern", INDEX_KINDS)
+    yield from _validate_pattern(model, "layer_pattern", LAYER_KINDS)
+    yield from _validate_pattern(model, "attention_pattern", ATTENTION_KINDS)
+    yield from _validate_pattern(model, "rope_pattern", ROPE_KINDS)
+    yield from _validate_pattern(model, "index_pattern", INDEX_KINDS)
 
 
-def _validate_pattern(cfg: Config, key: str, kinds: str) -> Iterator[str]:
-    pattern = getattr(cfg.model, key)
-    num_layers = cfg.model.num_layers
+def _validate_pattern(model: ModelConfig, key: str, kinds: str) -> Iterator[str]:
+    pattern = getattr(model, key)
+    num_layers = model.num_layers
     name = f"model.{key}={pattern!r}"
     counts = [int(digits) for digits in re.findall(r"[0-9]{1,18}", pattern)]
     if max(counts, default=0) > num_layers:

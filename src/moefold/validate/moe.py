@@ -5,31 +5,31 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
 
 
-def validate_routing(cfg: Config) -> Iterator[str]:
+def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check all routing settings of a model with MoE layers."""
-    if not has_moe_layers(cfg.model):
+    if not has_moe_layers(model):
         return
-    if cfg.model.top_k > cfg.model.num_experts:
+    if model.top_k > model.num_experts:
         yield (
-            f"model.top_k={cfg.model.top_k} must be at most model.num_experts={cfg.model.num_experts}; "
-            f"choose 1 to {cfg.model.num_experts}"
+            f"model.top_k={model.top_k} must be at most model.num_experts={model.num_experts}; "
+            f"choose 1 to {model.num_experts}"
         )
         return
-    yield from _validate_zero_experts(cfg.model)
-    yield from _validate_expert_groups(cfg.model, chosen(cfg, RouterScorePart))
-    yield from _validate_replay(cfg.moe)
+    yield from _validate_zero_experts(model)
+    yield from _validate_expert_groups(model, chosen(RoutingSections(model, moe), RouterScorePart))
+    yield from _validate_replay(moe)
 
 
 def _validate_replay(moe: MoEConfig) -> Iterator[str]:
@@ -41,12 +41,11 @@ def _validate_replay(moe: MoEConfig) -> Iterator[str]:
         )
 
 
-def validate_router_gradient(cfg: Config) -> Iterator[str]:
+def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check that the router gets a gradient: a single normalised choice always has weight 1."""
-    model = cfg.model
     if model.top_k > 1 or not has_moe_layers(model):
         return
-    score = chosen(cfg, RouterScorePart)
+    score = chosen(RoutingSections(model, moe), RouterScorePart)
     if not score.weights_sum_to_one:
         return
     key, way_out = score.sums_to_one_by
@@ -113,35 +112,38 @@ TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Rules for training only."""
 
 
-def check_dispatch_package(cfg: Config) -> None:
+def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> None:
     """Check that the kernels of the dispatcher are installed if the recipe names it.
 
     Raises:
         ConfigError: it is not installed.
     """
-    part = chosen(cfg, DispatcherPart)
-    if requests_dispatch_kernels(cfg) and not part.has_package():
+    part = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    if requests_dispatch_kernels(model, parallel, moe) and not part.has_package():
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs the package {part.kernel_package}, which is not installed: get "
             f"it from {part.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
-def check_dispatch_device(cfg: Config, device_type: str) -> None:
+def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, device_type: str) -> None:
     """Check that the ranks run on GPUs if the recipe names a dispatcher that needs them.
 
     Raises:
         ConfigError: they do not.
     """
-    part = chosen(cfg, DispatcherPart)
-    if requests_dispatch_kernels(cfg) and device_type != "cuda":
+    part = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    if requests_dispatch_kernels(model, parallel, moe) and device_type != "cuda":
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
 
-def requests_dispatch_kernels(cfg: Config) -> bool:
+def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> bool:
     """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
-    p = cfg.parallel
-    return bool(chosen(cfg, DispatcherPart).kernel_package) and p.ep * p.etp > 1 and has_moe_layers(cfg.model)
+    return (
+        bool(chosen(DispatchSections(parallel, moe), DispatcherPart).kernel_package)
+        and parallel.ep * parallel.etp > 1
+        and has_moe_layers(model)
+    )

@@ -16,11 +16,13 @@ from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
-from moefold.config.model import has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
+from moefold.config.train import TrainConfig
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
@@ -104,12 +106,10 @@ def validate_rows(cfg: Config) -> Iterator[str]:
         yield str(error)
 
 
-def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
+def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Check that the layout parses, fits the model, and gives every rank weights."""
-    p = cfg.parallel
-    model = cfg.model
-    num_stages = p.pp * p.virtual_stages
-    text = p.pipeline_layout
+    num_stages = parallel.pp * parallel.virtual_stages
+    text = parallel.pipeline_layout
     if text == "":
         return
     if text == "auto":
@@ -125,33 +125,32 @@ def validate_pipeline_layout(cfg: Config) -> Iterator[str]:
     )
     for message in messages:
         yield f"parallel.pipeline_layout={text!r}: {message}"
-    spec = chosen(cfg, SchedulePart)
-    if messages or spec.virtual_stage_bounds[0] > p.virtual_stages or spec.is_for_one_mapping:
+    spec = chosen_in(parallel, SchedulePart)
+    if messages or spec.virtual_stage_bounds[0] > parallel.virtual_stages or spec.is_for_one_mapping:
         return
-    yield from _validate_no_empty_ranks(cfg, stage_ranks(p))
+    yield from _validate_no_empty_ranks(parallel, stage_ranks(parallel))
 
 
-def check_schedule_file(cfg: Config) -> None:
+def check_schedule_file(parallel: ParallelConfig, train: TrainConfig) -> None:
     """Check that the schedule file is complete, does not deadlock, and gives every rank weights.
 
     Raises:
         ConfigError: it is not valid.
     """
-    p = cfg.parallel
-    schedule = chosen(cfg, SchedulePart)
+    schedule = chosen_in(parallel, SchedulePart)
     if not schedule.is_for_one_mapping:
         return
-    schedule.rows(p.pp, p.virtual_stages, cfg.num_micro_batches)
-    ranks = schedule.stage_ranks(p.pp, p.virtual_stages)
-    if p.pipeline_layout not in ("", "auto"):
-        for message in _validate_no_empty_ranks(cfg, ranks):
+    schedule.rows(parallel.pp, parallel.virtual_stages, train.num_micro_batches(parallel.dp))
+    ranks = schedule.stage_ranks(parallel.pp, parallel.virtual_stages)
+    if parallel.pipeline_layout not in ("", "auto"):
+        for message in _validate_no_empty_ranks(parallel, ranks):
             raise ConfigError(message)
 
 
-def _validate_no_empty_ranks(cfg: Config, ranks: tuple[int, ...]) -> Iterator[str]:
-    text = cfg.parallel.pipeline_layout
+def _validate_no_empty_ranks(parallel: ParallelConfig, ranks: tuple[int, ...]) -> Iterator[str]:
+    text = parallel.pipeline_layout
     stages = parse_layout(text)
-    for rank in range(cfg.parallel.pp):
+    for rank in range(parallel.pp):
         stage_numbers = [number for number, pp_rank in enumerate(ranks) if pp_rank == rank]
         if all(stages[number].is_empty for number in stage_numbers):
             yield (
@@ -222,7 +221,7 @@ def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
     if has_moe_layers(cfg.model):
         yield from _validate_divides("ep", ep, "model.num_experts", cfg.model.num_experts)
     elif ep > 1:
-        yield _missing_moe_layers_message("ep", ep, cfg)
+        yield _missing_moe_layers_message("ep", ep, cfg.model)
 
 
 def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
@@ -232,7 +231,7 @@ def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
             key = "moe_hidden_size" if cfg.model.moe_hidden_size else "hidden_size"
             yield from _validate_divides("etp", etp, f"model.{key}", cfg.model.expert_hidden_size)
     elif etp > 1:
-        yield _missing_moe_layers_message("etp", etp, cfg)
+        yield _missing_moe_layers_message("etp", etp, cfg.model)
 
 
 def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
@@ -246,23 +245,22 @@ def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
         )
 
 
-def _missing_moe_layers_message(name: str, degree: int, cfg: Config) -> str:
+def _missing_moe_layers_message(name: str, degree: int, model: ModelConfig) -> str:
     return (
-        f"parallel.{name}={degree} needs MoE layers, and model.layer_pattern={cfg.model.layer_pattern!r} has none; "
+        f"parallel.{name}={degree} needs MoE layers, and model.layer_pattern={model.layer_pattern!r} has none; "
         "choose a pattern with M"
     )
 
 
-def _divisible_sizes(cfg: Config) -> dict[str, int]:
+def _divisible_sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return the size that each degree must divide so that the ranks still fold, other degrees unchanged."""
-    p = cfg.parallel
-    stage = p.world_size // p.pp
+    stage = parallel.world_size // parallel.pp
     return {
-        "tp": stage // p.cp,
-        "cp": stage // p.tp,
-        "ep": stage // p.etp,
-        "etp": stage // p.ep,
-        "pp": p.world_size // lcm(p.tp * p.cp, p.ep * p.etp),
+        "tp": stage // parallel.cp,
+        "cp": stage // parallel.tp,
+        "ep": stage // parallel.etp,
+        "etp": stage // parallel.ep,
+        "pp": parallel.world_size // lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp),
     }
 
 
@@ -282,7 +280,9 @@ def validate_degrees(cfg: Config) -> Iterator[str]:
         messages = list(rule(cfg, degree))
         if not messages:
             continue
-        legal = [other for other in divisors(_divisible_sizes(cfg)[name]) if _fixes_violations(cfg, name, other)]
+        legal = [
+            other for other in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, other)
+        ]
         way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
         for message in messages:
             yield message + way_out
@@ -330,9 +330,9 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
 
 
-def validate_mapping_is_resolved(cfg: Config) -> Iterator[str]:
+def validate_mapping_is_resolved(parallel: ParallelConfig) -> Iterator[str]:
     """Check that the mapping is resolved: only `moefold train` plans it."""
-    if cfg.parallel.mapping == "auto":
+    if parallel.mapping == "auto":
         yield (
             "parallel.mapping='auto' is planned by `moefold train` alone; for this command give the degrees, as "
             "`moefold plan RECIPE --recipe OUT.toml` writes them"
@@ -354,7 +354,7 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
         yield (
             f"train.global_batch_size={batch} must be divisible by train.micro_batch_size*dp="
             f"{cfg.train.micro_batch_size}*{p.dp}={step} (dp = world_size/(tp*cp*pp)); "
-            f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg)}"
+            f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg.parallel, cfg.train)}"
         )
         return
     count = cfg.num_micro_batches
@@ -366,9 +366,9 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
         )
 
 
-def _padding_hint(cfg: Config) -> str:
-    count, rest = divmod(cfg.train.global_batch_size, cfg.train.micro_batch_size)
-    fits = rest == 0 and cfg.parallel.dp <= count and not cfg.may_pad_batch
+def _padding_hint(parallel: ParallelConfig, train: TrainConfig) -> str:
+    count, rest = divmod(train.global_batch_size, train.micro_batch_size)
+    fits = rest == 0 and parallel.dp <= count and not parallel.may_pad_batch
     return ", or set parallel.elastic=true, which fills the last ranks up with padding" if fits else ""
 
 
@@ -406,39 +406,38 @@ PARALLEL_RULES = (
 OVERLAP_EXPERTS_SETTING = "parallel.overlap_experts=true"
 
 
-def validate_expert_overlap(cfg: Config) -> Iterator[str]:
+def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that `overlap_experts` has expert communication to hide, and a schedule and ZeRO stage that allow it."""
-    p = cfg.parallel
-    if not p.overlap_experts:
+    if not parallel.overlap_experts:
         return
-    if not has_moe_layers(cfg.model):
+    if not has_moe_layers(model):
         yield (
             f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and no layer of model.layer_pattern is M; "
             "choose a pattern with M, or overlap_experts=false"
         )
         return
-    if p.ep * p.etp == 1:
+    if parallel.ep * parallel.etp == 1:
         yield (
             f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
             "there is none; choose ep=2 or more, or overlap_experts=false"
         )
-    if not (schedule := chosen(cfg, SchedulePart)).pairs_passes():
+    if not (schedule := chosen_in(parallel, SchedulePart)).pairs_passes():
         *others, last = map(repr, overlapped_schedules())
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
             f"parallel.schedule={schedule.kind!r} has none; choose schedule={', '.join(others)} or {last}, or "
             "overlap_experts=false"
         )
-    if p.zero == 3:
+    if parallel.zero == 3:
         yield (
             f"{OVERLAP_EXPERTS_SETTING} runs a layer for two micro-batches at a time, and parallel.zero=3 frees its "
             "parameters after one; choose zero=2, or overlap_experts=false"
         )
-    step = cfg.train.micro_batch_size * p.dp
-    if (cfg.train.global_batch_size % step == 0 or cfg.may_pad_batch) and cfg.num_micro_batches < 2:
+    step = train.micro_batch_size * parallel.dp
+    if (train.global_batch_size % step == 0 or parallel.may_pad_batch) and train.num_micro_batches(parallel.dp) < 2:
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs two micro-batches or more, and "
-            f"train.global_batch_size={cfg.train.global_batch_size} gives each data-parallel rank 1; "
+            f"train.global_batch_size={train.global_batch_size} gives each data-parallel rank 1; "
             f"choose global_batch_size={2 * step}, or overlap_experts=false"
         )
 
@@ -468,19 +467,22 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
     )
     plan = plan_stages(cfg)
     by_pp_rank = [
-        collective_sequence(cfg, {stage.number: stage for stage in plan.of_rank(i)}, row) for i, row in enumerate(rows)
+        collective_sequence(
+            cfg.model, cfg.parallel, cfg.moe, cfg.train, {stage.number: stage for stage in plan.of_rank(i)}, row
+        )
+        for i, row in enumerate(rows)
     ]
     by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
     for message in order_mismatches(by_rank, layout):
         yield f"{OVERLAP_EXPERTS_SETTING}: {message}, so that they would deadlock; set it to false"
 
 
-def validate_tp_overlap(cfg: Config) -> Iterator[str]:
+def validate_tp_overlap(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that `overlap_tp` has no low-precision GEMMs: each partial GEMM would quantise the weight again."""
-    if cfg.parallel.overlap_tp and cfg.train.precision != "dtype":
+    if parallel.overlap_tp and train.precision != "dtype":
         yield (
             f"parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time, in run.dtype, and "
-            f"train.precision={cfg.train.precision!r} runs one for all tokens; choose precision='dtype', or "
+            f"train.precision={train.precision!r} runs one for all tokens; choose precision='dtype', or "
             "overlap_tp=false"
         )
 

@@ -7,6 +7,8 @@ from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.model import has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 
 
@@ -29,12 +31,11 @@ def validate_placed_tokens(cfg: Config) -> Iterator[str]:
             f"contiguous segments of samples; {way_out}"
         )
     if has_moe_layers(cfg.model):
-        yield from _validate_routing(cfg, name, way_out)
+        yield from _validate_routing(cfg.parallel, cfg.moe, name, way_out)
 
 
-def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
-    moe = cfg.moe
-    is_balanced = cfg.parallel.placement == "balanced"
+def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_out: str) -> Iterator[str]:
+    is_balanced = parallel.placement == "balanced"
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and (is_balanced or not chosen_in(moe, DropScopePart).is_shared):
@@ -45,7 +46,7 @@ def _validate_routing(cfg: Config, name: str, way_out: str) -> Iterator[str]:
                 f"{name} with moe.{key}={factor} would drop other tokens than placement='samples': a capacity is that "
                 f"{whose}; set {key}=0.0 (dropless), or {way_out}"
             )
-    if is_balanced and chosen(cfg, ChoicePart).reads_micro_batch:
+    if is_balanced and chosen_in(moe, ChoicePart).reads_micro_batch:
         yield (
             f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
             f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"

@@ -1,18 +1,18 @@
 """Choice of routing replay (`rl.replay`): does training replay the experts that sampling chose? Torch-free."""
 
-from moefold.config.model import has_moe_layers
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
+from moefold.config.rl import RLConfig
 
 
-def replays_routing(cfg: Config, *, is_exact: bool) -> tuple[bool, str]:
+def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool) -> tuple[bool, str]:
     """Return whether training replays the choices of sampling, and a log message if `rl.replay` is "auto".
 
     Args:
-        cfg: a recipe of reinforcement learning.
+        model, moe, rl: sections of a recipe of reinforcement learning.
         is_exact: whether sampling has the bits of training, see `inexact_settings`.
     """
-    rl = cfg.rl
-    if not has_moe_layers(cfg.model) or rl.replay == "off":
+    if not has_moe_layers(model) or rl.replay == "off":
         return False, ""
     if rl.replay == "on":
         return True, ""
@@ -20,15 +20,15 @@ def replays_routing(cfg: Config, *, is_exact: bool) -> tuple[bool, str]:
         return False, ""
     if rl.staleness:
         return False, f"rl.replay='auto': off, as rollouts with rl.staleness={rl.staleness} keep no expert choices"
-    if counts_replayed_choices(cfg):
+    if counts_replayed_choices(model, moe, rl):
         return False, (
-            f"rl.replay='auto': off, as moe.bias_update_rate={cfg.moe.bias_update_rate:g} would count choices of the "
+            f"rl.replay='auto': off, as moe.bias_update_rate={moe.bias_update_rate:g} would count choices of the "
             f"weights before rl.updates={rl.updates} updates"
         )
     cause = f"rl.updates={rl.updates}" if is_exact else "sampling differs by rounding"
     return True, f"rl.replay='auto': training sends each token to the experts that sampling chose, as {cause}"
 
 
-def counts_replayed_choices(cfg: Config) -> bool:
+def counts_replayed_choices(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> bool:
     """Return whether the expert bias would be updated by counts of choices of older weights."""
-    return cfg.rl.updates > 1 and cfg.model.expert_bias and cfg.moe.bias_update_rate > 0
+    return rl.updates > 1 and model.expert_bias and moe.bias_update_rate > 0

@@ -2,49 +2,56 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
+from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.correction import CorrectionPart
 from moefold.config.groups.objective import ObjectivePart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.limits import MAX_NUMBER
-from moefold.config.rl import RewardConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
+from moefold.config.train import TrainConfig
 from moefold.topology.layout import divisors
 from moefold.validate.replay import counts_replayed_choices
 
 
-def validate_rl_data(cfg: Config) -> Iterator[str]:
+def validate_rl_data(data: DataConfig, rl: RLConfig, reward: RewardConfig) -> Iterator[str]:
     """Check that reinforcement learning has prompts, and that prompts are not trained on as text."""
-    kind = cfg.data.kind
-    if cfg.is_rl and not cfg.data.has_prompts:
+    kind = data.kind
+    if rl.is_on and not data.has_prompts:
         yield (
-            f"rl.group_size={cfg.rl.group_size} samples rollouts of prompts, and data.kind={kind!r} has none; choose "
+            f"rl.group_size={rl.group_size} samples rollouts of prompts, and data.kind={kind!r} has none; choose "
             "data.kind='task' or 'prompts', or rl.group_size=0"
         )
-    if not cfg.is_rl and kind == "prompts":
+    if not rl.is_on and kind == "prompts":
         yield ("data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'")
-    if cfg.is_rl and kind == "prompts" and not cfg.reward.functions:
+    if rl.is_on and kind == "prompts" and not reward.functions:
         yield (
             "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or "
             "FILE.py:FUNCTION"
         )
 
 
-def validate_rl_batch(cfg: Config) -> Iterator[str]:
+def validate_rl_batch(run: RunConfig, train: TrainConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> Iterator[str]:
     """Check that groups divide the batch, and that saves come after whole rounds of rollouts."""
-    if not cfg.is_rl:
+    if not rl.is_on:
         return
-    rl = cfg.rl
-    size = cfg.train.global_batch_size
+    size = train.global_batch_size
     if size % rl.group_size:
         legal = [number for number in divisors(size) if number > 1]
         yield (
             f"train.global_batch_size={size} must be a multiple of rl.group_size={rl.group_size}: it counts rollouts; "
             f"choose group_size {nearest_numbers(rl.group_size, legal)}, or another batch"
         )
-    for key, steps in (("run.steps", cfg.run.steps), ("checkpoint.every", cfg.checkpoint.every)):
+    for key, steps in (("run.steps", run.steps), ("checkpoint.every", checkpoint.every)):
         if steps % rl.updates:
             legal = [steps - steps % rl.updates, steps + -steps % rl.updates]
             yield (
@@ -69,7 +76,7 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
             "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
             "'policy', or updates above 1"
         )
-    if cfg.is_rl and rl.replay == "on" and counts_replayed_choices(cfg):
+    if cfg.is_rl and rl.replay == "on" and counts_replayed_choices(cfg.model, cfg.moe, cfg.rl):
         yield (
             f"rl.replay='on' with rl.updates={rl.updates} would update the expert bias by choices of older weights "
             f"(moe.bias_update_rate={cfg.moe.bias_update_rate:g}); set bias_update_rate=0, updates=1, or replay='off'"
@@ -97,12 +104,11 @@ def validate_rl_objective(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_staleness(cfg: Config) -> Iterator[str]:
+def validate_staleness(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Check that ranks that only sample have work, and that rollouts of older weights are trained on as such."""
-    if not cfg.is_rl:
+    if not rl.is_on:
         return
-    rl = cfg.rl
-    ranks = cfg.rollout.ranks
+    ranks = rollout.ranks
     if ranks and not rl.staleness:
         yield (
             f"rollout.ranks={ranks} would wait for each training step, and the other ranks for each round of rollouts: "
@@ -115,32 +121,31 @@ def validate_staleness(cfg: Config) -> Iterator[str]:
             f"rl.staleness={rl.staleness} must be a multiple of rl.updates={rl.updates}: it counts optimizer steps, "
             f"and rounds of rollouts are whole; choose {legal[0]} or {legal[1]}"
         )
-    if rl.staleness and not chosen(cfg, ObjectivePart).reads_sampler:
+    if rl.staleness and not chosen_in(rl, ObjectivePart).reads_sampler:
         yield (
             f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective={rl.objective!r} "
             "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
         )
-    if rl.staleness and chosen(cfg, CorrectionPart).corrects:
+    if rl.staleness and chosen_in(rl, CorrectionPart).corrects:
         yield (
             f"rl.correction={rl.correction!r} needs log-probabilities of the weights that sampled, by the training "
             f"forward pass, and with rl.staleness={rl.staleness} these weights are trained further by then; set "
             "correction='none' (objective 'clip' or 'cispo' bounds the ratio to the sampler), or staleness=0"
         )
-    if ranks and cfg.parallel.elastic:
+    if ranks and parallel.elastic:
         yield (
             f"rollout.ranks={ranks} does not go with parallel.elastic=true, which gives every process of the launcher "
             "to training; set elastic=false"
         )
 
 
-def validate_rl_model(cfg: Config) -> Iterator[str]:
+def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl: RLConfig) -> Iterator[str]:
     """Check that the forward pass of training is one that sampling computes token by token."""
-    if not cfg.is_rl:
+    if not rl.is_on:
         return
-    moe = cfg.moe
     depends = "a token's experts would then depend on other tokens, and sampling sees other tokens"
     obstacles = {
-        f"moe.choice={moe.choice!r}": (not chosen(cfg, ChoicePart).scores_decide, depends, "choose 'topk'"),
+        f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, depends, "choose 'topk'"),
         f"moe.capacity_factor={moe.capacity_factor}": (moe.capacity_factor > 0, depends, "set 0.0"),
         f"moe.eval_capacity_factor={moe.eval_capacity_factor}": (
             moe.eval_capacity_factor > 0,
@@ -152,20 +157,20 @@ def validate_rl_model(cfg: Config) -> Iterator[str]:
             "the noise would differ between sampling and training",
             "set 0.0",
         ),
-        f"model.router_softmax={cfg.model.router_softmax!r}": (
-            chosen(cfg, RouterScorePart).noise_width(1, 1) > 0,
+        f"model.router_softmax={model.router_softmax!r}": (
+            chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1) > 0,
             "training would sample other experts than rollouts have",
             "set moe.sparsemixer_sampling=false",
         ),
         f"moe.trace_every={moe.trace_every}": (moe.trace_every > 0, "batches of rollouts vary in size", "set 0"),
         f"moe.replay={moe.replay!r}": (bool(moe.replay), "a trace has the tokens of another run", "leave it out"),
-        f"train.precision={cfg.train.precision!r}": (
-            cfg.train.precision != "dtype",
+        f"train.precision={train.precision!r}": (
+            train.precision != "dtype",
             "sampling has no rows enough for its blocks",
             "set 'dtype'",
         ),
-        f"model.mtp_layers={cfg.model.mtp_layers}": (
-            cfg.model.mtp_layers > 0,
+        f"model.mtp_layers={model.mtp_layers}": (
+            model.mtp_layers > 0,
             "the loss of rollouts has no targets for multi-token prediction",
             "set 0, with which checkpoint.init_from leaves these layers out",
         ),
@@ -195,19 +200,19 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
         yield f"reward.weights={weights} makes every reward 0; set one of them to another number"
 
 
-def validate_reward(cfg: Config) -> Iterator[str]:
+def validate_reward(faults: FaultsConfig, reward: RewardConfig) -> Iterator[str]:
     """Check the reward functions, and that one that hangs is named before the ranks that wait for it give up."""
-    yield from reward_problems(cfg.reward)
-    if uses_python_reward(cfg) and cfg.reward.timeout_s >= cfg.faults.timeout_s:
+    yield from reward_problems(reward)
+    if uses_python_reward(reward) and reward.timeout_s >= faults.timeout_s:
         yield (
-            f"reward.timeout_s={cfg.reward.timeout_s:g} must be less than faults.timeout_s={cfg.faults.timeout_s:g}, "
+            f"reward.timeout_s={reward.timeout_s:g} must be less than faults.timeout_s={faults.timeout_s:g}, "
             "after which the other ranks end the run; lower it, or raise faults.timeout_s"
         )
 
 
-def uses_python_reward(cfg: Config) -> bool:
+def uses_python_reward(reward: RewardConfig) -> bool:
     """Return whether a Python function of the user computes the rewards."""
-    return any(":" in name for name in cfg.reward.functions)
+    return any(":" in name for name in reward.functions)
 
 
 RL_RULES = (

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.errors import ConfigError
 from moefold.topology.layout import fold
 from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
@@ -10,14 +11,14 @@ from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
 FETCH = "rollout.experts='fetch'"
 
 
-def validate_rollout_experts(cfg: Config) -> Iterator[str]:
+def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Check that the mapping of sampling can hold the experts as rollout.experts says."""
-    if not cfg.is_rl:
+    if not rl.is_on:
         return
-    degrees = rollout_degrees(cfg.parallel, cfg.rollout)
-    if fetches_experts(cfg.rollout):
+    degrees = rollout_degrees(parallel, rollout)
+    if fetches_experts(rollout):
         yield from fetch_violations(degrees, "rollout")
-    if cfg.rollout.experts == "whole":
+    if rollout.experts == "whole":
         for axis in ("ep", "etp"):
             if degrees[axis] > 1:
                 yield (
@@ -43,11 +44,14 @@ def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
         yield f"{FETCH} has no effect with ep=1: each rank holds all experts; set {section}.ep above 1, or leave it out"
 
 
-def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int, first_rank: int = 0) -> None:
+def check_fetching_ranks(
+    parallel: ParallelConfig, rollout: RolloutConfig, device_type: str, ranks_per_machine: int, first_rank: int = 0
+) -> None:
     """Check that the ranks which read each other's experts can do so: they are processes of one machine, on the CPU.
 
     Args:
-        cfg: the config of the model that samples.
+        parallel: the mapping of the model that samples.
+        rollout: how it reaches its experts.
         device_type: "cpu" or "cuda".
         ranks_per_machine: consecutive ranks of a machine, counted from rank 0 of the job.
         first_rank: rank of the job that is rank 0 of the config.
@@ -55,18 +59,24 @@ def check_fetching_ranks(cfg: Config, device_type: str, ranks_per_machine: int, 
     Raises:
         ConfigError: they cannot.
     """
-    if not fetches_experts(cfg.rollout):
+    if not fetches_experts(rollout):
         return
     if device_type != "cpu":
         raise ConfigError(
             f"{FETCH} reads experts from the memory of a machine, which is not implemented for the device "
             f"{device_type!r}; choose 'exchange' or 'whole', or run.device='cpu'"
         )
-    p = cfg.parallel
     layout = fold(
-        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
+        world_size=parallel.world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+        moe_order=parallel.moe_order,
     )
-    for first in range(p.world_size):
+    for first in range(parallel.world_size):
         ranks = [first_rank + rank for rank in layout.moe.group(first, "ep")]
         if len({rank // ranks_per_machine for rank in ranks}) > 1:
             raise ConfigError(

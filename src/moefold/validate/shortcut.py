@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
 
 KEY = "model.moe_shortcut=true"
 
 
-def validate_shortcut(cfg: Config) -> Iterator[str]:
+def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Check that each MoE layer has a shared expert, and a dense layer after it on its pipeline stage."""
-    model = cfg.model
     if not model.moe_shortcut:
         return
     if model.layers[0].residual.norms_output:
@@ -31,25 +31,24 @@ def validate_shortcut(cfg: Config) -> Iterator[str]:
             f"{model.num_layers}; choose 'MD' with an even number of layers"
         )
         return
-    yield from _validate_stages(cfg, is_routed)
+    yield from _validate_stages(model, parallel, is_routed)
 
 
-def _validate_stages(cfg: Config, is_routed: list[bool]) -> Iterator[str]:
+def _validate_stages(model: ModelConfig, parallel: ParallelConfig, is_routed: list[bool]) -> Iterator[str]:
     """Check that no pipeline stage ends with an MoE layer."""
-    p = cfg.parallel
-    num_stages = p.pp * p.virtual_stages
-    if num_stages == 1 or num_stages > cfg.model.num_layers:
+    num_stages = parallel.pp * parallel.virtual_stages
+    if num_stages == 1 or num_stages > model.num_layers:
         return
-    if p.pipeline_layout == "auto":
+    if parallel.pipeline_layout == "auto":
         yield (
             f"parallel.pipeline_layout='auto' does not go with {KEY}, as it may part a layer M from the D after it; "
             "write the layout out, or leave it out"
         )
         return
-    stages: tuple[StageParts, ...] = even_stages(cfg.model.num_layers, cfg.model.mtp_layers, num_stages)
-    if p.pipeline_layout:
+    stages: tuple[StageParts, ...] = even_stages(model.num_layers, model.mtp_layers, num_stages)
+    if parallel.pipeline_layout:
         try:
-            stages = parse_layout(p.pipeline_layout)
+            stages = parse_layout(parallel.pipeline_layout)
         except ValueError:
             return
     for number, stage in enumerate(stages):

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator
 
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
+from moefold.config.faults import FaultsConfig
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.model import has_moe_layers
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import NUM_SIMILAR
+from moefold.config.sites import NUM_SIMILAR, SitesConfig
 from moefold.cost.adapter_spec import expert_names, training_weights
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
-def validate_site_number(cfg: Config) -> Iterator[str]:
+def validate_site_number(checkpoint: CheckpointConfig, sites: SitesConfig) -> Iterator[str]:
     """Check that the site is one of the run, and that a site of its own names the meeting point."""
-    sites = cfg.sites
     if sites.number >= sites.count > 1:
         yield (
             f"sites.number={sites.number} must be below sites.count={sites.count}; sites are numbered from 0 "
@@ -27,8 +31,8 @@ def validate_site_number(cfg: Config) -> Iterator[str]:
             f"sites.number={sites.number} needs sites.meet, the HOST:PORT of `moefold meet`; set it, or "
             "sites.number=-1 to start all sites on this machine"
         )
-    folder = cfg.checkpoint.dir
-    if sites.count > 1 and sites.number >= 0 and cfg.checkpoint.saves and is_remote(folder):
+    folder = checkpoint.dir
+    if sites.count > 1 and sites.number >= 0 and checkpoint.saves and is_remote(folder):
         name = f"site-{sites.number}"
         if folder.rstrip("/").rpartition("/")[2] != name:
             yield (
@@ -42,9 +46,8 @@ def validate_site_number(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_rounds(cfg: Config) -> Iterator[str]:
+def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, sites: SitesConfig) -> Iterator[str]:
     """Check quorum, first round and timeout."""
-    sites = cfg.sites
     if not sites.is_active:
         return
     if sites.in_pairs and sites.count == 1:
@@ -64,17 +67,17 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         )
     if sites.quorum > sites.count:
         yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
-    if sites.first > cfg.run.steps:
+    if sites.first > run.steps:
         yield (
-            f"sites.first={sites.first} must be at most run.steps={cfg.run.steps}; run.steps means one round, after "
+            f"sites.first={sites.first} must be at most run.steps={run.steps}; run.steps means one round, after "
             "the last step"
         )
-    if sites.every > cfg.run.steps and sites.first < cfg.run.steps:
+    if sites.every > run.steps and sites.first < run.steps:
         yield (
-            f"sites.every={sites.every} is above run.steps={cfg.run.steps}, so that only the round after the last "
-            f"step is left; set sites.first={cfg.run.steps} if that is meant, or a lower sites.every"
+            f"sites.every={sites.every} is above run.steps={run.steps}, so that only the round after the last "
+            f"step is left; set sites.first={run.steps} if that is meant, or a lower sites.every"
         )
-    count = recipe_fragments(cfg.model, cfg.sites)
+    count = recipe_fragments(model, sites)
     if sites.every < count:
         yield (
             f"sites.every={sites.every} must be at least the {count} fragments of sites.fragment_layers="
@@ -87,9 +90,9 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
             f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
         )
-    if sites.fragment_layers > cfg.model.num_layers:
+    if sites.fragment_layers > model.num_layers:
         yield (
-            f"sites.fragment_layers={sites.fragment_layers} must be at most model.num_layers={cfg.model.num_layers}; "
+            f"sites.fragment_layers={sites.fragment_layers} must be at most model.num_layers={model.num_layers}; "
             "choose fewer layers, or 0 for all layers in one fragment"
         )
     if sites.grace_s > sites.timeout_s:
@@ -99,16 +102,15 @@ def validate_rounds(cfg: Config) -> Iterator[str]:
         )
     if sites.keep_local == 1:
         yield "sites.keep_local=1 never takes the outer weights; choose a share below 1, such as 0.5"
-    if sites.count > 1 and sites.timeout_s > cfg.faults.timeout_s / 2:
+    if sites.count > 1 and sites.timeout_s > faults.timeout_s / 2:
         yield (
-            f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={cfg.faults.timeout_s:g}, "
+            f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={faults.timeout_s:g}, "
             "or a wait for another site would count as a hang; lower it, or raise faults.timeout_s"
         )
 
 
-def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
+def validate_codes_and_moments(model: ModelConfig, sites: SitesConfig) -> Iterator[str]:
     """Check that the settings of what is sent, and of the inner moments, fit together."""
-    sites = cfg.sites
     if sites.density < 1 and sites.precision != "float32":
         yield (
             f"sites.density={sites.density:g} sends values of sites.values bits, and not in sites.precision="
@@ -124,16 +126,16 @@ def validate_codes_and_moments(cfg: Config) -> Iterator[str]:
             f"sites.moments='average' would replace moments by the moments of sites.overlap={sites.overlap} steps ago; "
             "choose overlap=0, or moments='keep'"
         )
-    if sites.moments == "reset" and recipe_fragments(cfg.model, cfg.sites) > 1:
+    if sites.moments == "reset" and recipe_fragments(model, sites) > 1:
         yield (
             f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
             " has a round for a part of them; choose fragment_layers=0, or moments='keep'"
         )
 
 
-def validate_site_shards(cfg: Config) -> Iterator[str]:
+def validate_site_shards(parallel: ParallelConfig, sites: SitesConfig) -> Iterator[str]:
     """Check that no two data-parallel ranks hold the same weights."""
-    if cfg.sites.is_active and cfg.parallel.world_size > 1 and cfg.parallel.zero == 0:
+    if sites.is_active and parallel.world_size > 1 and parallel.zero == 0:
         yield (
             "parallel.zero=0 holds all weights on every data-parallel rank, and each would send them to the other "
             "sites; choose parallel.zero=1"
@@ -197,7 +199,7 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
             "sites.moments='average' needs moments of the same experts on all sites, and sites.experts=\"own\" has "
             "moments of each site's own; choose moments='keep' or 'reset'"
         )
-    for rows, where in sorted(set(_expert_rows(cfg))):
+    for rows, where in sorted(set(_expert_rows(cfg.model, cfg.parallel, cfg.lora))):
         if rows % sites.count:
             yield (
                 f"sites.count={sites.count} must divide the {rows} experts {where}, so that each rank has experts of "
@@ -226,11 +228,10 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
         yield f"lora.rank={cfg.lora.rank} freezes the experts that sites.merge_experts would merge; set merge_experts=0"
 
 
-def _expert_rows(cfg: Config) -> Iterator[tuple[int, str]]:
+def _expert_rows(model: ModelConfig, p: ParallelConfig, lora: LoraConfig) -> Iterator[tuple[int, str]]:
     """Yield the number of experts of which each rank holds whole shards, for each parameter of experts; and where."""
-    p = cfg.parallel
-    for name, weight in training_weights(cfg.model, cfg.lora).items():
-        if name in expert_names(cfg.model, cfg.lora):
+    for name, weight in training_weights(model, lora).items():
+        if name in expert_names(model, lora):
             shape = weight.shard(p.tp, p.ep, p.etp).shape
             is_by_expert = p.edp > 1 and expert_dp_dim(shape, p.edp) == 0
             if is_by_expert and shape[0] % p.edp == 0:

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
-def validate_sparse_attention(cfg: Config) -> Iterator[str]:
+def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     """Check the sizes of the indexer, and refuse what selects nothing."""
-    model = cfg.model
     if not model.index_topk:
         return
     top_k = model.index_topk
@@ -29,9 +32,8 @@ def validate_sparse_attention(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_shared_selections(cfg: Config) -> Iterator[str]:
+def validate_shared_selections(model: ModelConfig) -> Iterator[str]:
     """Check that a layer which shares a selection follows one with an indexer and the same window."""
-    model = cfg.model
     name = f"model.index_pattern={model.index_pattern!r}"
     softmax = [layer.attention for layer in model.layers if not layer.attention.is_recurrent]
     if softmax and softmax[0].shares_selection:
@@ -50,14 +52,13 @@ def validate_shared_selections(cfg: Config) -> Iterator[str]:
             return
 
 
-def validate_selection_stages(cfg: Config) -> Iterator[str]:
+def validate_selection_stages(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Check that layers which share a selection are on one pipeline stage."""
-    return selection_stage_errors(cfg, cfg.parallel.pipeline_layout)
+    return selection_stage_errors(model, parallel, parallel.pipeline_layout)
 
 
-def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
+def selection_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline_layout: str) -> Iterator[str]:
     """Yield the errors of `validate_selection_stages` with this layout instead of the recipe's."""
-    model = cfg.model
     is_shared = shares_selections(model)
     starts = stage_starts(model)
     try:
@@ -66,7 +67,7 @@ def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
         return
     if not is_shared:
         return
-    num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
+    num_stages = parallel.pp * parallel.virtual_stages
     if num_stages == 1:
         return
     num_groups = len(starts) - 1
@@ -92,31 +93,31 @@ def selection_stage_errors(cfg: Config, pipeline_layout: str) -> Iterator[str]:
             return
 
 
-def validate_selection_length(cfg: Config) -> Iterator[str]:
+def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that a sample of training has as many tokens as a query selects."""
-    top_k = cfg.model.index_topk
-    if top_k > cfg.train.seq_len:
+    top_k = model.index_topk
+    if top_k > train.seq_len:
         yield (
-            f"model.index_topk={top_k} must be at most train.seq_len={cfg.train.seq_len}, as no token sees more keys; "
-            f"choose {cfg.train.seq_len} or less, or 0 for dense attention"
+            f"model.index_topk={top_k} must be at most train.seq_len={train.seq_len}, as no token sees more keys; "
+            f"choose {train.seq_len} or less, or 0 for dense attention"
         )
 
 
-def validate_indexer_warmup(cfg: Config) -> Iterator[str]:
+def validate_indexer_warmup(model: ModelConfig, train: TrainConfig, align: AlignConfig, rl: RLConfig) -> Iterator[str]:
     """Check that the warm-up stage has a loss from which the indexers learn, and no other one."""
-    if not cfg.trains_indexers_only:
+    if not train.trains_indexers_only(model):
         return
     name = "train.indexer_stage='warmup'"
-    if not cfg.train.indexer_loss:
+    if not train.indexer_loss:
         yield f"{name} trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
-    if not cfg.model.has_softmax_attention:
+    if not model.has_softmax_attention:
         yield (
             f"{name} trains the indexers alone, and linear attention, all layers of "
-            f"model.attention_pattern={cfg.model.attention_pattern!r}, has none; choose a pattern with F, or leave "
+            f"model.attention_pattern={model.attention_pattern!r}, has none; choose a pattern with F, or leave "
             "indexer_stage out"
         )
-    if cfg.is_rl or chosen(cfg, AlignmentPart).changes_training:
-        what = f"rl.group_size={cfg.rl.group_size}" if cfg.is_rl else f"align.method={cfg.align.method!r}"
+    if rl.is_on or chosen_in(align, AlignmentPart).changes_training:
+        what = f"rl.group_size={rl.group_size}" if rl.is_on else f"align.method={align.method!r}"
         yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
 
 

@@ -4,11 +4,18 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sites import SitesConfig
 from moefold.config.suggestions import nearest_multiples
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.remote_path import HUB_SCHEME, is_remote
@@ -29,29 +36,29 @@ def validate_learning_rate(cfg: Config) -> Iterator[str]:
         yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
 
 
-def validate_evaluation(cfg: Config) -> Iterator[str]:
+def validate_evaluation(train: TrainConfig, data: DataConfig) -> Iterator[str]:
     """Check that evaluation has held-out text."""
-    if cfg.train.eval_every == 0 or has_held_out_data(cfg):
+    if train.eval_every == 0 or has_held_out_data(data):
         return
-    if cfg.data.streaming:
+    if data.streaming:
         yield (
-            f"train.eval_every={cfg.train.eval_every} needs held-out text, and a stream has no held-out part; set "
+            f"train.eval_every={train.eval_every} needs held-out text, and a stream has no held-out part; set "
             "data.validation_split to a split of its own, or eval_every=0"
         )
     else:
         yield (
-            f"train.eval_every={cfg.train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
+            f"train.eval_every={train.eval_every} needs held-out text, and data.validation_fraction=0.0 holds out "
             "none; choose validation_fraction=0.05, or eval_every=0"
         )
 
 
-def validate_keep_best(cfg: Config) -> Iterator[str]:
+def validate_keep_best(train: TrainConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> Iterator[str]:
     """Check that checkpoints have a held-out loss to be compared by."""
-    every = cfg.checkpoint.every
-    eval_every = cfg.train.eval_every
-    if not cfg.checkpoint.keep_best:
+    every = checkpoint.every
+    eval_every = train.eval_every
+    if not checkpoint.keep_best:
         return
-    if cfg.is_rl:
+    if rl.is_on:
         yield (
             "checkpoint.keep_best=true compares held-out losses, and reinforcement learning is evaluated by rewards; "
             "set checkpoint.keep_best=false, and keep=0 to keep all checkpoints"
@@ -66,18 +73,17 @@ def validate_keep_best(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_mtp(cfg: Config) -> Iterator[str]:
+def validate_mtp(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that some position of a sample has an MTP target at every depth."""
-    if cfg.model.mtp_layers >= cfg.train.seq_len:
+    if model.mtp_layers >= train.seq_len:
         yield (
-            f"model.mtp_layers={cfg.model.mtp_layers} must be below train.seq_len={cfg.train.seq_len}: no position has "
-            f"a target so far ahead; choose 0 to {cfg.train.seq_len - 1}"
+            f"model.mtp_layers={model.mtp_layers} must be below train.seq_len={train.seq_len}: no position has "
+            f"a target so far ahead; choose 0 to {train.seq_len - 1}"
         )
 
 
-def validate_packing(cfg: Config) -> Iterator[str]:
+def validate_packing(data: DataConfig) -> Iterator[str]:
     """Check that best-fit packing knows the documents, and that none can vanish."""
-    data = cfg.data
     if data.packing != "best_fit" or data.kind not in PACKED_KINDS:
         return
     if data.document_end < 0 and not data.document_index:
@@ -98,10 +104,10 @@ def validate_packing(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_document_end(cfg: Config) -> Iterator[str]:
+def validate_document_end(model: ModelConfig, data: DataConfig) -> Iterator[str]:
     """Check that the document-end token is in the vocabulary."""
-    end = cfg.data.document_end
-    vocab_size = cfg.model.vocab_size
+    end = data.document_end
+    vocab_size = model.vocab_size
     if end >= vocab_size:
         yield (
             f"data.document_end={end} must be below model.vocab_size={vocab_size}; choose an id of the vocabulary, "
@@ -109,9 +115,9 @@ def validate_document_end(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_resume(cfg: Config) -> Iterator[str]:
+def validate_resume(checkpoint: CheckpointConfig) -> Iterator[str]:
     """Check that checkpoint.resume is not empty."""
-    if not cfg.checkpoint.resume:
+    if not checkpoint.resume:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
@@ -135,26 +141,25 @@ def validate_local_paths(cfg: Config) -> Iterator[str]:
             )
 
 
-def validate_init_from(cfg: Config) -> Iterator[str]:
+def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Check that a new run has one source of weights, and that upcycling has no group-limited routing."""
-    start = cfg.checkpoint.init_from
-    dense = cfg.model.upcycle_from
+    start = checkpoint.init_from
+    dense = model.upcycle_from
     if start and dense:
         yield (
             f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
             "leave one of them out"
         )
-    if dense and cfg.model.num_groups > 1:
+    if dense and model.num_groups > 1:
         yield (
             f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.num_groups="
-            f"{cfg.model.num_groups} would choose between their members; set model.num_groups=1"
+            f"{model.num_groups} would choose between their members; set model.num_groups=1"
         )
 
 
-def validate_loss_chunk(cfg: Config) -> Iterator[str]:
+def validate_loss_chunk(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that a loss chunk has fewer tokens than a rank."""
-    train = cfg.train
-    cp = cfg.parallel.cp
+    cp = parallel.cp
     tokens = train.seq_len * train.micro_batch_size // cp
     if train.loss_chunk >= tokens:
         yield (
@@ -164,21 +169,21 @@ def validate_loss_chunk(cfg: Config) -> Iterator[str]:
         )
 
 
-def validate_gradient_delay(cfg: Config) -> Iterator[str]:
+def validate_gradient_delay(run: RunConfig, train: TrainConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
     """Check that delayed gradients meet neither rounds of sites nor rollouts, and that the run has an update."""
-    if not cfg.train.gradient_delay:
+    if not train.gradient_delay:
         return
-    if cfg.sites.is_active:
+    if sites.is_active:
         yield (
-            f"train.gradient_delay=1 would apply gradients of weights that a round of sites.method={cfg.sites.method!r}"
+            f"train.gradient_delay=1 would apply gradients of weights that a round of sites.method={sites.method!r}"
             " has replaced; set gradient_delay=0, or leave [sites] out"
         )
-    if cfg.is_rl:
+    if rl.is_on:
         yield (
             "train.gradient_delay=1 would apply the last gradients of a round of rollouts in the next round; set "
             "gradient_delay=0 (rl.staleness trains on older rollouts)"
         )
-    if cfg.run.steps == 1:
+    if run.steps == 1:
         yield (
             "train.gradient_delay=1 updates nothing in the first step, and run.steps=1 has no other; set run.steps to "
             "2 or more"
@@ -200,9 +205,8 @@ TRAIN_RULES = (
 )
 
 
-def validate_data_weights(cfg: Config) -> Iterator[str]:
+def validate_data_weights(data: DataConfig) -> Iterator[str]:
     """Check that data.weights has one positive number for each path."""
-    data = cfg.data
     if not data.weights:
         return
     num_paths = 1 if isinstance(data.path, str) else len(data.path)
@@ -215,9 +219,8 @@ def validate_data_weights(cfg: Config) -> Iterator[str]:
         yield f"data.weights={list(data.weights)} must be greater than 0; leave out the paths without a share"
 
 
-def validate_data_source(cfg: Config) -> Iterator[str]:
+def validate_data_source(data: DataConfig) -> Iterator[str]:
     """Check the column and the splits of a Hugging Face data set."""
-    data = cfg.data
     if not data.column:
         yield "data.column='' must name the column of the text; the default is 'text'"
     if not data.split:
@@ -229,25 +232,25 @@ def validate_data_source(cfg: Config) -> Iterator[str]:
         )
 
 
-def has_validation_split(cfg: Config) -> bool:
+def has_validation_split(data: DataConfig) -> bool:
     """Return whether evaluation uses a split of its own."""
-    return cfg.data.kind == "huggingface" and bool(cfg.data.validation_split)
+    return data.kind == "huggingface" and bool(data.validation_split)
 
 
-def has_held_out_data(cfg: Config) -> bool:
+def has_held_out_data(data: DataConfig) -> bool:
     """Return whether the data has held-out samples."""
-    return has_validation_split(cfg) or (cfg.data.validation_fraction > 0 and not cfg.data.streaming)
+    return has_validation_split(data) or (data.validation_fraction > 0 and not data.streaming)
 
 
 DATA_RULES = (validate_data_weights, validate_data_source)
 
 
-def validate_rollback(cfg: Config) -> Iterator[str]:
+def validate_rollback(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> Iterator[str]:
     """Check that a rollback has checkpoints to load."""
-    every = cfg.checkpoint.every
-    steps = cfg.run.steps
+    every = checkpoint.every
+    steps = run.steps
     for key in ("nonfinite", "spike"):
-        if getattr(cfg.faults, key) == "rollback" and not 0 < every < steps:
+        if getattr(faults, key) == "rollback" and not 0 < every < steps:
             yield (
                 f"faults.{key}='rollback' needs checkpoints to go back to, and checkpoint.every={every} saves none "
                 f"before the end of the run, run.steps={steps}; set checkpoint.every below {steps}, or "
@@ -255,15 +258,15 @@ def validate_rollback(cfg: Config) -> Iterator[str]:
             )
 
 
-def validate_peer_snapshots(cfg: Config) -> Iterator[str]:
+def validate_peer_snapshots(checkpoint: CheckpointConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
     """Check that snapshots have all of the state of the run."""
-    every = cfg.checkpoint.peer_every
-    if every > 0 and cfg.is_rl:
+    every = checkpoint.peer_every
+    if every > 0 and rl.is_on:
         yield (
             f"checkpoint.peer_every={every} has no copy of rollouts and of the reference model of reinforcement "
             "learning; set checkpoint.peer_every=0"
         )
-    if every > 0 and cfg.sites.is_active:
+    if every > 0 and sites.is_active:
         yield (
             f"checkpoint.peer_every={every} has no copy of the state of the outer optimizer of sites; set "
             "checkpoint.peer_every=0"
@@ -273,36 +276,36 @@ def validate_peer_snapshots(cfg: Config) -> Iterator[str]:
 FAULT_RULES = (validate_rollback, validate_peer_snapshots)
 
 
-def validate_kernels(cfg: Config) -> Iterator[str]:
+def validate_kernels(run: RunConfig, train: TrainConfig) -> Iterator[str]:
     """Check the kernels against run.dtype and train.precision."""
-    name = cfg.run.kernels
+    name = run.kernels
     if name not in ("triton", "c"):
         return
-    if cfg.run.dtype == "float64":
+    if run.dtype == "float64":
         verb = "sums" if name == "triton" else "computes"
         yield (
             f"run.kernels={name!r} {verb} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
             "or 'plain', or run.dtype to 'bfloat16' or 'float32'"
         )
-    if cfg.train.precision != "dtype":
+    if train.precision != "dtype":
         own_kernels = "GEMMs" if name == "triton" else "activations between its GEMMs"
         yield (
-            f"train.precision={cfg.train.precision!r} has {own_kernels} of its own, which run.kernels={name!r} would "
+            f"train.precision={train.precision!r} has {own_kernels} of its own, which run.kernels={name!r} would "
             "replace; leave run.kernels out"
         )
 
 
-def validate_compile(cfg: Config) -> Iterator[str]:
+def validate_compile(run: RunConfig) -> Iterator[str]:
     """Check run.compile against run.kernels and run.deterministic."""
-    if cfg.run.compile == "none":
+    if run.compile == "none":
         return
-    name = f"run.compile={cfg.run.compile!r}"
-    if cfg.run.kernels == "c":
+    name = f"run.compile={run.compile!r}"
+    if run.kernels == "c":
         yield (
             f"{name} would replace QK norm, RoPE and SwiGLU in C, which run.kernels='c' asks for; set run.kernels to "
             "'auto' or 'plain', or run.compile='none'"
         )
-    if cfg.run.deterministic:
+    if run.deterministic:
         yield (
             f"{name} does not go with run.deterministic=true: Inductor may choose how a GPU sums by timing it; set "
             "run.compile='none' or run.deterministic=false"
@@ -330,15 +333,15 @@ def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
     return "" if triton.knobs.runtime.interpret else f"Triton has no compiler for device {device_type!r}"
 
 
-def check_kernel_device(cfg: Config, device_type: str) -> None:
+def check_kernel_device(run: RunConfig, device_type: str) -> None:
     """Check that the recipe's kernels run on the ranks' devices.
 
     Raises:
         ConfigError: they do not.
     """
-    if cfg.run.kernels == "triton" and (reason := triton_unsupported_reason(cfg.run, device_type)):
+    if run.kernels == "triton" and (reason := triton_unsupported_reason(run, device_type)):
         raise ConfigError(f"run.kernels='triton' cannot run: {reason}; set run.kernels to 'auto' or 'plain'")
-    if cfg.run.kernels == "c" and device_type != "cpu":
+    if run.kernels == "c" and device_type != "cpu":
         raise ConfigError(
             f"run.kernels='c' cannot run: it is for CPUs, and the device is {device_type!r}; set run.kernels to 'auto' "
             "or run.device to 'cpu'"

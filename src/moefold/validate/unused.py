@@ -116,13 +116,13 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "reward.timeout_s reward.workers reward.on_error",
-        lambda cfg: not uses_python_reward(cfg),
+        lambda cfg: not uses_python_reward(cfg.reward),
         "the built-in rewards run in the ranks themselves and do not fail",
         "set reward.use='FILE.py:FUNCTION'",
     ),
     UnusedKeyRule(
         "data.validation_fraction",
-        lambda cfg: has_validation_split(cfg) and cfg.data.validation_fraction > 0,
+        lambda cfg: has_validation_split(cfg.data) and cfg.data.validation_fraction > 0,
         "data.validation_split is evaluated on",
         "leave data.validation_split out",
     ),

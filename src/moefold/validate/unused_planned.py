@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from moefold.config.chosen import chosen, readers
+from moefold.config.chosen import chosen, chosen_in, readers
 from moefold.config.groups.context import ContextPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of
@@ -12,28 +13,30 @@ from moefold.validate.cuda_graphs import has_documents
 from moefold.validate.unused_rule import UnusedKeyRule, why_unread
 
 
-def _is_planned(cfg: Config) -> bool:
-    return chosen(cfg, ContextPart).is_planned
+def _is_planned(parallel: ParallelConfig) -> bool:
+    return chosen_in(parallel, ContextPart).is_planned
 
 
 PLANNED_ATTENTION_RULES = (
     UnusedKeyRule(
         "parallel.placement parallel.attention_hosts",
-        lambda cfg: _is_planned(cfg) and not has_documents(cfg),
+        lambda cfg: _is_planned(cfg.parallel) and not has_documents(cfg),
         "every sample is one document, so the ranks have equal attention work",
         "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
     ),
     UnusedKeyRule(
         "parallel.placement parallel.attention_hosts",
         lambda cfg: (
-            _is_planned(cfg) and cfg.parallel.cp == 1 and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp
+            _is_planned(cfg.parallel)
+            and cfg.parallel.cp == 1
+            and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp
         ),
         "dp*cp=1 rank has all tokens of a round",
         "give the run more ranks in dp or cp",
     ),
     UnusedKeyRule(
         "parallel.placement",
-        lambda cfg: _is_planned(cfg) and cfg.parallel.placement == "documents" and cfg.parallel.cp == 1,
+        lambda cfg: _is_planned(cfg.parallel) and cfg.parallel.placement == "documents" and cfg.parallel.cp == 1,
         "parallel.cp=1 leaves every sample whole on its rank",
         "set parallel.cp above 1, or parallel.placement='balanced'",
     ),

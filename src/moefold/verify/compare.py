@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data import ProgramData, Sampler
@@ -81,17 +82,19 @@ def run_oracle(
     draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     reads = ReadRecord()
-    loss = objective or recipe_objective(reads.watch(cfg))
-    oracle = Oracle(cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg), loss, reads=reads)
+    loss = objective or recipe_objective(reads.watch(cfg).align)
+    oracle = Oracle(
+        cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg.parallel, cfg.train), loss, reads=reads
+    )
     if unknown := sorted(buffers - oracle.router.buffers().keys()):
         no_formula(f"the buffer {format_list(unknown)}", "verify/oracle_routing.py")
     initial |= {name: buffer.clone() for name, buffer in oracle.router.buffers().items()}
     steps = []
     for i in range(num_steps):
         on_progress(f"oracle, step {i + 1} of {num_steps}")
-        steps.append(oracle.step(oracle_batch(dataset.train, cfg, range(i * size, (i + 1) * size))))
+        steps.append(oracle.step(oracle_batch(dataset.train, cfg.train, range(i * size, (i + 1) * size))))
     on_progress("oracle, evaluation")
-    eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg, range(size)))
+    eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg.train, range(size)))
     oracle.check_keys()
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
     gain = _rounding_gain(cfg.train, num_steps)
@@ -156,20 +159,19 @@ def zero_gradients(gradients: Weights) -> list[str]:
     return [name for name, own in _own_scales(gradients).items() if own <= ROUNDING_SHARE * of_layers[_layer_of(name)]]
 
 
-def token_chunks(cfg: Config) -> list[list[int]]:
+def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]]:
     """Return the sequence positions of each (cp, tp) rank, as sharded between sub-layers by sequence parallelism."""
-    parallel = cfg.parallel
     chunks: list[list[int]] = []
-    context = chosen(cfg, ContextPart)
+    context = chosen_in(parallel, ContextPart)
     for cp_rank in range(parallel.cp):
-        positions = torch.as_tensor(sequence_positions(context, cfg.train.seq_len, parallel.cp, cp_rank))
+        positions = torch.as_tensor(sequence_positions(context, train.seq_len, parallel.cp, cp_rank))
         chunks += [part.tolist() for part in positions.chunk(parallel.tp)]
     return chunks
 
 
-def oracle_batch(split: Sampler, cfg: Config, indices: Iterable[int]) -> OracleBatch:
+def oracle_batch(split: Sampler, train: TrainConfig, indices: Iterable[int]) -> OracleBatch:
     """Build a global batch from the samples of these indices."""
-    length = cfg.train.seq_len
+    length = train.seq_len
     reads = ReadRecord()
     read_samples = [split.annotated_sample(index) for index in indices]
     samples = [reads.watch(sample) for sample in read_samples]

@@ -21,9 +21,12 @@ from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
 from moefold.config.groups.residual import ResidualFormula
 from moefold.config.groups.wire import WirePart
 from moefold.config.layers import LAYER_KEYS
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, flat_keys_of, key_name
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
@@ -131,7 +134,8 @@ class Oracle:
         self._residual_norm = formula_of(cfg.model.layers[0].norm)
         self._read_layers(cfg)
         self.weights: Weights = {
-            name: w.detach().double().requires_grad_(_is_trained(cfg, name)) for name, w in weights.items()
+            name: w.detach().double().requires_grad_(_is_trained(cfg.model, cfg.train, cfg.lora, name))
+            for name, w in weights.items()
         }
         self._weights = AdaptedWeights(self.weights, cfg.lora)
         self._index_losses: list[Tensor] = []
@@ -166,7 +170,7 @@ class Oracle:
             aux = float(terms.aux[layer].detach())
             z = float(terms.z[layer].detach())
             layers.append(self.router.metrics(layer, batches, aux, z))
-            if not (is_warmup(self.cfg) or self.cfg.lora.rank):
+            if not (is_warmup(self.cfg.model, self.cfg.train) or self.cfg.lora.rank):
                 self.router.end_step(layer, batches)
         return OracleStep(
             loss=sum(float(terms.lm.detach()) for terms in passes) / len(passes),
@@ -475,8 +479,8 @@ class Oracle:
         return index
 
 
-def _is_trained(cfg: Config, name: str) -> bool:
+def _is_trained(model: ModelConfig, train: TrainConfig, lora: LoraConfig, name: str) -> bool:
     """Return whether a parameter has a gradient."""
-    if cfg.lora.rank:
+    if lora.rank:
         return ".lora." in name
-    return not is_warmup(cfg) or ".indexer." in name
+    return not is_warmup(model, train) or ".indexer." in name

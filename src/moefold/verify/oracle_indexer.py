@@ -6,16 +6,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.verify.no_formula import unknown_kind
 from moefold.verify.oracle_attention import apply_rope
 
 
-def is_warmup(cfg: Config) -> bool:
+def is_warmup(model: ModelConfig, train: TrainConfig) -> bool:
     """Return whether only the indexers learn, from attention over all keys."""
-    match cfg.train.indexer_stage:
+    match train.indexer_stage:
         case "warmup":
-            return cfg.model.index_topk > 0
+            return model.index_topk > 0
         case "sparse":
             return False
         case unknown:
@@ -60,7 +62,7 @@ class OracleIndexer:
             dots = query @ key.mT / math.sqrt(model.index_head_dim)
             self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
         self.masked = masked.expand(self.scores.shape).clone()
-        if not is_warmup(self._cfg):
+        if not is_warmup(self._cfg.model, self._cfg.train):
             self._select()
 
     def _select(self) -> None:

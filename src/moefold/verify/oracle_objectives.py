@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moefold.config.align import AlignConfig
 from moefold.config.groups.alignment import OraclePairs, PreferenceFormula
 from moefold.config.groups.correction import CorrectionFormula
 from moefold.config.groups.objective import OracleToken
-from moefold.config.schema import Config
 from moefold.model.loss_function import LossFunction, NextTokenLoss
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
@@ -27,13 +27,13 @@ OracleObjective = Callable[[LogProbs, OracleColumns], Tensor]
 """Loss of a micro-batch, a 0-dim tensor."""
 
 
-def recipe_objective(cfg: Config) -> OracleObjective | None:
+def recipe_objective(align: AlignConfig) -> OracleObjective | None:
     """Return the objective of the recipe's [align] section; None for next-token prediction.
 
     Raises:
         NoFormulaError: the recipe has another loss.
     """
-    return objective_of(recipe_loss(cfg.align))
+    return objective_of(recipe_loss(align))
 
 
 def objective_of(loss: LossFunction) -> OracleObjective | None:

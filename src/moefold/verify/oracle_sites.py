@@ -54,7 +54,7 @@ class OracleSites:
             Oracle(
                 cfg,
                 {name: p.clone() for name, p in initial.items()},
-                token_chunks(cfg),
+                token_chunks(cfg.parallel, cfg.train),
                 is_frozen_expert=self._is_frozen_on(number),
                 reads=reads,
             )
@@ -90,7 +90,7 @@ class OracleSites:
         losses = []
         for number, site in enumerate(self.sites):
             mine = range((step - 1) * size, step * size)
-            batch = oracle_batch(self._data.train, self.cfg, [number + sites.count * index for index in mine])
+            batch = oracle_batch(self._data.train, self.cfg.train, [number + sites.count * index for index in mine])
             losses.append(site.step(batch).loss)
             self._tokens[number] += int(batch.is_token.sum())
         if sites.overlap == sites.every:

@@ -165,7 +165,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         parallel=_shrink_attention_plan(parallel),
         model=_shrink_model(cfg.model, parallel, tp=cfg.parallel.tp),
         moe=replace(cfg.moe, replay=""),
-        train=_shrink_train(cfg, parallel),
+        train=_shrink_train(cfg.parallel, cfg.train, parallel),
         data=DataConfig(kind="synthetic", document_end=0 if cfg.data.has_documents else -1),
         align=AlignConfig(),
         rl=RLConfig(),
@@ -304,10 +304,9 @@ def _keep_kinds(letters: str, num_layers: int) -> str:
     return kept[: num_layers - len(missing)] + missing if len(missing) < num_layers else kept
 
 
-def _shrink_train(cfg: Config, p: ParallelConfig) -> TrainConfig:
-    train = cfg.train
+def _shrink_train(parallel: ParallelConfig, train: TrainConfig, p: ParallelConfig) -> TrainConfig:
     # A schedule from a file fixes the number of micro-batches.
-    count = cfg.num_micro_batches if chosen_in(p, SchedulePart).is_for_one_mapping else 2 * p.pp
+    count = train.num_micro_batches(parallel.dp) if chosen_in(p, SchedulePart).is_for_one_mapping else 2 * p.pp
     micro = min(train.micro_batch_size, 2)
     unit = 4 * p.cp * p.tp
     return replace(

@@ -302,4 +302,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has activations between its GEMMs"):
         check_config(Config(run=RunConfig(kernels="c"), train=TrainConfig(precision="mxfp8"), model=ModelConfig()))
     with pytest.raises(ConfigError, match=r"run.kernels='c' cannot run: it is for CPUs.*run.device to 'cpu'"):
-        check_kernel_device(_recipe(kernels="c"), "cuda")
+        check_kernel_device(_recipe(kernels="c").run, "cuda")

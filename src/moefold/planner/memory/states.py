@@ -264,7 +264,7 @@ class StateMemoryTable:
             return 0
         if mapping.cp not in self._rope_bytes_by_cp:
             cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=mapping.cp))
-            self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg)
+            self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)
         return self._rope_bytes_by_cp[mapping.cp]
 
     def _exchange_bytes(self, mapping: ParallelMapping) -> int:

@@ -35,12 +35,11 @@ from moefold.validate.parallel import (
     validate_sequence_length,
 )
 from moefold.validate.planned_attention import validate_attention_pool
+from moefold.validate.rule import Rule, ask
 from moefold.validate.shortcut import validate_shortcut
 from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk
-
-Rule = Callable[[Config], Iterator[str]]
 
 AXIS_KEYS = {
     "tp": ("parallel", "tp"),
@@ -115,7 +114,7 @@ def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
 
 def _validate_selection_split(cfg: Config) -> Iterator[str]:
     """Check that layers that share a selection fit into stages, which the planner chooses if the recipe has none."""
-    return selection_stage_errors(cfg, cfg.parallel.pipeline_layout or "auto")
+    return selection_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
 
 
 def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
@@ -218,7 +217,9 @@ class MappingConstraints:
     def __init__(self, cfg: Config) -> None:
         raise_all(range_problems(cfg))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
-        raise_all(error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in rule(cfg))
+        raise_all(
+            error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in ask(rule, cfg)
+        )
         raise_all(_validate_part(DropPart, cfg))
         self.base_config = cfg
         self._cache: dict[tuple[Any, ...], bool] = {}
@@ -263,7 +264,7 @@ class MappingConstraints:
         )
         known = self._cache.get(key)
         if known is None:
-            known = next(iter(rule.validate(self.config_with(values))), None) is None
+            known = next(iter(ask(rule.validate, self.config_with(values))), None) is None
             self._cache[key] = known
         return known
 

@@ -1,0 +1,34 @@
+import inspect
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from moefold.config.schema import Config
+from moefold.planner.search.constraints import MAPPING_RULES
+from moefold.validate.config import RULES
+from moefold.validate.moe import TRAINING_ONLY_RULES
+from moefold.validate.rule import ask
+
+EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *(rule.validate for rule in MAPPING_RULES)]
+SECTIONS = {field.name: field.type for field in fields(Config)} | {"cfg": Config}
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
+def test_a_rule_names_the_sections_that_it_reads(rule):
+    hints = get_type_hints(getattr(rule, "func", rule))
+    parameters = inspect.signature(rule).parameters.values()
+    read = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    assert {name: hints[name] for name in read} == {name: SECTIONS[name] for name in read}
+
+
+def test_a_rule_is_called_with_its_sections_in_its_own_order():
+    cfg = Config()
+    seen = []
+
+    def rule(train, model, limit=3):
+        seen.append((train, model, limit))
+        return iter(["message"])
+
+    assert list(ask(rule, cfg)) == ["message"]
+    assert seen == [(cfg.train, cfg.model, 3)]
