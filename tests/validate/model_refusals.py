@@ -14,7 +14,8 @@ SIZES = {
     ),
     "model.head_dim=7": ("model.head_dim=7 must be even, because RoPE rotates pairs; choose 6 or 8"),
     "model.hidden_size=24": (
-        "the head size hidden_size/num_attention_heads=3 must be even, because RoPE rotates pairs; choose 2 or 4"
+        "makes heads of hidden_size/num_attention_heads=3 dims, which must be even, because RoPE rotates pairs; set "
+        "model.head_dim to 2 or 4"
     ),
     "model.rope_fraction=0.3": (
         "model.rope_fraction=0.3 of a head of 32 is 9.6 dimensions, which must be a positive even number; choose 0.25"

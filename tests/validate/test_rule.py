@@ -14,7 +14,7 @@ EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *(rule.validate for rule in MAPPING_
 SECTIONS = {field.name: field.type for field in fields(Config)} | {"cfg": Config}
 
 
-@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: getattr(rule, "func", rule).__name__)
 def test_a_rule_names_the_sections_that_it_reads(rule):
     hints = get_type_hints(getattr(rule, "func", rule))
     parameters = inspect.signature(rule).parameters.values()

@@ -46,4 +46,7 @@ def validate_layers(cfg: Config) -> Iterator[str]:
     yield from dict.fromkeys(map(str, problems))
 
 
-MODEL_RULES = (validate_layers, *SPARSE_ATTENTION_RULES)
+MODEL_RULES = (
+    validate_layers,
+    *SPARSE_ATTENTION_RULES,
+)

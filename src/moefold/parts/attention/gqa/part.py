@@ -76,24 +76,32 @@ class GqaPart(SoftmaxAttentionPart):
             rule = f"must divide model.num_attention_heads={heads}"
             yield Problem("model.num_query_groups", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}")
         if self.has_rope and (model.head_dim or hidden % heads == 0):
-            source = "model.head_dim" if model.head_dim else "the head size hidden_size/num_attention_heads"
-            yield from self._check_rope(source)
+            yield from self._check_rope(model)
         if self.qk_norm:
             yield from self._check_norm(self.qk_norm, recipe)
 
-    def _check_rope(self, source: str) -> Iterator[Problem]:
+    def _check_rope(self, model: "ModelConfig") -> Iterator[Problem]:
+        """Yield an odd number of rotated dims: RoPE rotates pairs."""
         size = self.head_dim
         rotated = size * self.rope_fraction
-        if size % 2:
-            rule = "must be even, because RoPE rotates pairs"
-            yield Problem(source, size, rule, f"choose {nearest_multiples(size, 2)}")
+        if size % 2 and model.head_dim:
+            way_out = f"choose {nearest_multiples(size, 2)}"
+            yield Problem("model.head_dim", size, "must be even, because RoPE rotates pairs", way_out)
+        elif size % 2:
+            yield Problem(
+                "model.num_attention_heads",
+                self.num_heads,
+                f"makes heads of hidden_size/num_attention_heads={size} dims, which must be even, because RoPE rotates "
+                "pairs",
+                f"set model.head_dim to {nearest_multiples(size, 2)}",
+            )
         elif abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
-            even = sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2]
+            even = sorted(sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2])
             yield Problem(
                 "model.rope_fraction",
                 self.rope_fraction,
                 f"of a head of {size} is {rotated:g} dimensions, which must be a positive even number",
-                f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in sorted(even)])}",
+                f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in even])}",
             )
 
     def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:

@@ -47,7 +47,7 @@ class MlaPart(SoftmaxAttentionPart):
     scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
 
     def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield norms, biases, sinks and chunks, which MLA does not have."""
+        """Yield norms, biases, sinks and chunks, which MLA does not have, and an odd number of rotated dims."""
         model: ModelConfig = recipe.model
         for key, why in (
             ("qk_norm", "which normalises its latents"),
@@ -59,13 +59,13 @@ class MlaPart(SoftmaxAttentionPart):
             if getattr(model, key) is True:
                 rule = f"does not go with model.attention={self.kind!r}, {why}"
                 yield Problem(f"model.{key}", True, rule, f"set {key}=false, or attention='gqa'")
-        if self.has_rope and self.qk_rope_head_dim % 2:
-            choice = nearest_multiples(self.qk_rope_head_dim, 2)
-            rule = "must be even, because RoPE rotates pairs"
-            yield Problem("model.qk_rope_head_dim", self.qk_rope_head_dim, rule, f"choose {choice}")
         if self.span and self.span.chunk:
             rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
             yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
+        dims = self.qk_rope_head_dim
+        if self.has_rope and dims % 2:
+            way_out = f"choose {nearest_multiples(dims, 2)}"
+            yield Problem("model.qk_rope_head_dim", dims, "must be even, because RoPE rotates pairs", way_out)
 
     @property
     def rotary_dim(self) -> int:
