@@ -1,5 +1,4 @@
 import inspect
-from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
@@ -11,10 +10,10 @@ from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.rule import ask
 
 EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *(rule.validate for rule in MAPPING_RULES)]
-SECTIONS = {field.name: field.type for field in fields(Config)} | {"cfg": Config}
+SECTIONS = get_type_hints(Config) | {"cfg": Config}
 
 
-@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: getattr(rule, "func", rule).__name__)
 def test_a_rule_names_the_sections_that_it_reads(rule):
     hints = get_type_hints(getattr(rule, "func", rule))
     parameters = inspect.signature(rule).parameters.values()
