@@ -40,7 +40,9 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         return "it supports only RMSNorm, and a head without a bias"
     if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
         return "it has no multipliers"
-    return "" if all(layer.attention.has_rope for layer in model.layers) else "its RoPE has no pattern"
+    if model.rope_interleaved or model.rope_fraction < 1 or not all(layer.attention.has_rope for layer in model.layers):
+        return "its RoPE rotates all dims of all layers, in halves"
+    return ""
 
 
 class TorchBaseline:

@@ -54,3 +54,5 @@ def test_what_it_cannot_compute_is_said():
     assert "grouped-query" in baseline_unsupported_reason(
         replace(latent, router_score="softmax", num_groups=1, top_groups=1, expert_bias=False), with_attention=True
     )
+    for rope in ({"rope_interleaved": True}, {"rope_fraction": 0.5}, {"rope_pattern": "RN"}):
+        assert "RoPE" in baseline_unsupported_reason(replace(plain, **rope), with_attention=True)

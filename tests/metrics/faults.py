@@ -1,5 +1,6 @@
 """Faults of a run, as `log_fault` wrote them."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,5 +13,10 @@ def read_faults(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / FAULTS_FILE
     if not path.is_file():
         return []
+    faults = []
     with open_regular(path) as file:
-        return [parse_json(line) for line in bounded_lines(file)]
+        for line in bounded_lines(file):
+            # A killed run may leave a torn line.
+            with suppress(ValueError):
+                faults.append(parse_json(line))
+    return faults
