@@ -1,5 +1,4 @@
 import inspect
-from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
@@ -11,7 +10,7 @@ from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.rule import ask
 
 EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *(rule.validate for rule in MAPPING_RULES)]
-SECTIONS = {field.name: field.type for field in fields(Config)} | {"cfg": Config}
+SECTIONS = get_type_hints(Config) | {"cfg": Config}
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: getattr(rule, "func", rule).__name__)
