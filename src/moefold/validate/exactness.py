@@ -7,7 +7,7 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 from collections.abc import Iterator
 
 from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
-from moefold.config.groups.attention import SoftmaxCore
+from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
@@ -126,9 +126,10 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
             f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
             "the number of tokens; choose 0"
         )
-    head_dim = max(model.softmax_attention.head_dim, model.softmax_attention.value_width)
-    if head_dim > MAX_EXACT_HEAD_DIM:
-        yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
+    heads = model.softmax_attention
+    if isinstance(heads, SoftmaxAttentionPart) and max(heads.head_dim, heads.value_width) > MAX_EXACT_HEAD_DIM:
+        width = max(heads.head_dim, heads.value_width)
+        yield f"model.head_dim={width}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if train.seq_len > MAX_EXACT_SEQ_LEN:
         yield (
             f"train.seq_len={train.seq_len}: training attends with the C kernel to samples of at most "
