@@ -26,6 +26,7 @@ from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.validate.config import RULES, check_config
 from moefold.validate.memory import OFFLOAD_PARTS
+from moefold.validate.rule import ask
 from tests.planner.recipes import RECIPES, SMALL, on_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
@@ -168,7 +169,7 @@ def test_no_rule_reads_what_it_does_not_say():
             cfg = MappingConstraints(on_ranks(recipe, 2)).config_with(values)
             for rule in (*RULES, *(rule.validate for rule in MAPPING_RULES)):
                 notes: set[str] = set()
-                list(rule(noting(cfg, notes)))
+                list(ask(rule, noting(cfg, notes)))
                 assert notes <= said.get(rule, set()), (name, rule)
 
 
