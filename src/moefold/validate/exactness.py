@@ -126,10 +126,11 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
             f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
             "the number of tokens; choose 0"
         )
-    heads = model.softmax_attention
-    if isinstance(heads, SoftmaxAttentionPart) and max(heads.head_dim, heads.value_width) > MAX_EXACT_HEAD_DIM:
-        width = max(heads.head_dim, heads.value_width)
-        yield f"model.head_dim={width}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
+    core = model.softmax_attention.core(model.hidden_size)
+    uses_kernel = isinstance(model.softmax_attention, SoftmaxAttentionPart) and isinstance(core, SoftmaxCore)
+    if uses_kernel and max(core.key_width, core.value_width) > MAX_EXACT_HEAD_DIM:
+        head_dim = max(core.key_width, core.value_width)
+        yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if train.seq_len > MAX_EXACT_SEQ_LEN:
         yield (
             f"train.seq_len={train.seq_len}: training attends with the C kernel to samples of at most "
