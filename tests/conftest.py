@@ -7,8 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.no_plots import leave_out_plots
+
+# How long an example takes depends on the machine and what else it does.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 # Processes that tests start inherit ignored signals, as under nohup; they must get them as from a terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

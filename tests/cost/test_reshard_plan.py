@@ -69,7 +69,7 @@ def test_the_boxes_of_all_ranks_are_a_partition_with_replicas(mapping):
         assert all(one.intersect(other) is None for one in found for other in found if one != other), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(TRAINED),
     st.sampled_from(TRAINED),
@@ -117,7 +117,7 @@ def _check_cover(plan: ReshardPlan, source: WeightSharding, target: WeightShardi
     assert not arriving
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.sampled_from(TRAINED),
     st.sampled_from(

@@ -8,14 +8,14 @@ from moefold.data.index_shuffle import IndexShuffle
 keys = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 700), key=keys)
 def test_is_a_bijection(length: int, key: int):
     permutation = IndexShuffle(length, key)
     assert sorted(permutation(i) for i in range(length)) == list(range(length))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 2**62), key=keys, data=st.data())
 def test_stays_in_range_and_repeats_itself_for_any_length(length: int, key: int, data: st.DataObject):
     index = data.draw(st.integers(0, length - 1))
@@ -24,7 +24,7 @@ def test_stays_in_range_and_repeats_itself_for_any_length(length: int, key: int,
     assert IndexShuffle(length, key)(index) == image
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(length=st.integers(2**20, 2**50), key=keys, data=st.data())
 def test_two_indices_never_meet(length: int, key: int, data: st.DataObject):
     permutation = IndexShuffle(length, key)

@@ -10,7 +10,7 @@ def members(runs: IndexRanges) -> list[int]:
     return [runs[i] for i in range(len(runs))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(num_samples=st.integers(1, 3000), fraction=st.floats(0.001, 0.95))
 def test_parts_never_touch(num_samples: int, fraction: float):
     try:

@@ -183,14 +183,14 @@ def check_options(options: tuple[dict[str, Any], str], num_threads: int) -> None
         torch.set_num_threads(before)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate], database=None)
 @given(options())
 def test_every_option_of_a_fused_layer(options):
     check_options(options, 1)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, phases=[Phase.generate, Phase.shrink], database=None)
+@settings(max_examples=150, phases=[Phase.generate, Phase.shrink], database=None)
 @given(options(), st.sampled_from([1, 2, 3]))
 def test_many_options_of_a_fused_layer(options, num_threads):
     check_options(options, num_threads)

@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.offload.ssd import ALIGNMENT_BYTES, FileAllocator
@@ -6,7 +6,6 @@ from moefold.offload.ssd import ALIGNMENT_BYTES, FileAllocator
 SIZES = st.integers(1, 6 * ALIGNMENT_BYTES)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(SIZES, st.integers(0, 8), st.none() | st.integers(0, 40)), max_size=60),
     st.integers(0, 40),

@@ -45,7 +45,7 @@ def group(rewards: list[float], lengths: list[int], *, truncated: tuple[int, ...
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 15)), min_size=1, max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_packing_keeps_every_token_and_trains_exactly_the_sampled_ones(sizes):
     rollouts = [rollout(p, n, i) for i, (p, n) in enumerate(sizes)]
     groups = [Group(Prompt("p", "p", (1,)), (one,), np.zeros(1), np.zeros(1)) for one in rollouts]

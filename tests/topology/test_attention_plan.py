@@ -37,7 +37,7 @@ def _pairs_of_task(task, seq_len: int, window: int) -> list[tuple[int, int]]:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES, st.integers(1, 4), st.data())
 def test_every_visible_pair_is_in_one_task(placement, window, tolerance, block, data):
     shape = placement.shape
@@ -56,7 +56,7 @@ def test_every_visible_pair_is_in_one_task(placement, window, tolerance, block, 
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES, st.integers(1, 4))
 def test_every_needed_row_reaches_its_host_once(placement, window, tolerance, block):
     shape = placement.shape
@@ -84,7 +84,7 @@ def test_every_needed_row_reaches_its_host_once(placement, window, tolerance, bl
         assert transfers.sent(len(ranks)).sum() == transfers.received(len(ranks)).sum() == transfers.num_rows
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES)
 def test_a_rank_computes_its_part_of_the_exchange_alone(placement, window, tolerance):
     plan = plan_attention(placement, window=window, tolerance=tolerance, block=2)
@@ -97,7 +97,7 @@ def test_a_rank_computes_its_part_of_the_exchange_alone(placement, window, toler
                 assert column.tolist() == of_all[is_own].tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(placements(), WINDOWS, st.sampled_from((0.0, 0.02, 0.3)), st.integers(1, 5), st.data())
 def test_the_busiest_rank_has_one_block_more_than_its_share(placement, window, tolerance, block, data):
     num_ranks = placement.shape.num_ranks

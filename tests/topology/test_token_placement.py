@@ -9,7 +9,7 @@ from moefold.topology.token_placement import Document, Placement, RoundShape, do
 from tests.topology.rounds import placements
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(placements())
 def test_every_token_has_one_slot(placement):
     shape = placement.shape

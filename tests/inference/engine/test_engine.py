@@ -222,7 +222,7 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     @given(
         st.permutations(range(12)), st.integers(1, 12), st.integers(0, 90), st.integers(2, 12), st.booleans(), st.data()
     )
-    @settings(max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=6, derandomize=True, database=None, phases=[Phase.generate])
     def check(order: list[int], slots: int, more: int, num_pages: int, shares: bool, data: st.DataObject) -> None:
         nonlocal num_preemptions
         engine_settings = EngineSettings(

@@ -114,7 +114,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[Request], PassLimits, list[int]]:
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_schedule_changes_a_token(schedule):
     requests, limits, arrivals = schedule
     found, scheduler = run(requests, limits, arrivals)

@@ -50,7 +50,7 @@ def test_one_round_ahead_of_slow_training_waits_for_nothing():
     assert rounds.idle_share(is_training=False) == pytest.approx(13 / 20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seconds=st.lists(st.floats(0.1, 9), min_size=5, max_size=5),
     updates=st.integers(1, 3),
