@@ -44,3 +44,8 @@ class RunConfig:
     """Replay passes from CUDA graphs, without the host's launches ([kernels.md](kernels.md#cuda-graphs)). attention: of
     each attention. attention_router: of each attention and each router. full: of a whole micro-batch, on one GPU. For
     CUDA, without tensor and context parallelism in a graph."""
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Return whether passes are replayed from CUDA graphs."""
+        return self.cuda_graphs != "none"

@@ -147,6 +147,11 @@ class TrainConfig:
     """Held-out samples per evaluation, each once; all of them if there are fewer."""
 
     @property
+    def quantizes_gemms(self) -> bool:
+        """Return whether the operands of the layers' GEMMs have a number format of their own."""
+        return self.precision != "dtype"
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens per global batch."""
         return self.global_batch_size * self.seq_len

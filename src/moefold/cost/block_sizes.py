@@ -40,7 +40,7 @@ class BlockSizes:
     def has_c_recurrence(self) -> bool:
         """Return whether linear attention is computed in C, given a compiler."""
         run = self.cfg.run
-        is_supported = run.dtype != "float64" and self.cfg.train.precision == "dtype"
+        is_supported = run.dtype != "float64" and not self.cfg.train.quantizes_gemms
         return self.kernels.device_type == "cpu" and run.kernels in ("auto", "c") and is_supported
 
     def gathered_bytes(self, width: int) -> int:

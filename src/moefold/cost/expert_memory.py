@@ -66,7 +66,7 @@ class ExpertMemory:
         """True if the experts apply the routing probabilities: no outputs are saved then (`Dispatcher.run`)."""
         run = self._cfg.run
         runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
-        commutes = self._kernels.experts_apply_probs and runs_kernels and self._cfg.train.precision == "dtype"
+        commutes = self._kernels.experts_apply_probs and runs_kernels and not self._cfg.train.quantizes_gemms
         return self._cfg.moe.weight_in_expert or self._cfg.model.router_probs_on_input or commutes
 
     def saved(self) -> BytesByPart:

@@ -91,7 +91,7 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
 
 
 def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner, *, is_plain: bool) -> SelectedKernels:
-    if cfg.train.precision != "dtype":
+    if cfg.train.quantizes_gemms:
         return _low_precision_kernels(cfg, device, autotuner)
     if is_plain:
         return SelectedKernels()

@@ -21,7 +21,7 @@ Obstacle = tuple[str, bool, str]
 
 def validate_cuda_graphs(cfg: Config) -> Iterator[str]:
     """Check that what is captured has fixed shapes, addresses and memory, and no communication or host work."""
-    if cfg.run.cuda_graphs == "none":
+    if not cfg.run.uses_cuda_graphs:
         return
     for setting, is_present, reason in (*_obstacles(cfg), *_OBSTACLES_BY_MODE[cfg.run.cuda_graphs](cfg)):
         if is_present:
@@ -119,7 +119,7 @@ def check_cuda_graphs_device(run: RunConfig, device_type: str) -> None:
     Raises:
         ConfigError: they have not.
     """
-    if run.cuda_graphs != "none" and device_type != "cuda":
+    if run.uses_cuda_graphs and device_type != "cuda":
         raise ConfigError(_needs_cuda(run, device_type))
 
 

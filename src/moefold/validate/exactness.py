@@ -67,7 +67,7 @@ def _kernels(cfg: Config, device_type: str, has_c_kernels: bool) -> Iterator[str
         yield f"run.kernels={run.kernels!r}: not all parts are computed in C on this machine; choose 'c'"
     if run.compile != "none":
         yield f"run.compile={run.compile!r}: compiled parts differ with the number of tokens; set 'none'"
-    if cfg.train.precision != "dtype":
+    if cfg.train.quantizes_gemms:
         yield f"train.precision={cfg.train.precision!r}: scales are shared by blocks of tokens; set 'dtype'"
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len
     is_single_chunk = not 0 < cfg.loss_chunk_tokens(device_type) < tokens

@@ -27,7 +27,7 @@ def validate_forward_only(cfg: Config) -> Iterator[str]:
             f"parallel.schedule='{p.schedule}' splits the backward pass, and {name} has none; choose schedule='1f1b' "
             "or 'interleaved'"
         )
-    if cfg.run.cuda_graphs != "none":
+    if cfg.run.uses_cuda_graphs:
         yield (
             f"run.cuda_graphs={cfg.run.cuda_graphs!r} records forward and backward passes, and {name} has no backward "
             "pass; set cuda_graphs='none'"

@@ -54,7 +54,7 @@ def validate_adapter_training(cfg: Config) -> Iterator[str]:
     name = f"lora.rank={lora.rank}"
     has_experts = any(weight.is_expert for weight in adapted_weights(cfg.model, lora).values())
     others = "choose lora.targets without experts"
-    if has_experts and cfg.train.precision != "dtype":
+    if has_experts and cfg.train.quantizes_gemms:
         yield (
             f"train.precision={cfg.train.precision!r} has no kernels for experts with adapters; {others}, or "
             "train.precision='dtype'"
@@ -65,7 +65,7 @@ def validate_adapter_training(cfg: Config) -> Iterator[str]:
             f"parallel.dispatcher={dispatcher.kind!r} moves the weights of experts between ranks, and not "
             f"their adapters; {others}, or parallel.dispatcher='alltoall'"
         )
-    if cfg.run.cuda_graphs != "none":
+    if cfg.run.uses_cuda_graphs:
         yield f"run.cuda_graphs={cfg.run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
     if cfg.trains_indexers_only:
         yield f"train.indexer_stage='warmup' trains the indexers alone, and {name} adapters alone; choose one of them"

@@ -396,7 +396,7 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
     """Yield why the last data-parallel ranks cannot have padding: settings that read whole batches of samples."""
     p = cfg.parallel
     unsupported = {
-        "run.cuda_graphs": cfg.run.cuda_graphs != "none",
+        "run.cuda_graphs": cfg.run.uses_cuda_graphs,
         "moe.trace_every": cfg.moe.trace_every > 0,
         "moe.replay": bool(cfg.moe.replay),
         "align.method": isinstance(chosen_in(cfg.align, AlignmentPart), PreferencePart),
@@ -499,7 +499,7 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
 
 def validate_tp_overlap(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that `overlap_tp` has no low-precision GEMMs: each partial GEMM would quantise the weight again."""
-    if parallel.overlap_tp and train.precision != "dtype":
+    if parallel.overlap_tp and train.quantizes_gemms:
         yield (
             f"parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time, in run.dtype, and "
             f"train.precision={train.precision!r} runs one for all tokens; choose precision='dtype', or "

@@ -165,7 +165,7 @@ def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl
         f"moe.trace_every={moe.trace_every}": (moe.trace_every > 0, "batches of rollouts vary in size", "set 0"),
         f"moe.replay={moe.replay!r}": (bool(moe.replay), "a trace has the tokens of another run", "leave it out"),
         f"train.precision={train.precision!r}": (
-            train.precision != "dtype",
+            train.quantizes_gemms,
             "sampling has no rows enough for its blocks",
             "set 'dtype'",
         ),

@@ -287,7 +287,7 @@ def validate_kernels(run: RunConfig, train: TrainConfig) -> Iterator[str]:
             f"run.kernels={name!r} {verb} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
             "or 'plain', or run.dtype to 'bfloat16' or 'float32'"
         )
-    if train.precision != "dtype":
+    if train.quantizes_gemms:
         own_kernels = "GEMMs" if name == "triton" else "activations between its GEMMs"
         yield (
             f"train.precision={train.precision!r} has {own_kernels} of its own, which run.kernels={name!r} would "
