@@ -233,7 +233,7 @@ def _is_valid(cfg: Config) -> bool:
     return True
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply the overrides in order, fill in the preset and validate.
 
     `check_config` checks keys against each other. Only explicit settings without effect are refused here, because the
@@ -267,12 +267,13 @@ class LoadedRecipe(NamedTuple):
     """Keys of RESOLVED_KEYS that neither the recipe nor an override sets."""
 
 
-def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe as `load_config` does, and return also its explicit keys and adaptation messages.
 
     Raises:
         ConfigError: see `load_config`.
     """
+    path = None if path is None else Path(path)
     tree = read_recipe(path) if path is not None else {}
     if tree.get("parallel") == AUTO:
         tree["parallel"] = {"mapping": AUTO}

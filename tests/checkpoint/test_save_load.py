@@ -157,6 +157,15 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
     assert "it has other moments instead of pending_gradient of optimizer." in error
 
 
+def test_states_that_an_optimizer_would_drop_are_refused(pool, tmp_path):
+    """What is left of them may have another meaning: the moment of AdamW is no moment of Lion."""
+    pool.run(1, _save_broken, recipe(tmp_path, train={"gradient_delay": 1}), "", "")
+    (error,) = pool.run(1, _load, recipe(tmp_path))
+    assert "is of another optimizer, it also has optimizer." in error
+    assert ".pending_gradient" in error
+    assert "more; set train.optimizer, train.muon_groups, train.gradient_delay" in error
+
+
 def test_moments_that_an_optimizer_does_not_have_are_refused(pool, tmp_path):
     spsa = recipe(tmp_path / "spsa", train={"optimizer": "spsa"})
     adamw = recipe(tmp_path / "adamw")

@@ -88,6 +88,7 @@ def test_all_six_train_with_rollouts_save_resume_and_generate(tmp_path, kind):
     assert losses(again) == losses(run)
     asked = ["generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu"]
     files = [f"{PACKAGE / name}" for _, name, _ in PARTS.values()]
+    assert (f" --part {files[0]}" in done.stdout) == by_file
     for key, (_, name, _) in PARTS.items():
         source = settings[key.split(".")[0]][key.split(".")[1]]["from"]
         expected = {"file": str(PACKAGE / name.split(":")[0])} if by_file else {"version": "0.1"}

@@ -71,6 +71,7 @@ def test_a_package_is_found_by_its_kind(install):
     table = {"kind": "half", "share": 0.25, "from": {"distribution": "moefold-half", "version": "0.3"}}
     assert part.as_table() == table
     assert load_config(None, ['train.lr_schedule={kind="half", share=0.25}']).train.lr_schedule == part
+    assert load_config(None, ["train.lr_schedule.share=0.25", "train.lr_schedule=half"]).train.lr_schedule == part
     assert "half" not in choices_of("train", "lr_schedule")
     assert "half" not in keys_text("train.lr_schedule")
 

@@ -19,7 +19,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.groups.activation import ActivationPart
-from moefold.config.layers import GATE_WIDTHS, NORM_WIDTHS
+from moefold.config.layers import GATE_WIDTHS, LAYER_KEYS, NORM_WIDTHS
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
@@ -83,7 +83,8 @@ def test_each_key_of_a_formula_is_read_somewhere():
     named = {node.attr for tree in [*SOURCES, *config] for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keys = {name.split(".")[1] for name in f"{FORMULA_KEYS} {SITES_FORMULA_KEYS}".split()}
     unread = {"precision", "density", "values", "residual", "moments", "weigh"}
-    of_parts = {name.split(".")[1] for name in (*readers(), *layer_readers(), *(g.key for g in groups()))}
+    choices = (*LAYER_KEYS, *(group.key for group in groups()))
+    of_parts = {name.split(".")[1] for name in (*readers(), *layer_readers(), *choices)}
     assert keys - named - unread - of_parts == set()
 
 
@@ -241,7 +242,7 @@ def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
 def test_an_attention_without_a_formula_is_refused(key):
     cfg = _small(model={"attention_pattern": "L" if key == "linear_attention" else "F"})
     unknown = _without_formula(cfg.model.layers[0].attention)
-    with pytest.raises(NoFormulaError, match=r"no formula for attention=.*Unknown"):
+    with pytest.raises(NoFormulaError, match=r"no formula for model\.attention=.*Unknown"):
         _train(_with(cfg, f"model.{key}", unknown), cfg)
 
 

@@ -58,6 +58,10 @@ _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
 """Messages of the DCP library for a file whose end could not be written; other errors keep their text."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
+_OPTIMIZER_HINT = (
+    "set train.optimizer, train.muon_groups, train.gradient_delay and train.delay_correction as they were, or begin a "
+    "new run with its weights: checkpoint.init_from"
+)
 _CORRUPT_FILE_ERRORS = (
     AssertionError,
     AttributeError,
@@ -371,7 +375,8 @@ def _gather_errors(errors: list[str]) -> list[str]:
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
     """Check that the checkpoint has all entries of all ranks; collective, so that all ranks raise together."""
     faults = _missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
-    parameters = {entry.rpartition(".")[0] for entry in metadata.state_dict_metadata if entry.startswith("optimizer.")}
+    moments = [entry for entry in metadata.state_dict_metadata if entry.startswith("optimizer.")]
+    parameters = {entry.rpartition(".")[0] for entry in moments}
     for name, tensor in state.items():
         stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
@@ -383,9 +388,7 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
     if found := _gather_errors(faults):
         if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in found):
             raise ConfigError(
-                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; set train.optimizer, "
-                "train.muon_groups, train.gradient_delay and train.delay_correction as they were, or begin a new run "
-                "with its weights: checkpoint.init_from"
+                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; {_OPTIMIZER_HINT}"
             )
         if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in found):
             raise ConfigError(
@@ -394,6 +397,13 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
                 f"checkpoint.init_from={str(path)!r}"
             )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
+    optimized = {name.rpartition(".")[0] for name in state if name.startswith("optimizer.")}
+    # Two optimizers may give states of different meanings one name: the states that only one has tell them apart.
+    others = [name for name in moments if name not in state and name.rpartition(".")[0] in optimized]
+    if found := _gather_errors(others):
+        raise ConfigError(
+            f"checkpoint {str(path)!r} is of another optimizer, it also has {format_list(found)}; {_OPTIMIZER_HINT}"
+        )
 
 
 def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Tensor] | None) -> None:

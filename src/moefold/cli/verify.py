@@ -307,8 +307,8 @@ def _parser() -> argparse.ArgumentParser:
         "--against",
         choices=("oracle", ONE_RANK),
         default="oracle",
-        help="one-rank: train the same code on one rank instead of the oracle, which has no formula for a part from "
-        "outside; this compares the code with itself (oracle)",
+        help="one-rank: train the same code on one rank instead of the oracle, for parts from outside without a "
+        "formula; this compares the code with itself (oracle)",
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     return parser

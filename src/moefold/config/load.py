@@ -50,11 +50,19 @@ MAX_NAME_CHARACTERS = 200
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
     """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` works as in recipes.
 
+    The settings of a part, `section.key.setting=value`, follow all others: its kind may stand before or after them.
+
     Raises:
         ConfigError: an override has another form, or names no section.
     """
-    for override in overrides:
+    for override in sorted(overrides, key=_sets_part):
         _apply_override(tree, override)
+
+
+def _sets_part(override: str) -> bool:
+    """Return whether an override gives a setting of a part."""
+    key, _, setting = override.partition("=")[0].strip().rpartition(".")
+    return bool(setting) and key in part_keys()
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:

@@ -6,6 +6,7 @@ names is looked up among the files that are imported already (`imported_class`),
 
 import hashlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -127,8 +128,9 @@ def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
         key=lambda one: (one[0] == origin, one[0].sha256 == origin.sha256),
     )
     if not ranked:
+        known = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
         where = f", which was {origin.file}" if origin.file else ""
-        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {kind}")
+        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {shlex.quote(known)}")
     return getattr(ranked[-1][1], name), ranked[-1][0]
 
 

@@ -19,12 +19,15 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
+from moefold.config.outside import origin_of
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.suggestions import part_keys
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
@@ -250,9 +253,19 @@ def next_commands(cfg: Config) -> list[str]:
     prompt = EXAMPLE_PROMPTS.get(cfg.data.kind)
     chat = " --chat" if cfg.data.has_conversations else ""
     if cfg.data.has_prompts:
-        return [f"next: {_rollout_command(cfg)}", train_on]
-    use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}" if prompt else f"moefold checkpoint show {run_dir}"
+        return [f"next: {_rollout_command(cfg)}{_part_options(cfg)}", train_on]
+    use = f"moefold checkpoint show {run_dir}"
+    if prompt:
+        use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}{_part_options(cfg)}"
     return [f"next: {use}", train_on]
+
+
+def _part_options(cfg: Config) -> str:
+    """Return the options that name the files of parts, without which no command can read the run."""
+    values = (getattr(getattr(cfg, section), key) for section, _, key in (name.partition(".") for name in part_keys()))
+    origins = (origin_of(type(value)) for value in values if isinstance(value, Part))
+    files = (f"{origin.file}:{kind.rpartition(':')[2]}" for kind, origin in origins if origin.file)
+    return "".join(f" --part {shlex.quote(file)}" for file in dict.fromkeys(files))
 
 
 def _rollout_command(cfg: Config) -> str:

@@ -22,7 +22,7 @@ from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.forward_only import validate_forward_only
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
-from moefold.validate.model import MODEL_RULES, validate_layer_pattern
+from moefold.validate.model import MODEL_RULES, layer_problems, validate_layer_pattern, validate_layers
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
 from moefold.validate.regroup import REGROUP_RULES
@@ -95,7 +95,8 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
-    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
+    problems = (problem for part in parts for problem in part_problems(part, cfg))
+    raise_all((*messages, *(str(problem) for problem in problems if problem.key.startswith("model."))))
     raise_all(validate_rows(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
@@ -131,6 +132,8 @@ def check_model(model: ModelConfig) -> None:
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg.model))
+    messages = [message for rule in MODEL_RULES if rule is not validate_layers for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
-    messages = [message for rule in MODEL_RULES for message in ask(rule, cfg)]
-    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
+    problems = [*layer_problems(cfg), *(problem for part in parts for problem in part_problems(part, cfg))]
+    # The other sections are not those of the run: a part may refuse their defaults.
+    raise_all(dict.fromkeys((*messages, *(str(problem) for problem in problems if problem.key.startswith("model.")))))

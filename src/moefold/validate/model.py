@@ -7,6 +7,7 @@ from moefold.config.chosen import part_problems
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
+from moefold.config.problem import Problem
 from moefold.config.schema import Config
 from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 
@@ -39,11 +40,17 @@ def _validate_pattern(model: ModelConfig, key: str, kinds: str) -> Iterator[str]
         )
 
 
+def layer_problems(cfg: Config) -> Iterator[Problem]:
+    """Yield the broken rules of the parts of the layers."""
+    parts = dict.fromkeys(part for layer in dict.fromkeys(cfg.model.all_layers) for part in layer.parts())
+    for part in parts:
+        if isinstance(part, Part):
+            yield from part_problems(part, cfg)
+
+
 def validate_layers(cfg: Config) -> Iterator[str]:
     """Check the parts of the layers."""
-    parts = dict.fromkeys(part for layer in dict.fromkeys(cfg.model.all_layers) for part in layer.parts())
-    problems = (problem for part in parts if isinstance(part, Part) for problem in part_problems(part, cfg))
-    yield from dict.fromkeys(map(str, problems))
+    yield from dict.fromkeys(map(str, layer_problems(cfg)))
 
 
 MODEL_RULES = (
