@@ -95,8 +95,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
-    problems = (problem for part in parts for problem in part_problems(part, cfg))
-    raise_all((*messages, *(str(problem) for problem in problems if problem.key.startswith("model."))))
+    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
@@ -135,5 +134,5 @@ def check_model(model: ModelConfig) -> None:
     messages = [message for rule in MODEL_RULES if rule is not validate_layers for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
     problems = [*layer_problems(cfg), *(problem for part in parts for problem in part_problems(part, cfg))]
-    # The other sections are not those of the run: a part may refuse their defaults.
+    # The other sections hold defaults, which a part may refuse, not the settings of the run.
     raise_all(dict.fromkeys((*messages, *(str(problem) for problem in problems if problem.key.startswith("model.")))))
