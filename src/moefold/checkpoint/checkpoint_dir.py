@@ -202,7 +202,7 @@ def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
         cfg: the recipe.
         fingerprints: current fingerprints of the data files; None: compare the settings alone.
     """
-    ours = sample_order(cfg)
+    ours = _without_want(sample_order(cfg))
     theirs = _recorded_order(meta)
     if not meta.data_files:
         return _differences(theirs, ours)
@@ -271,9 +271,15 @@ def moved_data_message(meta: CheckpointMeta, cfg: Config) -> str:
 def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
     """Return `sample_order` of a checkpoint's run."""
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    order = sample_order(Config()) | meta.order
-    # What generation asks for changes no sample.
-    order.pop(WANT_KEY, None)
+    return _without_want(sample_order(Config()) | meta.order)
+
+
+def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an order without what generation asks for, which changes no sample."""
+    order = {key: value for key, value in order.items() if key != WANT_KEY}
+    method = order["align.method"]
+    if isinstance(method, dict) and "template" in method:
+        order["align.method"] = {key: value for key, value in method.items() if key != "want"}
     return order
 
 

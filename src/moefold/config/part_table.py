@@ -6,7 +6,7 @@ pydantic validates the values, strictly and with the bounds in the annotations; 
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -252,7 +252,8 @@ def _model(part: Any) -> type[BaseModel]:
     kind, origin = origin_of(part)
     required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
     keys: dict[str, Any] = {}
-    of_base = {field.name for field in fields(find_group(part.group))}
+    bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
+    of_base = {field.name for base in bases for field in fields(base)}
     for key, hint in _hints(part).items():
         has_mark = any(isinstance(entry, FlatKey | KindOf) for entry in getattr(hint, "__metadata__", ()))
         if has_mark and key not in of_base:

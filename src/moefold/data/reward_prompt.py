@@ -46,8 +46,8 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     """
     method = order.get("align.method")
     if isinstance(method, dict):
-        # The settings of a part from outside are in its table.
-        settings = method
+        # The settings of a part from outside are in its table; a part that asks for no reward may have one of them.
+        settings = method if {"template", "want"} <= method.keys() else {}
     else:
         settings = {key: order[f"align.{key}"] for key in ("template", "want") if f"align.{key}" in order}
     if "want" not in settings or isinstance(method, str) and method != "condition":

@@ -7,7 +7,7 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 from collections.abc import Iterator
 
 from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
-from moefold.config.groups.attention import SoftmaxAttentionPart, SoftmaxCore
+from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router_score import RouterScorePart
@@ -127,8 +127,7 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
             "the number of tokens; choose 0"
         )
     core = model.softmax_attention.core(model.hidden_size)
-    uses_kernel = isinstance(model.softmax_attention, SoftmaxAttentionPart) and isinstance(core, SoftmaxCore)
-    if uses_kernel and max(core.key_width, core.value_width) > MAX_EXACT_HEAD_DIM:
+    if isinstance(core, SoftmaxCore) and max(core.key_width, core.value_width) > MAX_EXACT_HEAD_DIM:
         head_dim = max(core.key_width, core.value_width)
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if train.seq_len > MAX_EXACT_SEQ_LEN:

@@ -47,9 +47,10 @@ def validate_rl_batch(run: RunConfig, train: TrainConfig, checkpoint: Checkpoint
     size = train.global_batch_size
     if size % rl.group_size:
         legal = [number for number in divisors(size) if number > 1]
+        way_out = f"group_size {nearest_numbers(rl.group_size, legal)}, or another batch" if legal else "a larger batch"
         yield (
             f"train.global_batch_size={size} must be a multiple of rl.group_size={rl.group_size}: it counts rollouts; "
-            f"choose group_size {nearest_numbers(rl.group_size, legal)}, or another batch"
+            f"choose {way_out}"
         )
     for key, steps in (("run.steps", run.steps), ("checkpoint.every", checkpoint.every)):
         if steps % rl.updates:

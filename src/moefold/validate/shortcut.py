@@ -15,8 +15,8 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
         return
     if model.layers[0].residual.norms_output:
         yield (
-            f"{KEY} does not go with model.norm_placement={model.norm_placement!r}: the routed output would be added "
-            "without a norm; set norm_placement='pre'"
+            f"{KEY} does not go with model.norm_placement={model.layers[0].residual.kind!r}: the routed output would "
+            "be added without a norm; set norm_placement='pre'"
         )
     if not model.shared_expert_ffn_hidden_size:
         yield (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moefold.config.groups.attention import AttentionPart
+from moefold.config.groups.attention import AttentionPart, SoftmaxAttentionPart
 from moefold.config.model import ModelConfig
 from moefold.validate.unused_rule import UnusedKeyRule
 
@@ -17,6 +17,12 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 
 LAYER_RULES = (
+    UnusedKeyRule(
+        "model.qk_norm model.attention_gate",
+        lambda cfg: not isinstance(cfg.model.softmax_attention, SoftmaxAttentionPart),
+        "model.attention is of another package, which has keys of its own",
+        "choose model.attention='gqa'",
+    ),
     UnusedKeyRule(
         "model.qk_norm_nope",
         lambda cfg: not cfg.model.qk_norm or not has_nope(cfg.model),
