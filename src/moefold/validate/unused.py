@@ -183,11 +183,14 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
 
 def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
     """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy."""
-    unread = {name: why_unread(cfg, name) for name in read_conditions()}
-    found = {name: reason for name, reason in unread.items() if reason}
+    found: dict[str, tuple[str, str]] = {}
+    # Rules come first: they know why more than one key is needed.
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
             found.setdefault(name, (rule.reason, rule.remedy))
+    for name in read_conditions():
+        if reason := why_unread(cfg, name):
+            found.setdefault(name, reason)
     of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
     for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):
         for unused in part.unused_keys():
