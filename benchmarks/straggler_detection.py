@@ -22,7 +22,7 @@ from rank_trainer import RankTrainer, build_parser, run_recipe
 from moefold.config.schema import Config
 from moefold.metrics.rank_times import COMPUTE, Stragglers
 from moefold.recipe import load_config
-from moefold.topology.layout import fold
+from moefold.topology.layout import fold_mapping
 
 SLOW_RANK = 5
 WARM_UP = 3
@@ -68,14 +68,7 @@ def _measure(cfg: Config, trainer: RankTrainer, args: argparse.Namespace) -> Non
 
 def _evaluate(phases: dict[str, np.ndarray], cfg: Config) -> None:
     parallel = cfg.parallel
-    layout = fold(
-        world_size=parallel.world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-    )
+    layout = fold_mapping(parallel)
     stages = layout.attention.groups("dp", "cp", "tp")
     print(f"faults.straggler_factor={cfg.faults.straggler_factor:g}; rank {SLOW_RANK} is slow by a factor")
     print("   busy  factor  steps  detected at steps   false positives  compute / median, middle 90 % of healthy ranks")

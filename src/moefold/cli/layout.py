@@ -10,7 +10,6 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser
 from moefold.config.limits import MAX_RANKS, parse_count
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match
 from moefold.cost.stages import plan_stages
@@ -18,7 +17,7 @@ from moefold.errors import ConfigError, raise_all
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
-from moefold.topology.layout import Layout, fold
+from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.pipeline_layout import LayoutSyntaxError, StagePlan, expand_layout
 from moefold.validate.parallel import DEGREE_RULES, validate_pipeline_layout, validate_schedule
 
@@ -52,7 +51,7 @@ def run(argv: list[str]) -> int:
         check_writable("--picture", arguments.picture)
         reject_existing("--picture", arguments.picture, force=arguments.force)
     cfg, gpus_per_node, has_recipe = parse_arguments(arguments.words)
-    layout = layout_from_config(cfg.parallel)
+    layout = fold_mapping(cfg.parallel)
     pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
     if arguments.picture is not None:
         from moefold.cli.layout_picture import save_picture
@@ -92,7 +91,7 @@ def check_listable(layout: Layout) -> None:
 def parse_layout(arguments: Sequence[str]) -> tuple[Layout, int]:
     """Return the layout of the arguments and the number of ranks per node; see `parse_words`."""
     cfg, gpus_per_node, _ = parse_arguments(arguments)
-    return layout_from_config(cfg.parallel), gpus_per_node
+    return fold_mapping(cfg.parallel), gpus_per_node
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
@@ -120,15 +119,6 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
     if recipe is None and text:
         cfg = replace(cfg, model=_model_from_pipeline_layout(cfg.model, text))
     return cfg, gpus_per_node, recipe is not None
-
-
-def layout_from_config(parallel: ParallelConfig) -> Layout:
-    """Return the folded layout (both views) of a config.
-
-    Raises:
-        ConfigError: the degrees do not fold.
-    """
-    return fold(**{key: getattr(parallel, key) for key in FOLD_KEYS})
 
 
 def stages_from_config(cfg: Config) -> StagePlan:

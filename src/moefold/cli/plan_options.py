@@ -54,9 +54,9 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
     Raises:
         ConfigError: an option is malformed, a rank does not exist, or a faster rank has no effect on its stage.
     """
-    from moefold.cli.layout import layout_from_config
+    from moefold.topology.layout import fold_mapping
 
-    layout = layout_from_config(parallel)
+    layout = fold_mapping(parallel)
     given = parse_straggler_factors(options, layout.world_size)
     found = dict[int, float]()
     for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):

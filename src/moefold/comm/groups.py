@@ -18,7 +18,7 @@ from moefold.comm.resumable import BackwardOverlap
 from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options, release_mesh_groups
 from moefold.config.parallel import ParallelConfig
 from moefold.topology.communicators import Communicator, communicator_names, communicators
-from moefold.topology.layout import Layout, fold
+from moefold.topology.layout import Layout, fold_mapping
 
 
 @dataclass(frozen=True)
@@ -253,16 +253,7 @@ def fake_rank(parallel: ParallelConfig, rank: int) -> Iterator[ParallelGroups]:
 
     Collectives return at once and transfer nothing.
     """
-    layout = fold(
-        world_size=parallel.world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        order=parallel.order,
-        moe_order=parallel.moe_order,
-    )
+    layout = fold_mapping(parallel)
     dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
     try:
         # Device meshes do not support the meta device, but tensors sharded along them may be on it.

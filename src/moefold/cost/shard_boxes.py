@@ -15,7 +15,7 @@ from moefold.config.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.stages import plan_stages
-from moefold.topology.layout import Layout, fold
+from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.pipeline_layout import StagePlan
 
 
@@ -69,16 +69,7 @@ class WeightSharding:
     def from_config(cls, cfg: Config, *, for_training: bool) -> "WeightSharding":
         """Return the sharding of a recipe that passed `check_config`."""
         p = cfg.parallel
-        layout = fold(
-            world_size=p.world_size,
-            tp=p.tp,
-            cp=p.cp,
-            pp=p.pp,
-            ep=p.ep,
-            etp=p.etp,
-            order=p.order,
-            moe_order=p.moe_order,
-        )
+        layout = fold_mapping(p)
         return cls(cfg.model, layout, plan_stages(cfg), for_training and p.zero > 0)
 
     def boxes(self, rank: int) -> dict[str, Box]:

@@ -8,7 +8,7 @@ from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory, available_host_memory, available_process_memory
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import device_without_torch
-from moefold.topology.layout import fold
+from moefold.topology.layout import fold_mapping
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.validate.memory_need import (
     BytesByPart,
@@ -102,16 +102,7 @@ def local_host_capacity(
         rank_env: see `check_training`.
         first_rank: rank in the job of the first rank of the mapping.
     """
-    layout = fold(
-        world_size=parallel.world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        order=parallel.order,
-        moe_order=parallel.moe_order,
-    )
+    layout = fold_mapping(parallel)
     first, count = (
         (first_rank, parallel.world_size)
         if rank_env is None

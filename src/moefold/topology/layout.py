@@ -7,6 +7,7 @@ Torch-free, shared by the planner, the runtime and `moefold layout`.
 from dataclasses import dataclass
 from math import lcm, log, prod
 
+from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
@@ -154,6 +155,24 @@ def fold(
     layout = Layout(attention, moe)
     _check_pipeline_groups(layout)
     return layout
+
+
+def fold_mapping(parallel: ParallelConfig) -> Layout:
+    """Fold the mapping of a recipe.
+
+    Raises:
+        ConfigError: see `fold`.
+    """
+    return fold(
+        world_size=parallel.world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        order=parallel.order,
+        moe_order=parallel.moe_order,
+    )
 
 
 def divisors(n: int) -> list[int]:

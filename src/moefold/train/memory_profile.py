@@ -34,7 +34,7 @@ from moefold.parallel.batch import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.topology.layout import fold
+from moefold.topology.layout import fold_mapping
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 
@@ -65,9 +65,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     """Measure one training step on this rank of the default process group, on the CPU; collective."""
     report("building the model")
     p = cfg.parallel
-    layout = fold(
-        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
-    )
+    layout = fold_mapping(p)
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(

@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, part_keys
 from moefold.errors import ConfigError, raise_all
-from moefold.topology.layout import Layout, fold
+from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
@@ -77,9 +77,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg.model))
     p = cfg.parallel
-    layout = fold(
-        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
-    )
+    layout = fold_mapping(p)
     # A model is used with the data section of its training, which names its tokenizer.
     training_only = (
         *TRAINING_ONLY_RULES,

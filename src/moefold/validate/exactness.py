@@ -127,8 +127,8 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
             "the number of tokens; choose 0"
         )
     core = model.softmax_attention.core(model.hidden_size)
-    if isinstance(core, SoftmaxCore) and max(core.key_width, core.value_width) > MAX_EXACT_HEAD_DIM:
-        head_dim = max(core.key_width, core.value_width)
+    head_dim = max(core.key_width, core.value_width) if isinstance(core, SoftmaxCore) else 0
+    if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if train.seq_len > MAX_EXACT_SEQ_LEN:
         yield (

@@ -28,7 +28,7 @@ from moefold.cost.recompute_parts import AUTO
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
-from moefold.topology.layout import divisors, fold
+from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.placement import PLACEMENT_RULES
@@ -482,9 +482,7 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         yield (
             f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
         )
-    layout = fold(
-        world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order, moe_order=p.moe_order
-    )
+    layout = fold_mapping(p)
     plan = plan_stages(cfg)
     by_pp_rank = [
         collective_sequence(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.errors import ConfigError
-from moefold.topology.layout import fold
+from moefold.topology.layout import fold_mapping
 from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
 
 FETCH = "rollout.experts='fetch'"
@@ -66,16 +66,7 @@ def check_fetching_ranks(
             f"{FETCH} reads experts from the memory of a machine, which is not implemented for the device "
             f"{device_type!r}; choose 'exchange' or 'whole', or run.device='cpu'"
         )
-    layout = fold(
-        world_size=parallel.world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        order=parallel.order,
-        moe_order=parallel.moe_order,
-    )
+    layout = fold_mapping(parallel)
     for first in range(parallel.world_size):
         ranks = [first_rank + rank for rank in layout.moe.group(first, "ep")]
         if len({rank // ranks_per_machine for rank in ranks}) > 1:
