@@ -102,7 +102,13 @@ def measured(cfg: Config) -> MeasuredMemory:
         patch.setattr(gemm, "_USES_ONEDNN_FP32", False)
         patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
         patch.delattr("moefold.ops.cpu.permute.CPermuteOps.combine")
-        return measure_rank(cfg)
+        threads = torch.get_num_threads()
+        # Kernels of linear attention and of gemms hold scratch memory for each thread; the formulas count one thread.
+        torch.set_num_threads(1)
+        try:
+            return measure_rank(cfg)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _on_one_rank(cfg: Config) -> MeasuredMemory:
