@@ -42,6 +42,11 @@ def with_part(recipe: Config, part: Part) -> Config:
     """Return a recipe with other settings of a part that it chooses: in its flat keys, if it has them."""
     if not isinstance(read_key(recipe, part.key), str):
         return _with_key(recipe, part.key, part)
+    return with_flat_keys(recipe, part)
+
+
+def with_flat_keys(recipe: Config, part: Part) -> Config:
+    """Return a recipe with the settings of a built-in part in the keys that it is read from."""
     for field, key in flat_keys(part.group, part.kind):
         value = getattr(part, field)
         recipe = with_part(recipe, value) if isinstance(key, type) else _with_key(recipe, key, value)
