@@ -249,9 +249,12 @@ def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
 
     Full and windowed layers alternate quickly; linear layers and layers without RoPE may come after several others.
     """
-    kept = [number % len(kinds) for number in range(count)]
-    missing = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind not in kinds[:count]][: count - 1]
-    return kept[: count - len(missing)] + missing
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    for length in range(count, 0, -1):
+        missing = [number for number in firsts if number >= length]
+        if length + len(missing) <= count:
+            return [number % len(kinds) for number in range(length)] + missing
+    return firsts[:count]
 
 
 def _spread_kinds(layers: Sequence[Layer], count: int) -> list[int]:
