@@ -7,9 +7,8 @@ from math import lcm, prod
 from typing import Any
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import LAYER_GROUPS, chosen_in, chosen_parts, with_flat_keys, with_part
+from moefold.config.chosen import LAYER_GROUPS, chosen_in, chosen_parts, with_part
 from moefold.config.data import DataConfig
-from moefold.config.find import is_built_in
 from moefold.config.groups.attention import AttentionPart, SpanPart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
@@ -188,7 +187,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         sites=SitesConfig(),
     )
     for part in _small_parts(cfg.model, to):
-        small = with_flat_keys(small, part) if is_built_in(type(part)) else with_part(small, part)
+        small = with_part(small, part)
     to = replace(to, rotary_dim=small.model.rotary_dim)
     for part in chosen_parts(small):
         with names_failure(part, "shrink"):
