@@ -1,12 +1,17 @@
 """Small recipes of each built-in kind, which is found by its file, and of each of its settings that is on or off."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_group, find_part
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.layers import FEED_FORWARD_KINDS, SPANS
-from moefold.config.part import flat_keys, flat_keys_of
+from moefold.config.part import Part, flat_keys, flat_keys_of
+from moefold.config.schema import Config
 from moefold.config.suggestions import default_of
+from moefold.errors import ConfigError
+from moefold.validate.unused import idle_keys
+from tests.verify.recipes import tiny
 
 Settings = dict[str, dict[str, object]]
 """Keys of a recipe by section."""
@@ -36,14 +41,16 @@ NEEDS: dict[tuple[str, str], Settings] = {
     },
     ("rope_scaling", "ntk"): {"model": CONTEXT},
     ("rope_scaling", "yarn"): {"model": CONTEXT},
-    ("router_softmax", "sparsemixer"): {"model": {"sparsemixer_jitter": 0.6}},
+    ("router_softmax", "sparsemixer"): {"model": {"sparsemixer_jitter": 0.6}, "moe": {"choice": "topk"}},
 }
 """What a kind needs besides the key that chooses it."""
-ON = {bool: True, int: 4, float: 0.5}
-"""Value of a setting that is off, by its type."""
+ON = {int: 4, float: 0.5}
+"""Value of a number that is 0 by default, by its type."""
+OTHER_WIDTH = {"head": "all_heads", "dim": "head"}
+"""Other value of the widths of norms and gates."""
 
 
-def kinds_of(groups: Iterator[str] | tuple[str, ...]) -> list[tuple[str, str]]:
+def kinds_of(groups: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the built-in kinds of some groups."""
     return [(group, kind) for group in groups for kind in built_in_kinds(group)]
 
@@ -67,33 +74,57 @@ def merged(first: Settings, second: Settings) -> Settings:
     return {section: first.get(section, {}) | second.get(section, {}) for section in first | second}
 
 
-def variants(group: str, kind: str) -> Iterator[Settings]:
-    """Yield the settings of a kind with its other settings as they are, and with each that can be on or off switched.
+def recipes(group: str, kind: str, make: Callable[..., Config] = tiny) -> Iterator[Config]:
+    """Yield recipes with a kind: with its other settings as they are, and with each that can be on or off switched.
 
-    These are truth values, and numbers whose default 0 means "none". Some are not legal.
+    These are truth values, and numbers whose default 0 means "none". A recipe that is not legal, in which the setting
+    has no effect, or which then lacks the kind, is left out.
+
+    Args:
+        group: the group.
+        kind: a built-in kind.
+        make: makes a legal recipe of settings.
     """
+    cfg = make(**settings(group, kind))
+    assert has_kind(cfg, group, kind)
+    yield cfg
+    for name, found in _switched(group, kind):
+        try:
+            cfg = make(**found)
+        except ConfigError:
+            continue
+        if has_kind(cfg, group, kind) and name not in idle_keys(cfg):
+            yield cfg
+
+
+def has_kind(cfg: Config, group: str, kind: str) -> bool:
+    """Return whether a recipe has a part of this kind."""
+    parts = [part for layer in cfg.model.all_layers for part in layer.parts()]
+    if group not in OF_LAYERS:
+        parts.append(chosen(cfg, find_group(group)))
+    return any(isinstance(part, Part) and (part.group, part.kind) == (group, kind) for part in parts)
+
+
+def _switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
+    """Yield settings with one switched, and its key."""
     base = settings(group, kind)
-    yield base
     part = find_part(group, kind)
     for name in (name for _, name in flat_keys(group, kind) if isinstance(name, str)):
-        yield from _switched(base, name)
-    for field, nested, keys in (
-        ("gate", OutputGate, {"attention_gate": True}),
-        ("qk_norm", QueryKeyNorm, {"qk_norm": True}),
-    ):
+        yield from _with_switched(base, name)
+    for field, nested, key in (("gate", OutputGate, "attention_gate"), ("qk_norm", QueryKeyNorm, "qk_norm")):
         if field in part.__dataclass_fields__:
-            base_with = merged(base, {"model": keys})
-            yield base_with
+            with_nested = merged(base, {"model": {key: True}})
+            yield f"model.{key}", with_nested
             for _, name in flat_keys_of(nested):
-                yield from _switched(base_with, name)
+                yield from _with_switched(with_nested, name)
 
 
-def _switched(base: Settings, name: str) -> Iterator[Settings]:
+def _with_switched(base: Settings, name: str) -> Iterator[tuple[str, Settings]]:
     section, key = name.split(".")
     default = default_of(section, key)
     if isinstance(default, bool):
-        yield merged(base, {section: {key: not default}})
+        yield name, merged(base, {section: {key: not default}})
     elif default == 0 and type(default) in ON:
-        yield merged(base, {section: {key: 0 if key in base.get(section, {}) else ON[type(default)]}})
-    elif key.endswith("_width") and isinstance(default, str):
-        yield merged(base, {section: {key: {"head": "all_heads", "dim": "head"}[default]}})
+        yield name, merged(base, {section: {key: 0 if key in base.get(section, {}) else ON[type(default)]}})
+    elif default in OTHER_WIDTH:
+        yield name, merged(base, {section: {key: OTHER_WIDTH[default]}})

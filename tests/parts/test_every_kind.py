@@ -4,17 +4,16 @@ A new part is tested by these without an edit, if its settings have defaults tha
 `every_kind.py` has them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from moefold.comm.groups import fake_rank
-from moefold.config.chosen import chosen, groups
-from moefold.config.find import find_group, find_part
+from moefold.config.find import find_part, groups
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.convert.weights import parameter_shapes
 from moefold.cost.layer_spec import model_weights
@@ -25,9 +24,11 @@ from moefold.parallel.parallelize import build_sharded_stages
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from tests.parts.every_kind import OF_LAYERS, kinds_of, variants
+from tests.cost.test_activation_memory import _assert_close as assert_memory_close
+from tests.cost.test_activation_memory import _config as memory_config
+from tests.cost.test_activation_memory import _on_one_rank as memory_of_one_rank
+from tests.parts.every_kind import OF_LAYERS, kinds_of, recipes
 from tests.verify.oracle import TOLERANCE
-from tests.verify.recipes import tiny
 
 LAYER_KINDS = kinds_of(OF_LAYERS)
 NO_STEP = {"advantage", "alignment", "correction", "kl", "objective"}
@@ -39,28 +40,6 @@ JUDGED = [
 ]
 
 
-def recipes(group: str, kind: str) -> Iterator[Config]:
-    """Yield the legal recipes with a kind; its first variant must be one."""
-    for number, found in enumerate(variants(group, kind)):
-        try:
-            cfg = tiny(**found)
-        except ConfigError:
-            if not number:
-                raise
-            continue
-        assert number or has_kind(cfg, group, kind)
-        if has_kind(cfg, group, kind):
-            yield cfg
-
-
-def has_kind(cfg: Config, group: str, kind: str) -> bool:
-    """Return whether a recipe has a part of this kind."""
-    parts = [part for layer in cfg.model.all_layers for part in layer.parts()]
-    if group not in OF_LAYERS:
-        parts.append(chosen(cfg, find_group(group)))
-    return any(isinstance(part, Part) and (part.group, part.kind) == (group, kind) for part in parts)
-
-
 def shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(tensor.shape)) for name, tensor in tensors]
 
@@ -68,11 +47,10 @@ def shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tuple
 @pytest.mark.parametrize(("group", "kind"), LAYER_KINDS)
 def test_its_parameters_and_shards_are_the_module(group, kind):
     """Names, shapes and order, and the shapes on a rank of tensor, expert and expert tensor parallelism."""
-    for cfg in recipes(group, kind):
-        weights = model_weights(cfg.model)
+    for weights, cfg in {tuple(model_weights(cfg.model).items()): cfg for cfg in recipes(group, kind)}.items():
         with torch.device("meta"):
             built = build_model(cfg)
-        assert [(name, weight.shape) for name, weight in weights.items()] == shapes(built.named_parameters())
+        assert [(name, weight.shape) for name, weight in weights] == shapes(built.named_parameters())
         everything = shapes([*built.named_parameters(), *built.named_buffers()])
         assert list(parameter_shapes(cfg.model).items()) == everything
         _check_shards(cfg, ParallelConfig(world_size=4, tp=2, ep=2, etp=2))
@@ -97,8 +75,40 @@ def _check_shards(cfg: Config, parallel: ParallelConfig) -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "kind"), JUDGED)
 def test_its_formula_is_what_the_module_computes(pool, group, kind):
-    """Losses, gradients, updates and routing of two steps, and of one with each setting that can be on or off."""
-    for number, cfg in enumerate(recipes(group, kind)):
-        steps = 1 if number else 2
-        worst = compare_records(run_oracle(cfg, steps), pool.run(1, run_distributed, cfg, steps))[0]
-        assert worst.error <= TOLERANCE, (worst, cfg.model)
+    """Losses, gradients, updates and routing of two steps."""
+    _assert_judged(pool, next(recipes(group, kind)), 2)
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "kind"), JUDGED)
+def test_its_formula_has_each_setting_that_can_be_on_or_off(pool, group, kind):
+    for cfg in list(recipes(group, kind))[1:]:
+        _assert_judged(pool, cfg, 1)
+
+
+def _assert_judged(pool, cfg: Config, steps: int) -> None:
+    worst = compare_records(run_oracle(cfg, steps), pool.run(1, run_distributed, cfg, steps))[0]
+    assert worst.error <= TOLERANCE, (worst, cfg.model)
+
+
+MEASURED_SIZES = {
+    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+    "sliding_window": 16, "attention_chunk_size": 16, "index_topk": 24, "index_head_dim": 16, "moe_hidden_size": 24,
+}  # fmt: skip
+"""Sizes whose tensors are large beside what a step holds for a moment."""
+MEASURED = kinds_of((*OF_LAYERS, "activation", "router_score", "router_softmax", "wire"))
+
+
+def measured_recipe(dtype: str, model: dict[str, object] | None = None, **sections: dict[str, object]) -> Config:
+    sizes = {key: MEASURED_SIZES.get(key, value) if value else value for key, value in (model or {}).items()}
+    return memory_config(dtype, model=sizes, **sections)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("group", "kind"), MEASURED)
+def test_its_saved_bytes_are_measured(group, kind, dtype):
+    """Within 10 %, with each setting that can be on or off."""
+    for cfg in recipes(group, kind, partial(measured_recipe, dtype)):
+        assert_memory_close(cfg, [memory_of_one_rank(cfg)])
