@@ -7,8 +7,8 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.model.attention import CausalAttention
-from moefold.model.mla import LatentAttention
 from moefold.model.paged_cache import CurrentPass, PagedLatents
+from moefold.model.part_modules import build_attention
 from moefold.model.rope import build_rope
 from moefold.ops.documents import PackedDocuments
 from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
@@ -34,8 +34,9 @@ class Example:
     """One layer in float64 and hidden states [S, B, H]."""
 
     def __init__(self, kind: dict[str, object], window: int) -> None:
-        self.cfg = config_from_dict({"model": SIZES | kind}).model
-        self.layer = LatentAttention(self.cfg, window).double()
+        limits = {"attention_pattern": "W", "sliding_window": window} if window else {}
+        self.cfg = config_from_dict({"model": SIZES | kind | limits}).model
+        self.layer = build_attention(self.cfg.layers[0], self.cfg).double()
         self.current_pass = CurrentPass()
         generator = torch.Generator().manual_seed(4)
         for parameter in self.layer.parameters():
@@ -100,7 +101,9 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
 
     runs = []
     for is_narrow in (False, True):
-        monkeypatch.setattr("moefold.model.mla.takes_narrow_values", lambda device, is_narrow=is_narrow: is_narrow)
+        monkeypatch.setattr(
+            "moefold.parts.attention.mla.module.takes_narrow_values", lambda device, is_narrow=is_narrow: is_narrow
+        )
         example = Example(kind, window)
         example.layer.core_attention = partial(attend, example.layer.core_attention)
         out = example.layer(example.x[:S], build_rope(example.cfg, torch.arange(S), torch.float64), documents)

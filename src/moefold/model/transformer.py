@@ -26,7 +26,6 @@ from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
 from moefold.model.part_modules import build_attention, build_norm
 from moefold.model.rope import build_rope, rope_frequencies
-from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
@@ -129,8 +128,8 @@ class Block(nn.Module):
 
     def _selection_with_loss(self, selection: Selection | None) -> Selection | None:
         """Return a selection that takes the loss of a frozen layer's indexer."""
-        is_sparse = isinstance(self.attention, SparseAttention | SparseLatentAttention)
-        return Selection() if self.is_frozen and is_sparse and selection is None else selection
+        is_needed = self.is_frozen and self.attention.selects_keys and selection is None
+        return Selection() if is_needed else selection
 
     def _connected(self, source: Tensor, output: LayerOutput, selection: Selection | None) -> LayerOutput:
         """Return the output of the layer; of a frozen one with the loss of its indexer, and connected to its input."""

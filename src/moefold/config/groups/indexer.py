@@ -32,6 +32,8 @@ class IndexerPart(Part):
     """Most keys that a query attends to."""
     heads: Annotated[int, FlatKey("model.index_heads")]
     head_dim: Annotated[int, FlatKey("model.index_head_dim")]
+    rope_interleaved: Annotated[bool, FlatKey("model.index_rope_interleaved")]
+    """Whether RoPE of its queries and keys rotates neighbouring dims."""
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the layer's own indexer, which every tp rank has.
