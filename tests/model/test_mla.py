@@ -46,7 +46,7 @@ class Example:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Without a cache."""
         assert self.layer.latent_cache is None
-        return self.layer(x, build_rope(self.cfg, torch.arange(len(x)), torch.float64))
+        return self.layer(x, build_rope(self.cfg.rope, torch.arange(len(x)), torch.float64))
 
     def cached(self, window: int) -> PagedLatents:
         """Give the layer a cache."""
@@ -56,7 +56,7 @@ class Example:
     def piece(self, spans: list[range]) -> torch.Tensor:
         """The next tokens of each sample, with one, [R, 1, H]."""
         self.current_pass.rows = rows = pass_rows(spans, PAGES)
-        return self.layer(to_rows(self.x, spans), build_rope(self.cfg, rows.positions_R, torch.float64))
+        return self.layer(to_rows(self.x, spans), build_rope(self.cfg.rope, rows.positions_R, torch.float64))
 
 
 def refused(*args: object) -> None:
@@ -106,7 +106,7 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
         )
         example = Example(kind, window)
         example.layer.core_attention = partial(attend, example.layer.core_attention)
-        out = example.layer(example.x[:S], build_rope(example.cfg, torch.arange(S), torch.float64), documents)
+        out = example.layer(example.x[:S], build_rope(example.cfg.rope, torch.arange(S), torch.float64), documents)
         out.square().sum().backward()
         runs.append([out, *(parameter.grad for parameter in example.layer.parameters())])
     for padded, narrow in zip(*runs, strict=True):

@@ -5,11 +5,9 @@ from functools import partial
 
 from torch import nn
 
-from moefold.config.chosen import chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.norm import NormPart
-from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
@@ -32,7 +30,7 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
                 hidden_size=layer.hidden_size,
                 norm_eps=model.norm_eps,
                 zero_centered_norms=model.zero_centered_norms,
-                score_factor=chosen_in(model, RopeScalingPart).score_factor,
+                score_factor=model.rope.scaling.score_factor,
             )
         )
     _check_parameters(part, module, partial(part.params, layer.hidden_size))

@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.ffn: nn.Module = layer.ffn.build(cfg, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.has_rope = layer.attention.has_rope
-        self.is_rope_interleaved = model.rope_interleaved
+        self.is_rope_interleaved = model.rope.interleaved
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
         if shares_selections(model) and layer.attention.selector is not None:
@@ -328,7 +328,7 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model, self.cfg.train.seq_len).to(positions.device)
+            self._rope_frequencies = rope_frequencies(self.cfg.model.rope, self.cfg.train.seq_len).to(positions.device)
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
@@ -474,7 +474,9 @@ class Transformer(nn.Module):
 
     def _build_rope(self, positions: Tensor) -> Rope:
         seq_len = self.cfg.train.seq_len
-        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len)
+        return build_rope(
+            self.cfg.model.rope, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len
+        )
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""
