@@ -21,6 +21,7 @@ from moefold.config.groups.attention import (
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
 from moefold.config.groups.residual import ResidualPart
+from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
@@ -191,6 +192,18 @@ def softmax_attention(model: Any) -> Any:
         return part
     gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
     return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
+
+
+def rope_of(model: Any) -> RopeSettings:
+    """Return the RoPE of a model, which has it as `rope`."""
+    return RopeSettings(
+        theta=model.rope_theta,
+        rotary_dim=int(model.softmax_attention.rotary_dim),
+        interleaved=model.rope_interleaved,
+        scaling=_chosen_part(model, "rope_scaling", "rope_scaling"),
+        temperature_scale=model.nope_temperature_scale,
+        temperature_tokens=model.nope_temperature_tokens,
+    )
 
 
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.groups.attention import RecurrentCore
-from moefold.config.layers import Layer, layers_of, softmax_attention
+from moefold.config.groups.ffn import RoutedPart
+from moefold.config.groups.rope_scaling import RopeSettings
+from moefold.config.layers import Layer, layers_of, rope_of, softmax_attention
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.part import KindOf, Part
 from moefold.config.patterns import MAX_LAYERS
@@ -300,6 +302,11 @@ class ModelConfig:
         return int(self.softmax_attention.rotary_dim)
 
     @cached_property
+    def rope(self) -> RopeSettings:
+        """RoPE of the layers that have it."""
+        return rope_of(self)
+
+    @cached_property
     def all_layers(self) -> tuple[Layer, ...]:
         """`layers`, then the MTP (multi-token prediction) layers."""
         return layers_of(self)
@@ -343,6 +350,11 @@ class ModelConfig:
     def distinct_kinds(self) -> tuple[Layer, ...]:
         """Kinds of layers that the model has, MTP layers included, in order."""
         return tuple(dict.fromkeys(self.all_block_kinds))
+
+    @cached_property
+    def routed(self) -> RoutedPart | None:
+        """Feed-forward network of the MoE layers, which have the same one; None: there are none."""
+        return next((layer.ffn for layer in self.all_layers if isinstance(layer.ffn, RoutedPart)), None)
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
