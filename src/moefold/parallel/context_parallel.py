@@ -20,7 +20,7 @@ from moefold.model.causal_blocks import zigzag
 from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions, nodes_of_round
+from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention, nodes_of_round
 
 
 def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups: ParallelGroups) -> None:
@@ -50,8 +50,8 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> Atte
     if not part.is_planned or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
         return None
     if not part.balances_hosts:
-        return AttentionPlanner(groups, PlanOptions())
-    options = PlanOptions(
+        return AttentionPlanner(groups, AttentionPlanOptions())
+    options = AttentionPlanOptions(
         tolerance=parallel.attention_tolerance,
         block=parallel.attention_block,
         pool=parallel.attention_pool,

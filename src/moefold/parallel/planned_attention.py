@@ -29,7 +29,7 @@ from moefold.topology.token_placement import Integers, Placement, RoundShape, do
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class AttentionPlanOptions:
     """Options of `plan_attention`, which describes them."""
 
     tolerance: float | None = None
@@ -234,7 +234,7 @@ class AttentionPlanner:
         options: how a round is planned.
     """
 
-    def __init__(self, groups: ParallelGroups, options: PlanOptions) -> None:
+    def __init__(self, groups: ParallelGroups, options: AttentionPlanOptions) -> None:
         self._cp = groups.attn.cp
         self._dp_cp = groups.attn.dp_cp
         self._members = members_of_round(groups)

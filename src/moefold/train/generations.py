@@ -27,7 +27,7 @@ from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
 from moefold.launch.failure import is_collective_error
 from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
-from moefold.launch.regroup import Generation, LostRankError, NoLossError, Regroup
+from moefold.launch.regroup import LostRankError, NoLossError, RankGeneration, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
 from moefold.recipe import after_loss, fitting_after_loss
@@ -44,7 +44,7 @@ MAX_COLLECTIONS = 8
 class Loss:
     """Ranks that were lost, for the log."""
 
-    generation: Generation
+    generation: RankGeneration
     """The generation without them."""
     activities: tuple[str, ...]
     """What each lost rank did."""
