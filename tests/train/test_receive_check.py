@@ -6,7 +6,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold

@@ -25,11 +25,12 @@ from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
+from moefold.data.tokenizer import ByteTokenizer
 from moefold.data.tokenizer_folder import (
     SLOW_FILES,
     TOKENIZER_FILE,
     UNREAD_FILES,
+    JsonTokenizer,
     declaring_files,
     read_tokenizer_folder,
     tokenizer_file,

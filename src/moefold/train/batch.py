@@ -12,8 +12,8 @@ from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.config.schema import Config
-from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
+from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch

@@ -22,10 +22,11 @@ from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.data import Dataset, ProgramData, Sampler, open_dataset
+from moefold.data.dataset import Dataset, ProgramData, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
-from moefold.data.preference import ReferenceLogProbs
+from moefold.data.sample import ReferenceLogProbs
+from moefold.data.sampler import Sampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources

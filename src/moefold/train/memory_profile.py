@@ -19,7 +19,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes, dispatch_sizes
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker

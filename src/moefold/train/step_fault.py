@@ -8,7 +8,7 @@ from typing import Any
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, named_checkpoints, quick_validate
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config
-from moefold.data import Sampler
+from moefold.data.sampler import Sampler
 from moefold.errors import RunError, format_list
 from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout

@@ -9,7 +9,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.job_link import JobLink
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.launch.exit import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
