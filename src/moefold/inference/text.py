@@ -8,8 +8,8 @@ import numpy as np
 
 from moefold.bounded_read import MAX_TEXT_BYTES
 from moefold.bounded_read import read_text as read_bounded
+from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
 from moefold.config.data import DataConfig
-from moefold.convert.run_tokenizer import other_tokenizer_reason
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import reject_surrogates
 from moefold.data.input_paths import existing_path

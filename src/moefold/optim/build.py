@@ -15,7 +15,7 @@ from moefold.config.part import describe_part, names_failure
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import ConfigError
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore
 
 
 @dataclass(frozen=True)

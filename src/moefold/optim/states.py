@@ -3,12 +3,12 @@
 A state is a tensor in `optimizer.state[parameter]`, of the shape and the sharding of the parameter, or the step count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moefold.optim.state_offload import StateStore
+from moefold.model.local_param import local_tensor
 
 STEP = "step"
 """State key of the number of updates since the moments were zero."""
@@ -63,3 +63,27 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
     for state in optimizer.state.values():
         if STEP in state:
             state[STEP].fill_(step)
+
+
+class StateStore:
+    """Store of optimizer moments, and the access of a step to them. This base class keeps them on the device."""
+
+    def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Allocate a moment of a parameter, sharded like the parameter."""
+        return torch.zeros_like(like, dtype=dtype)
+
+    def is_offloaded(self, moment: Tensor) -> bool:
+        """Return whether a moment is off the device between steps."""
+        return False
+
+    def zero(self, moment: Tensor) -> None:
+        """Zero a moment in place, between two steps."""
+        local_tensor(moment).zero_()
+
+    def prefetch(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+        """Yield the moments of one parameter after the other as local tensors on the device, to be changed in place.
+
+        The changes are written back by the end of the iteration.
+        """
+        for moments_of_param in moments:
+            yield [local_tensor(moment) for moment in moments_of_param]

@@ -28,8 +28,7 @@ from moefold.optim.build import build_optimizer
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
-from moefold.optim.state_offload import StateStore
-from moefold.optim.states import is_moment
+from moefold.optim.states import StateStore, is_moment
 from moefold.parallel.batch import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize

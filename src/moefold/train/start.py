@@ -421,7 +421,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
     if setup.resume is not None:
-        from moefold.convert.run_tokenizer import check_run_tokenizer
+        from moefold.checkpoint.run_tokenizer import check_run_tokenizer
 
         check_run_tokenizer(cfg.data, setup.resume)
 
