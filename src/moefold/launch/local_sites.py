@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from moefold.errors import ConfigError
+from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError
 from moefold.host.listen import listen
 from moefold.host.processes import signal_on_parent_death
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import has_no_gpu
-from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS, hard_exit
+from moefold.launch.exit import hard_exit
 from moefold.launch.meet_server import MeetServer
 from moefold.launch.signed_lines import SECRET_VARIABLE
 from moefold.terminal import print_escaped

@@ -15,8 +15,6 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.batch import Batch
 from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
-from moefold.parallel.pipeline import PipelineRunner
-from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
 from moefold.topology.pipeline_layout import StagePlan
 
 if TYPE_CHECKING:
@@ -89,6 +87,8 @@ class ParallelModel:
         if cfg.trains_adapters_only:
             sum_replicated_gradients(self.named_parameters, self.groups.moe.etp, "etp")
         if cfg.model.last_stage_needs_embedding and not cfg.freezes_weights:
+            from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
+
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
         return loss
 
@@ -112,6 +112,8 @@ class ParallelModel:
 def make_runner(stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> StepRunner:
     """Make the runner of a mapping: a pipeline, or gradient accumulation, with or without overlapped micro-batches."""
     if groups.layout.pp > 1:
+        from moefold.parallel.pipeline import PipelineRunner
+
         return PipelineRunner(stages, stage_plan, groups, cfg)
     (stage,) = stages
     if cfg.parallel.overlap_experts:

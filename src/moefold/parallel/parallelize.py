@@ -1,13 +1,15 @@
 """Build the stages of a rank and apply the parallel axes to them, in the order of the calls."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
@@ -18,6 +20,7 @@ from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
+from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
 from moefold.model.transformer import Transformer
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.ops.autotune import Autotuner
@@ -32,7 +35,6 @@ from moefold.parallel.fsdp import (
     shard_model_parallel,
 )
 from moefold.parallel.parallel_model import ParallelModel, make_runner
-from moefold.parallel.phases import record_phases
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
@@ -196,3 +198,41 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
     return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache, kernels.autotuner)
+
+
+def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:
+    """Record when a micro-batch enters the stage, and when its gradient does.
+
+    Overlapped passes do not call `forward`; their runner records the phases itself.
+    """
+    wrap_method(stage, "forward", _PhaseRecorder(stage, recorder).wrap)
+
+
+class _PhaseRecorder:
+    """Counts the micro-batches of a step, in order of execution."""
+
+    def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
+        self._stage = stage
+        self._recorder = recorder
+        self._step = -1
+        self._count = 0
+
+    def wrap(self, forward: Function) -> Function:
+        return wrap_calls(forward, self._begin)
+
+    def _begin(self, *args: Any, **kwargs: Any) -> CallContext | None:
+        if not self._stage.training:
+            self._recorder.set_phase("evaluation")
+            return None
+        if self._step != self._recorder.step:
+            self._step = self._recorder.step
+            self._count = 0
+        number = self._count
+        self._count += 1
+        self._recorder.set_phase(f"forward of micro-batch {number}")
+
+        def on_end(output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: self._recorder.set_phase(f"backward of micro-batch {number}"))
+
+        return CallContext(nullcontext, on_end)

@@ -242,6 +242,10 @@ class AttentionPlanner:
         self.statistics = AttentionStatistics()
         self._without_documents: dict[object, RankTasks] = {}
 
+    def core_attention(self, window: int) -> "PlannedAttention":
+        """Return the core attention of a layer with this sliding window; 0: none."""
+        return PlannedAttention(self, window)
+
     def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
         """Return this rank's tasks for a micro-batch.
 

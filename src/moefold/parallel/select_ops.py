@@ -18,7 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
-from moefold.model.causal_blocks import TakesBlockKernel
+from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
 from moefold.model.kernels import Kernels, RoutingKernel
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
@@ -27,7 +27,6 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
-from moefold.parallel.planned_attention import PlannedAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         if not isinstance(module, SelfAttention):
             continue
         core = module.core_attention
-        if isinstance(core, CausalAttention | PlannedAttention):
+        if isinstance(core, TakesKernel):
             core.kernel = kernels.attention
         if isinstance(core, TakesBlockKernel):
             core.block_kernel = kernels.block_attention
@@ -178,7 +177,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.router import CSoftmax
     from moefold.ops.cpu.swiglu import CSwiGLU
-    from moefold.ops.decode_choice import DecodeChoice
+    from moefold.ops.decode import DecodeChoice
 
     has_linear = cfg.model.has_linear_attention
     names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import Group
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
@@ -19,16 +20,14 @@ from moefold.model.loss_metrics import MISMATCH
 from moefold.optim.build import build_optimizer
 from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.optim.lr_schedule import learning_rate
-from moefold.optim.param_groups import set_learning_rate
-from moefold.optim.states import named_moments, reset_moments, set_step_count
+from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
+from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
 from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
-from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
-from moefold.train.receive_check import check_receive_loads, local_receive_load
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDecision, StepGuard
 
 if TYPE_CHECKING:
@@ -628,3 +627,25 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
+
+
+class MetricPacker:
+    """Named tensors that one all-reduce sums over the ranks, in float64."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add this rank's summand; the same names and shapes on every rank."""
+        self._tensors[name] = tensor
+
+    def all_reduce(self, group: Group) -> Tensor:
+        """Sum all tensors over the members; the sums in one flat tensor, which `unpack` splits. Collective."""
+        return all_reduce_sum(torch.cat([tensor.flatten().double() for tensor in self._tensors.values()]), group)
+
+    def unpack(self, sums: Tensor) -> dict[str, Tensor]:
+        """Split the flat tensor, or a copy of it on the host, by name and shape."""
+        parts = sums.split([tensor.numel() for tensor in self._tensors.values()])
+        return {
+            name: part.view(tensor.shape) for (name, tensor), part in zip(self._tensors.items(), parts, strict=True)
+        }

@@ -11,16 +11,15 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
-from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
+from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.callbacks.run_log import RunLog
-from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
