@@ -10,7 +10,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

@@ -26,7 +26,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.model.init import init_weights

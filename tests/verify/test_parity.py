@@ -9,7 +9,7 @@ import torch
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.config.small_sizes import SmallSizes
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
