@@ -44,10 +44,10 @@ FULL_SPEED_HEAD_SIZE = 128
 MIN_ATTENTION_LENGTH = 256.0
 """Shorter sequences are as fast for each FLOP as sequences of this length."""
 
-RING_KERNELS = 27.61
+RING_KERNELS = 28.91
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
 
-HIDDEN_RING_FRACTION = 0.6475
+HIDDEN_RING_FRACTION = 0.6672
 """Part of the attention core under which ring sends between nodes are hidden."""
 
 SEGMENTS_PER_RANK = 2
@@ -55,13 +55,13 @@ SEGMENTS_PER_RANK = 2
 STATE_BYTES = 4
 """Bytes of a number of the states of linear attention."""
 
-ROUTER_BYTES = 60.78
+ROUTER_BYTES = 60.36
 """Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
 
-UNFUSED_PERMUTE_PASSES = 1.558
+UNFUSED_PERMUTE_PASSES = 1.561
 """Memory traffic of a permutation of separate kernels over the traffic of a fused one."""
 
-UNFUSED_CLAMP_FACTOR = 4.388
+UNFUSED_CLAMP_FACTOR = 4.021
 """Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026: GPT-OSS-120B
 on 64 B200 was measured at 8,213 tokens/s in the container 25.11 and at 13,722 in the next one."""
 
@@ -70,7 +70,7 @@ EXPERT_KERNELS = (2, 4)
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
-RECURRENCE_BYTES = 123.6
+RECURRENCE_BYTES = 122.8
 """Forward memory traffic of a recurrence for each token and row of the output projection: convolution, chunk states,
 scan and gate, each a memory-bound kernel."""
 

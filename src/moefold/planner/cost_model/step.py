@@ -41,7 +41,7 @@ COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
 TIME_PARTS = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
 """Parts of a step; every second belongs to one of them."""
 
-HIDDEN_ALL_TO_ALL_FRACTION = 0.5786
+HIDDEN_ALL_TO_ALL_FRACTION = 0.5806
 """Part of the expert all-to-all that overlap can hide if there is enough compute; the first and last all-to-all have no
 compute to run under. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
 
@@ -52,18 +52,18 @@ HIDDEN_P2P_FRACTION = 0.8
 """Part of the p2p sends between stages that interleaved schedules hide under other chunks."""
 
 
-EXPERT_LAUNCH_SHARE = 0.2256
+EXPERT_LAUNCH_SHARE = 0.2268
 """Host time of the launch of one expert's GEMM over the time of another kernel: a C++ loop over several streams
 launches them, and their gaps overlap."""
 
-CHUNK_S = 0.0001039
+CHUNK_S = 0.0001028
 """Host work of the schedule for each pass of a micro-batch through a chunk, which the device waits for: sends and
 receives are posted, and the next chunk is called."""
 
 CONCURRENCY = 4
 """Exponent of the norm that joins the seconds of host and device; infinite: they never wait for each other."""
 
-GRAPH_GAP_SHARE = 0.4667
+GRAPH_GAP_SHARE = 0.4706
 """Gap between two kernels of a CUDA graph over `Device.kernel_gap_s`."""
 
 EXPOSED_OFFLOAD_FRACTION = 0.05
