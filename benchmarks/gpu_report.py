@@ -127,7 +127,7 @@ PLANNER_CONSTANTS = (
     ("wait of the host in a dropless layer", "{sync_us:.0f} us", "", ""),
     ("part of the collectives of ZeRO-3 that compute does not hide", "{zero3:.2f}", "", ""),
     ("part of the copies of an offloaded layer that compute does not hide", "{offload:.2f}", "", ""),
-    ("copy to the host beside an all-gather, over its speed alone", "1", "", ""),
+    ("copy to the host during an all-gather, over its speed alone", "1", "", ""),
 )
 """What a constant is, its value, and the stage and row of a measurement; the launch of a bare kernel is its least."""
 

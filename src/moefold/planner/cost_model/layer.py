@@ -621,7 +621,7 @@ class _MoECost:
 
     @property
     def _permutes_unfused(self) -> bool:
-        """Whether separate kernels permute: index, mask and gather; DeepEP, HybridEP and moefold have fused ones."""
+        """Return whether separate kernels permute; DeepEP, HybridEP and moefold have fused ones."""
         return self.layer_costs.workload.is_megatron and self.dispatcher.kind == "alltoall"
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, ...]:
