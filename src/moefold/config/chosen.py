@@ -12,6 +12,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, names_failure
 from moefold.config.problem import Problem
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -104,7 +105,7 @@ def part_problems(part: Part, recipe: Config) -> list[Problem]:
         ConfigError: the check of a part from outside fails.
     """
     with names_failure(part, "check"):
-        return list(part.check(recipe))
+        return list(ask(part.check, recipe))
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:

@@ -12,6 +12,7 @@ from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen_parts, part_problems, read_key
 from moefold.config.find import kinds, unknown_kind
 from moefold.config.model import ModelConfig
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, part_keys
 from moefold.errors import ConfigError, raise_all
@@ -29,7 +30,6 @@ from moefold.validate.regroup import REGROUP_RULES
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
-from moefold.validate.rule import ask
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES

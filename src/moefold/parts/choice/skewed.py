@@ -14,7 +14,7 @@ from moefold.config.routing import assign_in_turn, no_bias_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,9 @@ class Skewed(ChoicePart):
         ids_TK[:, 0].masked_fill_(((index_T + 1) * self.share).floor() > (index_T * self.share).floor(), 0)
         return ids_TK
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read, and too few experts."""
-        yield from no_bias_problems(recipe.model, self.kind, "reads no score")
-        model = recipe.model
+        yield from no_bias_problems(model, self.kind, "reads no score")
         if not has_moe_layers(model) or model.top_k < model.num_experts:
             return
         if model.num_experts == 1:
