@@ -28,8 +28,14 @@ def chosen(recipe: "Config | Sections", group: type[AnyPart]) -> AnyPart:
     return _choose(lambda name: read_key(recipe, name), group)
 
 
-def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
-    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe."""
+def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -> AnyPart:
+    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe.
+
+    Args:
+        recipe: the recipe, or the sections that the group reads.
+        group: the base class of the group.
+        kind: a kind of it.
+    """
     return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
 
 

@@ -74,7 +74,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         stage.set_loss(loss)
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
-    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
+    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
     recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
     message = "; ".join(filter(None, (sharded.message, recalled, recompute_message)))
     return ParallelModel(

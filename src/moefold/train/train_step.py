@@ -166,7 +166,9 @@ class TrainingStep:
         self._owned = OwnedExperts(trained, expert_names(cfg.model, cfg.lora), cfg.sites)
         self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
-        self.optimizer = build_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
+        self.optimizer = build_optimizer(
+            self.optimized, cfg.run, cfg.model, cfg.train, cfg.lora, model.groups.attn.stage, state_store
+        )
         self.outer = (
             make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
             if cfg.sites.is_active

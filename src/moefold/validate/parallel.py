@@ -102,7 +102,7 @@ def validate_rows(cfg: Config) -> Iterator[str]:
     if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
-        runtime_slots(cfg)
+        runtime_slots(cfg.model, cfg.parallel, cfg.train)
     except ConfigError as error:
         yield str(error)
 
@@ -477,7 +477,7 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         for parts in ((), RECOMPUTED_WITH_COMM[:1]):
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
-    rows = runtime_slots(cfg)
+    rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     if found := find_deadlock(rows):
         yield (
             f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"

@@ -44,7 +44,7 @@ class Muon(AdamW):
 
     def gathers(self, weight: ParamSpec) -> bool:
         """Return whether Muon updates a weight, instead of AdamW."""
-        return weight.uses_muon and weight.part in self.groups
+        return weight.updates_as_matrix and weight.part in self.groups
 
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
         """Return the momentum of a matrix, or the states of AdamW."""
