@@ -10,9 +10,7 @@ from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, names_failure
-from moefold.config.problem import Problem
-from moefold.config.rule import ask
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -102,16 +100,6 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
     for group in groups():
         part: Part = chosen(recipe, group)
         yield part
-
-
-def part_problems(part: Part, recipe: Config) -> list[Problem]:
-    """Return what a part does not go with in a recipe.
-
-    Raises:
-        ConfigError: the check of a part from outside fails.
-    """
-    with names_failure(part, "check"):
-        return list(ask(part.check, recipe))
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:

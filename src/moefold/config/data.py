@@ -100,7 +100,7 @@ class DataConfig:
 
     @property
     def may_have_documents(self) -> bool:
-        """Return whether a sample may hold several documents: those of a program are not known before it runs."""
+        """Return whether a sample may hold several documents; the samples of a program are not known before it runs."""
         return self.has_documents or self.kind == "program"
 
     @property

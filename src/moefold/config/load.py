@@ -22,7 +22,7 @@ from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part, keys_of
-from moefold.config.part_table import build_part, is_part_value
+from moefold.config.part_table import build_part, is_part_value, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sites import method_values
@@ -38,7 +38,6 @@ from moefold.config.suggestions import (
     sections,
     sections_with,
 )
-from moefold.config.toml_value import shown_value
 from moefold.errors import ConfigError, raise_all
 
 Tree = dict[str, Any]

@@ -35,10 +35,9 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import FlatKey, KindOf, Part, flat_keys, settings_of
+from moefold.config.part import FlatKey, KindOf, Part, flat_keys, settings_of, without_source
 from moefold.config.problem import Problem
 from moefold.config.suggestions import closest_match, key_types, part_keys, sections
-from moefold.config.toml_value import toml_value
 from moefold.errors import ConfigError, raise_all
 
 logger = logging.getLogger(__name__)
@@ -125,6 +124,40 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
         ) from error
     assert isinstance(built, Part)
     return built
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as a file has it: strings, numbers, truth values and lists are written as in JSON."""
+    match value:
+        case Part():
+            return toml_table(value.as_table())
+        case dict():
+            return toml_table(without_source(value))
+        case tuple():
+            return json.dumps(list(value), default=str, ensure_ascii=False)
+        case _:
+            return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def toml_table(table: Mapping[str, Any]) -> str:
+    """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
+    keys = without_source(table)
+    if file := table.get(SOURCE, {}).get("file"):
+        keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
+    return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in keys.items() if value is not None)} }}"
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as a message shows it: as in TOML, with strings in single quotes."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{', '.join(map(shown_value, value))}]"
+        case Part():
+            return repr(value.kind)
+        case _:
+            return repr(value)
 
 
 def _read_origin(name: str, recorded: Any) -> Origin:

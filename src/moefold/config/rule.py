@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+from moefold.config.part import Part, names_failure
+from moefold.config.problem import Problem
 from moefold.config.schema import Config
 
 Rule = Callable[..., Iterator[Any]]
@@ -18,6 +20,16 @@ def ask(rule: Rule, cfg: Config) -> Iterator[Any]:
     names = _sections_of(rule.__func__)[1:] if inspect.ismethod(rule) else _sections_of(rule)
     values: list[Any] = [cfg if name in ("cfg", "recipe") else getattr(cfg, name) for name in names]
     return rule(*values)
+
+
+def part_problems(part: Part, recipe: Config) -> list[Problem]:
+    """Return what a part does not go with in a recipe.
+
+    Raises:
+        ConfigError: the check of a part from outside fails.
+    """
+    with names_failure(part, "check"):
+        return list(ask(part.check, recipe))
 
 
 @cache

@@ -21,7 +21,7 @@ from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import keys_of
-from moefold.config.toml_value import toml_value
+from moefold.config.part_table import toml_value
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder

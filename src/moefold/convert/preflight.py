@@ -25,8 +25,8 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.outside import MissingPartError
+from moefold.config.part_table import shown_value
 from moefold.config.suggestions import download_advice
-from moefold.config.toml_value import shown_value
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
     families_for,

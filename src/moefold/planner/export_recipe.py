@@ -7,10 +7,10 @@ from pathlib import Path
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
+from moefold.config.part_table import toml_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
-from moefold.config.toml_value import toml_value
 from moefold.errors import ConfigError
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config

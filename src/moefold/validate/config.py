@@ -9,10 +9,10 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 import re
 
 from moefold.config.bounds import range_problems
-from moefold.config.chosen import chosen_parts, part_problems, read_key
+from moefold.config.chosen import chosen_parts, read_key
 from moefold.config.find import kinds, unknown_kind
 from moefold.config.model import ModelConfig
-from moefold.config.rule import ask
+from moefold.config.rule import ask, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, part_keys
 from moefold.errors import ConfigError, raise_all

@@ -1,6 +1,6 @@
 """Rules on CUDA graphs: what they capture has fixed shapes and addresses, and no work of the host."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
@@ -22,21 +22,16 @@ Obstacle = tuple[str, bool, str]
 """A setting, whether a recipe has it, and why it does not go with graphs."""
 
 
-def _refusals(run: RunConfig, obstacles: Iterator[Obstacle]) -> Iterator[str]:
-    for setting, is_present, reason in obstacles:
-        if is_present:
-            yield (
-                f"run.cuda_graphs={run.cuda_graphs!r} does not go with {setting}: {reason}; set "
-                "run.cuda_graphs='none', or change that"
-            )
-
-
 def validate_cuda_graphs(
-    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig
+    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig
 ) -> Iterator[str]:
-    """Check that what every graph captures has fixed addresses and memory, and no communication."""
-    if run.uses_cuda_graphs:
-        yield from _refusals(run, _obstacles(model, parallel, train))
+    """Check that what is captured has fixed shapes, addresses and memory, and no communication or host work."""
+    if not run.uses_cuda_graphs:
+        return
+    by_mode = _OBSTACLES_BY_MODE[run.cuda_graphs]
+    yield from _refusals(run, (*_obstacles(model, parallel, train), *by_mode(run, model, parallel, moe, train)))
+    if run.device == "cpu":
+        yield _needs_cuda(run, "cpu")
 
 
 def validate_graphed_data(run: RunConfig, data: DataConfig, metrics: MetricsConfig) -> Iterator[str]:
@@ -45,32 +40,13 @@ def validate_graphed_data(run: RunConfig, data: DataConfig, metrics: MetricsConf
         yield from _refusals(run, _data_obstacles(data, metrics))
 
 
-def validate_graphed_attention(
-    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig
-) -> Iterator[str]:
-    """Check that what graphs of attention capture has no host work."""
-    if run.cuda_graphs in ("attention", "attention_router"):
-        yield from _refusals(run, _module_obstacles(model, parallel, train))
-
-
-def validate_graphed_routers(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> Iterator[str]:
-    """Check that what graphs of routers capture has no host work."""
-    if run.cuda_graphs == "attention_router":
-        yield from _refusals(run, _router_obstacles(model, moe, train))
-
-
-def validate_graphed_micro_batches(
-    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig
-) -> Iterator[str]:
-    """Check that what graphs of whole micro-batches capture has no host work."""
-    if run.cuda_graphs == "full":
-        yield from _refusals(run, _full_obstacles(run, model, parallel, moe))
-
-
-def validate_graphed_device(run: RunConfig) -> Iterator[str]:
-    """Check that graphs have a CUDA device."""
-    if run.uses_cuda_graphs and run.device == "cpu":
-        yield _needs_cuda(run, "cpu")
+def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[str]:
+    for setting, is_present, reason in obstacles:
+        if is_present:
+            yield (
+                f"run.cuda_graphs={run.cuda_graphs!r} does not go with {setting}: {reason}; set "
+                "run.cuda_graphs='none', or change that"
+            )
 
 
 def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
@@ -93,7 +69,9 @@ def _data_obstacles(data: DataConfig, metrics: MetricsConfig) -> Iterator[Obstac
     yield f"metrics.memory_every={every}", every > 0, "memory of a graph is allocated once and belongs to no step"
 
 
-def _module_obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
+def _module_obstacles(
+    run: RunConfig, model: ModelConfig, p: ParallelConfig, moe: MoEConfig, train: TrainConfig
+) -> Iterator[Obstacle]:
     """Return the obstacles to graphs of attention."""
     yield "parallel.zero=3", p.zero == 3 and p.world_size > 1, "a graph keeps the weights that ZeRO 3 frees"
     splits_backward = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
@@ -107,15 +85,20 @@ def _module_obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig)
     yield f"train.recompute={captured}", bool(captured), saved
 
 
-def _router_obstacles(model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> Iterator[Obstacle]:
-    """Return the obstacles to graphs of routers, which attention does not have."""
+def _router_obstacles(
+    run: RunConfig, model: ModelConfig, p: ParallelConfig, moe: MoEConfig, train: TrainConfig
+) -> Iterator[Obstacle]:
+    """Return the obstacles to graphs of attention and routers."""
+    yield from _module_obstacles(run, model, p, moe, train)
     yield "a model without MoE layers", not has_moe_layers(model), "it has no router"
     recomputes_router = "moe" in train.recompute
     yield "train.recompute=['moe']", recomputes_router, "what the router saves stays in the memory of its graph"
     yield from _routing_trace_obstacles(moe)
 
 
-def _full_obstacles(run: RunConfig, model: ModelConfig, p: ParallelConfig, moe: MoEConfig) -> Iterator[Obstacle]:
+def _full_obstacles(
+    run: RunConfig, model: ModelConfig, p: ParallelConfig, moe: MoEConfig, train: TrainConfig
+) -> Iterator[Obstacle]:
     """Return the obstacles to graphs of whole micro-batches."""
     world_size = p.world_size
     sharded = "FSDP and the exchanges of several ranks are work of the host, outside of a graph"
@@ -140,6 +123,9 @@ def _reads_counts(run: RunConfig, model: ModelConfig) -> bool:
         return True
     widths = (model.expert_hidden_size, model.moe_ffn_hidden_size)
     return run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
+
+
+_OBSTACLES_BY_MODE = {"attention": _module_obstacles, "attention_router": _router_obstacles, "full": _full_obstacles}
 
 
 def check_cuda_graphs_device(run: RunConfig, device_type: str) -> None:
@@ -175,12 +161,5 @@ def _needs_cuda(run: RunConfig, device_type: str) -> str:
     )
 
 
-CUDA_GRAPH_RULES = (
-    validate_cuda_graphs,
-    validate_graphed_data,
-    validate_graphed_attention,
-    validate_graphed_routers,
-    validate_graphed_micro_batches,
-    validate_graphed_device,
-)
+CUDA_GRAPH_RULES = (validate_cuda_graphs, validate_graphed_data)
 """CUDA graphs are refused where what they captured would change, communicate, or not be kept."""

@@ -78,7 +78,7 @@ def validate_rl_objective(rl: RLConfig) -> Iterator[str]:
 
 
 def validate_replay(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> Iterator[str]:
-    """Check that replayed choices of experts are those of the weights that are trained."""
+    """Check that replayed choices of experts are choices of the weights that are trained."""
     if rl.is_on and rl.replay == "on" and counts_replayed_choices(model, moe, rl):
         yield (
             f"rl.replay='on' with rl.updates={rl.updates} would update the expert bias by choices of older weights "

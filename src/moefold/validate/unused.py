@@ -10,11 +10,11 @@ from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, chosen_parts, layer_readers, read_key, readers
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part
+from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, join_with_or
-from moefold.config.toml_value import shown_value
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings

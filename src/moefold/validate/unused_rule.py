@@ -6,9 +6,9 @@ from typing import Any
 
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import read_key
+from moefold.config.part_table import shown_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, join_with_or
-from moefold.config.toml_value import shown_value
 
 MOST_CHOICES = 4
 """Values of a key that a remedy lists."""
