@@ -7,7 +7,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.train import TrainConfig
 from moefold.data.sample import SampleBatch, stack_samples
-from moefold.rl.rollout import Group, empty_sample, pack_rollouts, weigh_rollouts
+from moefold.rl.rollout import RolloutGroup, empty_sample, pack_rollouts, weigh_rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class StepRows:
 
 
 def pack_step(
-    groups: Sequence[Group],
+    groups: Sequence[RolloutGroup],
     parallel: ParallelConfig,
     train: TrainConfig,
     rl: RLConfig,
@@ -49,7 +49,7 @@ def pack_step(
     return StepRows(stack_samples(samples[first : first + per_rank], seq_len), first, count)
 
 
-def split_steps(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+def split_steps(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
     """Return the groups of each optimizer step of a round."""
     per_step = len(groups) // updates
     return [groups[i : i + per_step] for i in range(0, len(groups), per_step)]

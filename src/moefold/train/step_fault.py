@@ -10,7 +10,7 @@ from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
-from moefold.data import Sampler
+from moefold.data.sampler import Sampler
 from moefold.errors import RunError, format_list
 from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout

@@ -17,8 +17,7 @@ from moefold.comm.site_links import Exchanged, SiteRound
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
-from moefold.errors import RunError
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.errors import SIGNAL_STATUS, RunError
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
