@@ -46,7 +46,7 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
         cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
     chunk = settings.get(CHUNK_KEY)
-    if CHUNK_KEY in left_out and type(chunk) is int and -1 <= chunk < cfg.loss_tokens:
+    if CHUNK_KEY in left_out and type(chunk) is int and -1 <= chunk < cfg.train.loss_tokens(cfg.parallel.cp):
         cfg = replace(cfg, train=replace(cfg.train, loss_chunk=chunk))
     rate = settings.get(LR_KEY)
     before = method_settings(TrainConfig(), DataConfig(), AlignConfig(), LoraConfig(), RLConfig()) | {

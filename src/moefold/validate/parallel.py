@@ -70,7 +70,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
-    if p.pp == 1 or (batch % step and not cfg.may_pad_batch):
+    if p.pp == 1 or (batch % step and not p.may_pad_batch):
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
@@ -374,7 +374,7 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
     batch = cfg.train.global_batch_size
     micro = cfg.train.micro_batch_size
     step = micro * p.dp
-    if batch % step and cfg.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
+    if batch % step and p.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
         yield from _padding_refusals(cfg)
     elif batch % step:
         yield (
