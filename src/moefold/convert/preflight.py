@@ -168,7 +168,7 @@ def export_message(model: ModelConfig) -> str:
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
     for change in _candidate_changes(plain):
         if supported := families_for(replace(plain, **change)):
-            settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items())
+            settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")
             return f"{lacks}; with {settings} it is {supported[0].name}"
     reasons = {family.name: family_unsupported_reason(family, plain) for family in FAMILIES.values()}
     nearest = min(reasons, key=lambda name: len(reasons[name]))

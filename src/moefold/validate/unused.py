@@ -185,7 +185,7 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
 def model_key_has_effect(key: str, model: ModelConfig) -> bool:
     """Return whether a recipe of a model may set a key of [model], with the defaults of the other sections."""
     cfg = Config(model=model)
-    return key not in idle_keys(cfg) or not _is_set(cfg, key)
+    return not _has_layers(model) or key not in idle_keys(cfg) or not _is_set(cfg, key)
 
 
 def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
