@@ -619,13 +619,13 @@ def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
 
 def _model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     """Return a stored model with its layers; parts that are not of this package are as in a recipe without them."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, default in words_of(ModelConfig()).items():
         value = sizes[name]
         group = part_keys().get(f"model.{name}")
         is_known = group is None or (isinstance(value, str) and value in built_in_kinds(group))
         values[name] = (tuple(value) if isinstance(value, list) else value) if is_known else default
-    return ModelConfig(**values | {"mtp_layers": 0})
+    return ModelConfig(**(values | {"mtp_layers": 0}))
 
 
 def _unread_keys(model: ModelConfig) -> set[str]:

@@ -353,6 +353,17 @@ class ModelConfig:
         return next((layer.ffn for layer in self.all_layers if isinstance(layer.ffn, RoutedPart)), None)
 
     @property
+    def experts(self) -> RoutedPart:
+        """`routed` of a model with MoE layers."""
+        assert self.routed is not None, "the model has no MoE layers"
+        return self.routed
+
+    @property
+    def selected_keys(self) -> int:
+        """Most keys that a query of sparse attention attends to; 0: no layer has sparse attention."""
+        return next((layer.attention.selector.topk for layer in self.layers if layer.attention.selector), 0)
+
+    @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """Numbers of the MoE layers, MTP layers included."""
         return tuple(i for i, layer in enumerate(self.all_layers) if layer.ffn.is_routed)

@@ -42,7 +42,7 @@ def _obstacles(cfg: Config) -> Iterator[Obstacle]:
     low = cfg.train.precision
     yield f"train.precision={low!r}", low != "dtype", "a replay would not quantise new weights"
     yield "documents", has_documents(cfg), "their attention masks change with each micro-batch"
-    top_k = cfg.model.index_topk
+    top_k = cfg.model.selected_keys
     yield f"model.index_topk={top_k}", top_k > 0, "the indexer's loss is recorded, and its blocks chosen, by the host"
     every = cfg.metrics.memory_every
     yield f"metrics.memory_every={every}", every > 0, "memory of a graph is allocated once and belongs to no step"
@@ -97,7 +97,7 @@ def _reads_counts(run: RunConfig, model: ModelConfig) -> bool:
         return False
     if run.dtype != "bfloat16":
         return True
-    widths = (model.expert_hidden_size, model.moe_ffn_hidden_size)
+    widths = (model.experts.token_size(model.hidden_size), model.experts.width)
     return run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
 
 

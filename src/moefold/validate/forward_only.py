@@ -32,9 +32,9 @@ def validate_forward_only(cfg: Config) -> Iterator[str]:
             f"run.cuda_graphs={cfg.run.cuda_graphs!r} records forward and backward passes, and {name} has no backward "
             "pass; set cuda_graphs='none'"
         )
-    if cfg.model.index_topk:
+    if cfg.model.selected_keys:
         yield (
-            f"model.index_topk={cfg.model.index_topk} trains indexers by the gradient of a loss of their own, and "
+            f"model.index_topk={cfg.model.selected_keys} trains indexers by the gradient of a loss of their own, and "
             f"{name} has no gradients; set index_topk=0, or choose optimizer='adamw'"
         )
     if cfg.moe.trace_every:

@@ -208,10 +208,11 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
             break
     if not sites.merge_experts:
         return
-    if cfg.model.num_experts <= NUM_SIMILAR:
+    routed = cfg.model.routed
+    if routed and routed.num_experts <= NUM_SIMILAR:
         yield (
             f"sites.merge_experts={sites.merge_experts:g} merges each expert with the {NUM_SIMILAR} most similar ones, "
-            f"and model.num_experts={cfg.model.num_experts}; set sites.merge_experts=0"
+            f"and model.num_experts={routed.num_experts}; set sites.merge_experts=0"
         )
     if sites.merge_every % sites.every:
         above = -(-sites.merge_every // sites.every) * sites.every

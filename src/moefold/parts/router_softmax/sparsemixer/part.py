@@ -9,7 +9,6 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
 from moefold.config.groups.router_softmax import RouterSoftmaxPart
-from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 
@@ -58,13 +57,13 @@ class SparseMixer(RouterSoftmaxPart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:
         """Yield what else would decide over the choices than the logits."""
-        model = recipe.model
-        if not has_moe_layers(model) or not chosen(recipe, RouterScorePart).chooses:
+        model, part = recipe.model, recipe.model.routed
+        if part is None or not chosen(recipe, RouterScorePart).chooses:
             return
         others = {
             f"moe.choice={recipe.moe.choice!r}": (not chosen(recipe, ChoicePart).scores_decide, "choice='topk'"),
-            "model.expert_bias=true": (model.expert_bias, "expert_bias=false"),
-            f"model.num_groups={model.num_groups}": (model.num_groups > 1, "num_groups=1"),
+            "model.expert_bias=true": (part.expert_bias, "expert_bias=false"),
+            f"model.num_groups={part.num_groups}": (part.num_groups > 1, "num_groups=1"),
             f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
         }
         for name, (is_set, way_out) in others.items():
