@@ -3,12 +3,12 @@
 What is asked of a layer is asked of its parts, in `config/groups/`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, get_type_hints
 
-from moefold.config.find import kinds, unknown_kind
+from moefold.config.find import built_in_kinds, kinds, unknown_kind
 from moefold.config.groups.attention import (
     AttentionPart,
     OutputGate,
@@ -149,6 +149,35 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
         for row in dict.fromkeys(rows)
     }
     return tuple(built[row] for row in rows)
+
+
+def with_layers_of(model: Any, attentions: Sequence[int], networks: Sequence[int], shares: Sequence[bool]) -> Any:
+    """Return a model of some of its layers, as patterns.
+
+    Args:
+        model: a `ModelConfig`.
+        attentions: number of the layer whose attention each layer has, in order.
+        networks: number of the layer whose feed-forward network it has.
+        shares: whether it attends to the keys that an earlier layer selected.
+    """
+
+    def letters(pattern: str, kinds: str, numbers: Sequence[int]) -> str:
+        spelled = spell(pattern, kinds, model.num_layers)
+        return "".join(spelled[number] for number in numbers)
+
+    return replace(
+        model,
+        layer_pattern=letters(model.layer_pattern, LAYER_KINDS, networks),
+        attention_pattern=letters(model.attention_pattern, ATTENTION_KINDS, attentions),
+        rope_pattern=letters(model.rope_pattern, ROPE_KINDS, attentions),
+        index_pattern="".join(INDEX_KINDS[is_shared] for is_shared in shares) if any(shares) else INDEX_KINDS[0],
+        num_layers=len(attentions),
+    )
+
+
+def built_in_parts(model: Any, group: str) -> Iterator[Any]:
+    """Yield the part of each built-in kind of a group, whether a layer of the model has it or not."""
+    return (_flat_part(model, group, kind) for kind in built_in_kinds(group))
 
 
 def softmax_attention(model: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.part import FlatKey, Part
 from moefold.config.problem import Problem
@@ -56,16 +56,6 @@ class RopeScalingPart(Part):
     def context(self) -> int:
         """Tokens of the context after scaling; 0: not known."""
         return 0
-
-    def shrink(self, rotary_dim: int, seq_len: int, small_seq_len: int) -> Self:
-        """Return the part for a small model that computes alike.
-
-        Args:
-            rotary_dim: rotated dims of the small model.
-            seq_len: tokens of the longest sequence.
-            small_seq_len: the same of the small model.
-        """
-        return self
 
     def formula(self) -> RopeFormula | None:
         """Return the scaling in float64; None: it has no formula."""

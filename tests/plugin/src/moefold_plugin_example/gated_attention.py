@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from moefold.config.groups.attention import (
     SoftmaxInput,
 )
 from moefold.config.param_spec import ParamSpec
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.block_sizes import BlockSizes
 from moefold.model.attention import SelfAttention
 from moefold.model.local_param import local_param
@@ -50,6 +51,10 @@ class Gated(AttentionPart):
         for name in ("wq", "wk", "wv", "wg"):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1)
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few narrow heads, for `moefold verify --shrink`."""
+        return replace(self, num_heads=to.query_heads(self.num_heads, self.num_heads), head_dim=to.head_dim)
 
     def core(self, hidden: int) -> SoftmaxCore:
         """Return the heads, whose keys and values are cached."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.groups.attention import (
     AttentionFrame,
@@ -18,6 +18,7 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.layout import divisors
@@ -65,6 +66,15 @@ class GqaPart(SoftmaxAttentionPart):
     def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads, qk_norm=qk_norm)
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few narrow heads, grouped as before."""
+        return replace(
+            self,
+            num_heads=to.query_heads(self.num_heads, self.num_kv_heads),
+            num_kv_heads=to.key_value_heads(self.num_kv_heads),
+            head_dim=to.head_dim,
+        )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""

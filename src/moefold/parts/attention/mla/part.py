@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values of all heads come from one latent."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import (
@@ -20,6 +20,7 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
 
@@ -46,6 +47,18 @@ class MlaPart(SoftmaxAttentionPart):
     qk_rope_head_dim: Annotated[int, FlatKey("model.qk_rope_head_dim")]
     v_head_dim: Annotated[int, FlatKey("model.v_head_dim")]
     scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few heads, and widths that differ from each other."""
+        return replace(
+            self,
+            num_heads=to.query_heads(self.num_heads, self.num_heads),
+            q_lora_rank=to.head_dim + 4 if self.q_lora_rank else 0,
+            kv_lora_rank=to.head_dim + 2,
+            qk_nope_head_dim=to.head_dim - 2,
+            qk_rope_head_dim=to.head_dim // 2,
+            v_head_dim=to.head_dim,
+        )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield norms, biases, sinks and chunks, which MLA does not have, and an odd number of rotated dims."""

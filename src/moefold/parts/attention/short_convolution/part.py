@@ -1,13 +1,14 @@
 """Gated short convolution (LFM2, arXiv:2511.23404): a causal convolution between two gates, instead of attention."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.groups.attention import AttentionFrame, AttentionPart, LinearFormula, RecurrentCore
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ class ShortConvolutionPart(AttentionPart):
     is_recurrent: ClassVar[bool] = True
     conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
     has_bias: Annotated[bool, FlatKey("model.linear_conv_bias")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with a short kernel."""
+        return replace(self, conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `ShortConvolution`; see base class."""

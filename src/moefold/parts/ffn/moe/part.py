@@ -1,9 +1,10 @@
 """Mixture of experts (MoE): a router sends each token to some of many SwiGLU networks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from math import lcm
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import prefixed
@@ -11,6 +12,7 @@ from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_par
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import UnusedKeys
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
@@ -24,6 +26,18 @@ class MoePart(RoutedPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
 
     chosen_by: ClassVar[str] = "a model.layer_pattern with M"
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few narrow experts."""
+        num_experts = to.experts(self.num_experts, self.top_k)
+        return replace(
+            self,
+            num_experts=num_experts,
+            zero_experts=min(self.zero_experts, num_experts),
+            width=to.shard_width * to.etp,
+            token_width=lcm(to.head_dim, to.etp) if self.token_width else 0,
+            shared_width=to.shard_width * to.tp if self.shared_width else 0,
+        )
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the gate of the shared expert if there is none."""
