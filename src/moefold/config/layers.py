@@ -24,7 +24,7 @@ from moefold.config.groups.residual import ResidualPart
 from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
-from moefold.config.patterns import INDEX_KINDS, PATTERNS, spell
+from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, PATTERNS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (

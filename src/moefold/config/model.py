@@ -363,6 +363,11 @@ class ModelConfig:
         return self.routed
 
     @property
+    def has_shortcut(self) -> bool:
+        """Return whether the output of routed experts is added after the next layer."""
+        return self.routed is not None and self.routed.is_shortcut
+
+    @property
     def selected_keys(self) -> int:
         """Most keys that a query of sparse attention attends to; 0: no layer has sparse attention."""
         return next((layer.attention.selector.topk for layer in self.layers if layer.attention.selector), 0)

@@ -38,7 +38,7 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline_layout: str) -> Iterator[str]:
     """Yield the errors of pipeline stages that end with an MoE layer, with this layout instead of the recipe's."""
-    if not model.moe_shortcut:
+    if not model.has_shortcut:
         return
     is_routed = [layer.ffn.is_routed for layer in model.layers]
     num_stages = parallel.pp * parallel.virtual_stages

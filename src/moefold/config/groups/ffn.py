@@ -101,8 +101,11 @@ class RoutedPart(FeedForwardPart):
 
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset(
-        ("top_k", "zero_experts", "active_experts", "expert_bias", "scaling_factor", "num_groups", "top_groups")
-    ) | {"is_shortcut"}
+        {
+            *("top_k", "zero_experts", "active_experts", "expert_bias", "scaling_factor", "num_groups", "top_groups"),
+            "is_shortcut",
+        }
+    )
     num_experts: Annotated[int, FlatKey("model.num_experts")]
     top_k: Annotated[int, FlatKey("model.top_k")]
     zero_experts: Annotated[int, FlatKey("model.zero_experts")]
