@@ -282,19 +282,9 @@ class ModelConfig:
         return int(self.softmax_attention.head_dim)
 
     @property
-    def expert_hidden_size(self) -> int:
-        """Width of the input and output of a routed expert."""
-        return self.moe_hidden_size or self.hidden_size
-
-    @property
     def num_router_choices(self) -> int:
         """Number of choices of the router: the experts, then the zero-computation experts."""
         return self.num_experts + self.zero_experts
-
-    @property
-    def mean_active_experts(self) -> float:
-        """Expected number of experts with computation of a token."""
-        return self.active_experts or self.top_k * self.num_experts / self.num_router_choices
 
     @property
     def rotary_dim(self) -> int:
