@@ -11,6 +11,7 @@ from moefold.bench.layers import build_layers
 from moefold.bench.shape import BenchPart
 from moefold.bench.timing import PeakRates
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -153,7 +154,8 @@ class StepBreakdown:
         count = train_flops_per_token(model, self._cfg.train.seq_len, causal=True)
         flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
         rotation = self._model.rope
-        heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.head_size
+        core = model.layers[0].core
+        heads = (core.heads + core.kv_heads) * core.key_value_width if isinstance(core, SoftmaxCore) else 0
         # Input, output and both gradients; heads in forward and backward, and their gradients.
         moved_bytes = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
             block.attention
