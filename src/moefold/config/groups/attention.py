@@ -221,6 +221,11 @@ class AttentionPart(Part):
         return False
 
     @property
+    def has_sinks(self) -> bool:
+        """Return whether the softmax of each head has a logit more, which no key has."""
+        return False
+
+    @property
     def selector(self) -> IndexerPart | None:
         """Source of the keys that a query attends to; None: it attends to all."""
         return None
