@@ -121,7 +121,7 @@ def measure_step(
         torch=torch.__version__,
         dtype=cfg.run.dtype,
         tokens=cfg.train.tokens_per_step,
-        num_experts=cfg.model.num_experts,
+        num_experts=cfg.model.experts.num_experts,
         routing=ours.routing,
         load=ours.expert_load(),
         rounds=rounds,

@@ -50,9 +50,8 @@ def run(argv: list[str]) -> int:
             equal = (
                 "computes at first what the dense model does" if preserves_outputs(model) else "does not start equal"
             )
-            print_escaped(
-                f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}"
-            )
+            part = model.experts
+            print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.width}: {equal}")
             print_escaped(training_command(out))
     return 0
 

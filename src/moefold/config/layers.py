@@ -25,7 +25,7 @@ from moefold.config.groups.residual import ResidualPart
 from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
-from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
+from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, PATTERNS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (
@@ -134,13 +134,8 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     Raises:
         ValueError: a pattern is not valid.
     """
-    patterns = (
-        (model.layer_pattern, LAYER_KINDS),
-        (model.attention_pattern, ATTENTION_KINDS),
-        (model.rope_pattern, ROPE_KINDS),
-        (model.index_pattern, INDEX_KINDS),
-    )
-    rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
+    spelled = (spell(getattr(model, name), letters, model.num_layers) for name, letters in PATTERNS.items())
+    rows = list(zip(*spelled, strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
     norm = _chosen_part(model, "norm", "norm")
     residual = _flat_part(model, "residual", model.norm_placement)

@@ -250,7 +250,7 @@ class PagedDecoder:
             if number >= model.num_layers:
                 continue
             cache = RoutingCache(
-                self._pass, num_slots, expert_index_dtype(model.num_router_choices), self._chain.groups.attn.tp
+                self._pass, num_slots, expert_index_dtype(model.experts.num_choices), self._chain.groups.attn.tp
             )
             self._routing.append(cache)
             self._replace(layer.router, "override", cache)
@@ -264,8 +264,8 @@ class PagedDecoder:
             slots: index of each token in the cache, page * positions of a page + offset.
         """
         if not self._routing:
-            model = self._chain.stages[0].cfg.model
-            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_router_choices))
+            part = self._chain.stages[0].cfg.model.experts
+            return np.zeros((0, len(slots), part.top_k), expert_index_dtype(part.num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
         found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
         return found

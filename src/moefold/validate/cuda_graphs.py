@@ -56,7 +56,7 @@ def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Ite
     yield "parallel.overlap_experts=true", p.overlap_experts, "a graph cannot be captured inside a backward pass"
     low = train.precision
     yield f"train.precision={low!r}", low != "dtype", "a replay would not quantise new weights"
-    top_k = model.index_topk
+    top_k = model.selected_keys
     yield f"model.index_topk={top_k}", top_k > 0, "the indexer's loss is recorded, and its blocks chosen, by the host"
     offload = list(train.offload)
     yield f"train.offload={offload}", bool(offload), "what a graph saves for its backward pass stays in its memory"
@@ -121,7 +121,7 @@ def _reads_counts(run: RunConfig, model: ModelConfig) -> bool:
         return False
     if run.dtype != "bfloat16":
         return True
-    widths = (model.expert_hidden_size, model.moe_ffn_hidden_size)
+    widths = (model.experts.token_size(model.hidden_size), model.experts.width)
     return run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
 
 

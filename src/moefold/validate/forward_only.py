@@ -49,9 +49,9 @@ def validate_forward_model(model: ModelConfig, moe: MoEConfig, train: TrainConfi
     name = _without_gradients(train)
     if not name:
         return
-    if model.index_topk:
+    if model.selected_keys:
         yield (
-            f"model.index_topk={model.index_topk} trains indexers by the gradient of a loss of their own, and "
+            f"model.index_topk={model.selected_keys} trains indexers by the gradient of a loss of their own, and "
             f"{name} has no gradients; set index_topk=0, or choose optimizer='adamw'"
         )
     if moe.trace_every:

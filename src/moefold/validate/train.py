@@ -10,7 +10,7 @@ from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
@@ -162,10 +162,10 @@ def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iter
             f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
             "leave one of them out"
         )
-    if dense and model.num_groups > 1:
+    if dense and model.routed and model.routed.num_groups > 1:
         yield (
             f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.num_groups="
-            f"{model.num_groups} would choose between their members; set model.num_groups=1"
+            f"{model.routed.num_groups} would choose between their members; set model.num_groups=1"
         )
 
 
@@ -329,7 +329,7 @@ def validate_compile(run: RunConfig) -> Iterator[str]:
 def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
     has_head_norms = any(layer.attention.fuses_head_norms for layer in model.layers)
-    has_shared_expert = has_moe_layers(model) and model.shared_expert_ffn_hidden_size > 0
+    has_shared_expert = model.routed is not None and model.routed.shared_width > 0
     return has_head_norms or has_shared_expert or has_dense_layers(model)
 
 

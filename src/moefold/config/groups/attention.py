@@ -27,6 +27,8 @@ class SoftmaxInput(NamedTuple):
     """RMSNorm over the last dim with the recipe's epsilon, given numbers, and a weight if it has one."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+    positions: Any
+    """Of the tokens in their documents, [B, S]."""
 
 
 class SoftmaxHeads(NamedTuple):
@@ -218,6 +220,11 @@ class AttentionPart(Part):
     @property
     def fuses_head_norms(self) -> bool:
         """Return whether norms of heads with weights come right before RoPE, so that one kernel computes both."""
+        return False
+
+    @property
+    def has_sinks(self) -> bool:
+        """Return whether the softmax of each head has a logit more, which no key has."""
         return False
 
     @property

@@ -48,9 +48,9 @@ class PlannedContext(ContextPart):
         self, model: "ModelConfig", parallel: "ParallelConfig", train: "TrainConfig", rl: "RLConfig"
     ) -> Iterator[Problem]:
         """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""
-        if model.index_topk:
+        if model.selected_keys:
             rule = (
-                f"does not go with model.index_topk={model.index_topk}, which selects among the keys of the whole "
+                f"does not go with model.index_topk={model.selected_keys}, which selects among the keys of the whole "
                 "sequence"
             )
             way_out = "choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"

@@ -97,7 +97,7 @@ class MoePart(RoutedPart):
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = 2 * sizes.cfg.model.expert_hidden_size + 3 * self.width // sizes.cfg.parallel.etp
+            width = 2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.width // sizes.cfg.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
@@ -115,7 +115,7 @@ class MoePart(RoutedPart):
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
         inner = 3 * self.width // sizes.cfg.parallel.etp
-        width = inner + sizes.cfg.model.expert_hidden_size * sizes.experts.applies_probs
+        width = inner + self.token_size(sizes.cfg.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:

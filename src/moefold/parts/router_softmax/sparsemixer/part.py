@@ -9,7 +9,6 @@ from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
 from moefold.config.groups.router_softmax import RouterSoftmaxPart
-from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
@@ -60,12 +59,13 @@ class SparseMixer(RouterSoftmaxPart):
 
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield what else would decide over the choices than the logits."""
-        if not has_moe_layers(model) or not chosen(RoutingSections(model, moe), RouterScorePart).chooses:
+        part = model.routed
+        if part is None or not chosen(RoutingSections(model, moe), RouterScorePart).chooses:
             return
         others = {
             f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
-            "model.expert_bias=true": (model.expert_bias, "expert_bias=false"),
-            f"model.num_groups={model.num_groups}": (model.num_groups > 1, "num_groups=1"),
+            "model.expert_bias=true": (part.expert_bias, "expert_bias=false"),
+            f"model.num_groups={part.num_groups}": (part.num_groups > 1, "num_groups=1"),
             f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
         }
         for name, (is_set, way_out) in others.items():
