@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
 from moefold.config.run import RunConfig
@@ -36,7 +36,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only commands which generate have."""
     parser.add_argument(
         "--kernels",
-        choices=get_args(RunConfig.__annotations__["kernels"]),
+        choices=get_args(get_type_hints(RunConfig)["kernels"]),
         default="auto",
         help="run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)",
     )

@@ -176,7 +176,9 @@ class TrainingStep:
             self._owned = owned_experts.OwnedExperts(self.optimized, expert_names(cfg.model, cfg.lora), cfg.sites)
             self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
-        self.optimizer = build_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
+        self.optimizer = build_optimizer(
+            self.optimized, cfg.run, cfg.model, cfg.train, cfg.lora, model.groups.attn.stage, state_store
+        )
         self.outer: OuterOptimizer | None = None
         if cfg.sites.is_active:
             from moefold.train.outer_state import make_outer_optimizer

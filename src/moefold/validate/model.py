@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from moefold.config.chosen import part_problems
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.patterns import PATTERNS, expand_layer_pattern
 from moefold.config.problem import Problem
+from moefold.config.rule import part_problems
 from moefold.config.schema import Config
 from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 

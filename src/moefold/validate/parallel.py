@@ -70,7 +70,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
-    if p.pp == 1 or (batch % step and not cfg.may_pad_batch):
+    if p.pp == 1 or (batch % step and not p.may_pad_batch):
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
@@ -102,7 +102,7 @@ def validate_rows(cfg: Config) -> Iterator[str]:
     if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
-        runtime_slots(cfg)
+        runtime_slots(cfg.model, cfg.parallel, cfg.train)
     except ConfigError as error:
         yield str(error)
 
@@ -371,7 +371,7 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
     batch = cfg.train.global_batch_size
     micro = cfg.train.micro_batch_size
     step = micro * p.dp
-    if batch % step and cfg.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
+    if batch % step and p.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
         yield from _padding_refusals(cfg)
     elif batch % step:
         yield (
@@ -480,7 +480,7 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         for parts in ((), RECOMPUTED_WITH_COMM[:1]):
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
-    rows = runtime_slots(cfg)
+    rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     if found := find_deadlock(rows):
         yield (
             f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"

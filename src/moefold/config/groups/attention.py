@@ -319,7 +319,7 @@ class OutputGate:
     def params(self, heads: int, value_width: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the projection; of one row a head, Muon has nothing to gain."""
         rows = self.rows(heads, value_width)
-        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, always_adamw=self.per_head)
+        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, never_as_matrix=self.per_head)
 
 
 @dataclass(frozen=True, kw_only=True)

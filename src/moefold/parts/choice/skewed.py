@@ -13,7 +13,7 @@ from moefold.config.routing import assign_in_turn, no_bias_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class Skewed(ChoicePart):
         ids_TK[:, 0].masked_fill_(((index_T + 1) * self.share).floor() > (index_T * self.share).floor(), 0)
         return ids_TK
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read, and too few experts."""
-        yield from no_bias_problems(recipe.model, self.kind, "reads no score")
-        part = recipe.model.routed
+        yield from no_bias_problems(model, self.kind, "reads no score")
+        part = model.routed
         if part is None or part.top_k < part.num_experts:
             return
         if part.num_experts == 1:

@@ -10,7 +10,7 @@ from moefold.config.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Quantile(ChoicePart):
             return inputs.best(inputs.ranking_TE)
         return inputs.best(inputs.scores_TE - inputs.thresholds_E)
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield that there is no bias for the thresholds, or nothing to balance."""
-        part = recipe.model.routed
+        part = model.routed
         if part is None:
             return
         if not part.expert_bias:

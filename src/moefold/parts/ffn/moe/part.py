@@ -51,7 +51,7 @@ class MoePart(RoutedPart):
         experts = self.num_experts
         width = self.token_width or hidden
         if self.shared_width and self.shared_gate:
-            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
+            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", never_as_matrix=True)
         yield ParamSpec("router.weight", (self.num_choices, hidden), "router")
         if self.router_bias:
             yield ParamSpec("router.bias", (self.num_choices,), "router")
