@@ -219,15 +219,13 @@ def _degrees(p: ParallelConfig) -> dict[str, int]:
 
 
 def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:
-    choices = choices_of("run", "dtype")
-    if request.dtype != "auto" and request.dtype not in choices:
+    if request.dtype not in ("auto", *choices_of("run", "dtype")):
         raise ConfigError(f"--dtype {request.dtype} must be auto or {describe_key('run', 'dtype')}")
     return source.dtype if request.dtype == "auto" else request.dtype
 
 
 def _check_device(request: InferenceRequest) -> Any:
-    choices = choices_of("run", "device")
-    if request.device not in choices:
+    if request.device not in choices_of("run", "device"):
         raise ConfigError(f"--device {request.device} must be {describe_key('run', 'device')}")
     return request.device
 
