@@ -12,7 +12,7 @@ import torch
 from moefold.api import build_model, load_config, train_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize
@@ -66,7 +66,7 @@ def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch
     extension = sys.modules["extension"]
     groups = create_groups(cfg)
     model = parallelize(cfg, groups, extension.PolicyGradientLoss())
-    batches = BatchSharder(extension.Rollouts(), cfg, groups, model.positions)
+    batches = BatchSharder(extension.Rollouts(), cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
     training = TrainingStep(model, cfg)
     steps = [training.run(batches.batch(4 * i), i + 1) for i in range(2)]
     return [step.loss_terms for step in steps], gather_full_tensors(model)

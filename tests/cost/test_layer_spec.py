@@ -75,4 +75,6 @@ def test_matrices_by_hand() -> None:
         "weight", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight", "router.bias",
         "experts.b_gate", "experts.b_up", "experts.b_down",
     }  # fmt: skip
-    assert [weight.name for weight in weights if weight.is_matrix and not weight.uses_muon] == ["ffn.shared_gate"]
+    assert [weight.name for weight in weights if weight.is_matrix and not weight.updates_as_matrix] == [
+        "ffn.shared_gate"
+    ]

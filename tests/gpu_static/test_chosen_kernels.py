@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from moefold.comm.groups import ParallelGroups
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.ops import autotune
 from moefold.ops.triton import experts as triton_experts
@@ -31,7 +31,7 @@ def _two_steps(cfg):
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        loader = BatchSharder(data.train, cfg, groups, model.positions)
+        loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
         losses = []
         for i in range(2):
             losses.append(training.run(loader.batch(i), i + 1).loss)

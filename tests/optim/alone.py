@@ -8,7 +8,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.optim.build import build_optimizer
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore
 from moefold.verify.ranks.pool import make_group
 
 
@@ -22,4 +22,4 @@ def build_alone(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a [train] section; Muon takes the shapes of the parameters from the model."""
     cfg = Config(model=model or ModelConfig(), train=train, run=RunConfig(seed=seed))
-    return build_optimizer(given, cfg, make_group((0,), 0, None), store)
+    return build_optimizer(given, cfg.run, cfg.model, cfg.train, cfg.lora, make_group((0,), 0, None), store)

@@ -13,7 +13,7 @@ from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS
 from moefold.model.local_param import CastCopies, local_param
 from moefold.parallel.parallelize import parallelize
@@ -46,7 +46,9 @@ def _open(cfg: Config, keeps: bool):
     if keeps:
         model = replace(model, cast_copies=CastCopies(model.named_parameters.values()))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    return TrainingStep(model, cfg), BatchSharder(data.train, cfg, groups, model.positions)
+    return TrainingStep(model, cfg), BatchSharder(
+        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions
+    )
 
 
 def _train(cfg: Config, keeps: bool):

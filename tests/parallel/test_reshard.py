@@ -15,7 +15,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
@@ -213,7 +213,7 @@ def _follow(cfg: Config, sample: Config, run_dir: str) -> tuple[list[int], list[
     target = InferenceModel(sample, groups)
     transfer = WeightTransfer(source, target)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg, source.groups, source.positions)
+    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, source.groups, source.positions)
     stats = []
     for step in (1, 2):
         training.run(loader.batch(0), step)

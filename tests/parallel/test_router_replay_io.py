@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.collectives import gather_to_first
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.data.routing_trace import TRACE_FOLDER, RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
@@ -58,7 +58,7 @@ def _train(cfg: Config, num_steps: int) -> list[float]:
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg, groups, training.model.positions)
+    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions)
     writer = RoutingTraceWriter(Path(cfg.run.dir), trace_shape(cfg.model, cfg.train)) if groups.rank == 0 else None
     assert training.router_replay is not None
     norms = []

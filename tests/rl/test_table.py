@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
 from moefold.rl.table import (
@@ -36,7 +36,7 @@ def prompt_of(number: int) -> Prompt:
     return Prompt(source=f"p{number}", text=f"p{number}", ids=(number % 7, 3))
 
 
-def group_of(number: int, rng: np.random.Generator) -> Group:
+def group_of(number: int, rng: np.random.Generator) -> RolloutGroup:
     rollouts = []
     for sample in range(GROUP_SIZE):
         count = int(rng.integers(1, 5))
@@ -51,7 +51,7 @@ def group_of(number: int, rng: np.random.Generator) -> Group:
             )
         )
     scores = np.where(rng.random(GROUP_SIZE) < 0.3, np.nan, rng.normal(size=GROUP_SIZE))
-    return Group(prompt_of(number), tuple(rollouts), scores, scores - 1)
+    return RolloutGroup(prompt_of(number), tuple(rollouts), scores, scores - 1)
 
 
 def round_of(prompts: list[int], version: int, seed: int = 0, functions: tuple[str, ...] = ()) -> Round:
@@ -167,8 +167,8 @@ def test_data_parallel_ranks_have_all_rows_of_a_step_between_them():
     alone = Config(rl=RLConfig(group_size=GROUP_SIZE), train=train)
     two = replace(alone, parallel=ParallelConfig(world_size=2))
     for groups in split_steps(one.groups, 2):
-        expected = pack_step(groups, alone, 0, 0)
-        parts = [pack_step(groups, two, 0, rank) for rank in range(2)]
+        expected = pack_step(groups, alone.parallel, alone.train, alone.rl, alone.rollout, 0, 0)
+        parts = [pack_step(groups, two.parallel, two.train, two.rl, two.rollout, 0, rank) for rank in range(2)]
         assert [part.first for part in parts] == [0, parts[0].num_micro_batches]
         columns = [part.samples.token_columns for part in (expected, *parts)]
         for name, values in columns[0].items():

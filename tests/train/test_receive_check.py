@@ -6,12 +6,12 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
+from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
-from moefold.train.receive_check import check_receive_loads
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 
@@ -34,7 +34,7 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
-    sharder = BatchSharder(data, cfg, groups, training.model.positions)
+    sharder = BatchSharder(data, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         before = [parameter.detach().clone() for parameter in training.parameters.values()]

@@ -13,7 +13,7 @@ from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.correction import CorrectionPart
 from moefold.config.groups.kl import KlPart
 from moefold.config.groups.objective import ObjectivePart
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.objectives.policy import PolicyGradientLoss

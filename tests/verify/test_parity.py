@@ -9,7 +9,7 @@ import torch
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.config.small_sizes import SmallSizes
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
@@ -74,7 +74,9 @@ def _rows_per_expert(cfg: Config) -> set[int]:
     for layer in model.moe_layers().values():
         layer.experts.register_forward_pre_hook(lambda _, args: seen.update(args[0].tokens_per_expert))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    model.forward_backward(BatchSharder(data.train, cfg, model.groups, model.positions).batch(0))
+    model.forward_backward(
+        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions).batch(0)
+    )
     return seen
 
 

@@ -18,7 +18,7 @@ from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import TorchDispatchMode, operator_name
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.attention import CausalAttention
 from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
@@ -174,7 +174,7 @@ class _RankTrainer:
         for stage in model.stages:
             self._wrap_kernels(stage)
         self._training = TrainingStep(model, cfg)
-        self._batches = BatchSharder(data.train, cfg, groups, model.positions)
+        self._batches = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
         self._batch_size = cfg.train.global_batch_size
         self._num_steps = 0
 

@@ -128,7 +128,7 @@ def verify(
         notes: what is not compared.
         against_one_rank: compare with one rank of the same code instead of the oracle.
     """
-    from moefold.data import prepare
+    from moefold.data.dataset import prepare
     from moefold.verify.compare import by_cause, compare_records, one_rank_record, run_oracle, zero_gradients
 
     one = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None

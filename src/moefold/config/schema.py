@@ -10,7 +10,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.field import ReadIf
+from moefold.config.field import Judged, ReadIf
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -28,19 +28,19 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, Judged.MAPPING] = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: Annotated[DataConfig, Judged.SAMPLES] = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     lora: Annotated[LoraConfig, ReadIf("lora.rank")] = field(default_factory=LoraConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
-    rl: Annotated[RLConfig, ReadIf("rl.group_size")] = field(default_factory=RLConfig)
-    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size")] = field(default_factory=RolloutConfig)
-    reward: Annotated[RewardConfig, ReadIf("rl.group_size")] = field(default_factory=RewardConfig)
-    sites: SitesConfig = field(default_factory=SitesConfig)
+    checkpoint: Annotated[CheckpointConfig, Judged.FILES] = field(default_factory=CheckpointConfig)
+    metrics: Annotated[MetricsConfig, Judged.FILES] = field(default_factory=MetricsConfig)
+    faults: Annotated[FaultsConfig, Judged.FILES] = field(default_factory=FaultsConfig)
+    rl: Annotated[RLConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RLConfig)
+    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RolloutConfig)
+    reward: Annotated[RewardConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RewardConfig)
+    sites: Annotated[SitesConfig, Judged.ROUNDS] = field(default_factory=SitesConfig)
 
     @property
     def is_rl(self) -> bool:
@@ -73,16 +73,6 @@ class Config:
         return self.train.num_micro_batches(self.parallel.dp)
 
     @property
-    def may_pad_batch(self) -> bool:
-        """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
-        return self.parallel.may_pad_batch
-
-    @property
-    def num_padding_micro_batches(self) -> int:
-        """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
-        return self.train.num_padding_micro_batches(self.parallel.dp)
-
-    @property
     def vocab_rows(self) -> int:
         """Rows of the vocabulary on a rank, V/tp rounded up."""
         return self.parallel.vocab_rows(self.model.vocab_size)
@@ -90,13 +80,3 @@ class Config:
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         return self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
-
-    @property
-    def loss_tokens(self) -> int:
-        """Tokens of a micro-batch whose losses a rank computes: tensor parallelism shards the vocabulary."""
-        return self.train.loss_tokens(self.parallel.cp)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens per global batch."""
-        return self.train.tokens_per_step

@@ -18,7 +18,7 @@ from moefold.inference.text import open_tokenizer
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.rl.reward import Reward
-from moefold.rl.rollout import Group
+from moefold.rl.rollout import RolloutGroup
 from moefold.rl.statistics import mean_rewards
 
 ROUNDS_OF_SLOTS = 8
@@ -33,7 +33,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         explain_oom(GENERATE_OOM_HINT),
         reworded_errors(*ROLLOUT_WORDS),
     ):
-        request = job.request
+        request, task = job.request, job.task_cfg
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
@@ -41,7 +41,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         summary = RolloutSummary(request.samples)
         is_first = rank_env.rank == 0
         with (
-            Reward(job.task_cfg) as reward,
+            Reward(task.data, task.faults, task.reward, num_ranks=task.num_job_ranks) as reward,
             request.out.open("w", encoding="utf-8") if is_first else nullcontext() as file,
         ):
             collector = RolloutCollector(
@@ -65,7 +65,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
     return 0
 
 
-def _write(file: TextIO, groups: Sequence[Group], collector: RolloutCollector) -> None:
+def _write(file: TextIO, groups: Sequence[RolloutGroup], collector: RolloutCollector) -> None:
     for group in groups:
         for record in rollout_records(group, collector.completion_text):
             # Nothing adjusts rewards here.
@@ -84,7 +84,7 @@ class RolloutSummary:
         self._num_truncated = 0
         self._rollout_s = 0.0
 
-    def add(self, groups: Sequence[Group], rollout_s: float) -> None:
+    def add(self, groups: Sequence[RolloutGroup], rollout_s: float) -> None:
         """Add the groups of all ranks."""
         self._rollout_s += rollout_s
         for group in groups:

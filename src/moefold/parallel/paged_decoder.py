@@ -21,13 +21,11 @@ from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supp
 from moefold.model.head import Head
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
-from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
 from moefold.model.paged_selection import PagedSelection
 from moefold.model.recurrent_cache import RecurrentStates
-from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -77,7 +75,7 @@ def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChai
     with gathered_parameters(stages), _cast_once(model):
         model.train(False)
         try:
-            chain = ForwardChain(stages, model.stage_plan, stages[0].cfg, model.groups)
+            chain = ForwardChain(stages, model.stage_plan, model.groups)
             yield chain
             chain.wait_send()
         finally:
@@ -196,13 +194,13 @@ class PagedDecoder:
             states = RecurrentStates(self._pass)
             self._state_caches.append(states)
             self._replace(module, "state_cache", states)
-        if isinstance(module, SparseAttention | SparseLatentAttention):
+        if isinstance(module, SelfAttention) and module.selects_keys:
             cache = PagedSelection(self._pass, self._size.num_pages, self._size.page_positions)
             self._add_cache(module, "selected_keys", cache)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window
-            if isinstance(module, LatentAttention) and self._size.kind == "latents":
+            if isinstance(module, SelfAttention) and module.caches_latents and self._size.kind == "latents":
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
                 kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
@@ -246,13 +244,13 @@ class PagedDecoder:
 
     def _record_routing(self, stage: Transformer) -> None:
         """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
-        model = self._chain.cfg.model
+        model = self._chain.stages[0].cfg.model
         num_slots = self._size.num_pages * self._size.page_positions
         for number, layer in stage.moe_layers().items():
             if number >= model.num_layers:
                 continue
             cache = RoutingCache(
-                self._pass, num_slots, expert_index_dtype(model.num_router_choices), self._chain.groups.attn.tp
+                self._pass, num_slots, expert_index_dtype(model.experts.num_choices), self._chain.groups.attn.tp
             )
             self._routing.append(cache)
             self._replace(layer.router, "override", cache)
@@ -266,8 +264,8 @@ class PagedDecoder:
             slots: index of each token in the cache, page * positions of a page + offset.
         """
         if not self._routing:
-            model = self._chain.cfg.model
-            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_router_choices))
+            part = self._chain.stages[0].cfg.model.experts
+            return np.zeros((0, len(slots), part.top_k), expert_index_dtype(part.num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
         found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
         return found
@@ -325,14 +323,14 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
         return None
     if chain.groups.moe.experts.size == 1:
         return None
-    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.cfg))
+    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.stages[0].cfg))
     dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
     return dispatcher
 
 
 def shares_experts_over_samples(chain: ForwardChain) -> bool:
     """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
-    if fetches_experts(chain.cfg.rollout):
+    if fetches_experts(chain.stages[0].cfg.rollout):
         return False
     groups = chain.groups
     view = groups.layout.attention

@@ -1,15 +1,13 @@
 """Export of a planned mapping as a recipe for training. Torch-free."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
-from moefold.config.part_table import toml_table
+from moefold.config.part_table import toml_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -18,7 +16,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.search.space import HOST
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stages import RecipeStageSplitter, placed_ranks
 from moefold.recipe import load_config
 from moefold.topology.pipeline_layout import even_stages, format_layout
 from moefold.validate.config import check_config
@@ -65,7 +63,9 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     )
     if m.pp > 1 and cfg.parallel.pipeline_layout in ("", "auto"):
         # Write the priced stages: "auto" would also consider how tp and ep shard the weights.
-        parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(m.pp * m.vpp)
+        parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(
+            placed_ranks(m.schedule, m.pp, m.vpp)
+        )
         is_even = parts == even_stages(cfg.model.num_layers, cfg.model.mtp_layers, m.pp * m.vpp)
         if cfg.parallel.pipeline_layout == "auto" or not is_even:
             cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))
@@ -133,17 +133,10 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
         value = getattr(part, key)
         name = f"{section}.{key}"
         if name in comments:
-            lines.append(f"{key} = {_format_toml(value)}  # {comments[name]}")
+            lines.append(f"{key} = {toml_value(value)}  # {comments[name]}")
         elif name in ALWAYS_WRITTEN or value != preset.get(key, default_of(section, key)):
-            lines.append(f"{key} = {_format_toml(value)}")
+            lines.append(f"{key} = {toml_value(value)}")
     return ["", f"[{section}]", *lines] if lines else []
-
-
-def _format_toml(value: Any) -> str:
-    """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does, and parts from outside."""
-    if isinstance(value, Part):
-        return toml_table(value.as_table())
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _recipe_value(parallel: ParallelConfig, part: DispatcherPart) -> str | Part:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,13 +12,20 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
-from moefold.config.schema import Config
-from moefold.data import Sampler
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.data.sample import SampleBatch
+from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
-from moefold.train.round_placement import RoundPlacer
+
+if TYPE_CHECKING:
+    from moefold.train.round_placement import RoundPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -51,21 +59,35 @@ class BatchSharder:
     not routed and count nowhere.
     """
 
-    def __init__(self, sampler: Sampler, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        run: RunConfig,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        groups: ParallelGroups,
+        positions: Tensor,
+    ) -> None:
         self._sampler = sampler
-        self._global_batch_size = cfg.train.global_batch_size
-        self._samples_per_rank = cfg.num_micro_batches * cfg.train.micro_batch_size
-        self._padded_batch_size = self._samples_per_rank * cfg.parallel.dp
-        self._micro_batch_size = cfg.train.micro_batch_size
-        self._mtp_layers = cfg.model.mtp_layers
-        self._vocab_size = cfg.model.vocab_size
+        self._global_batch_size = train.global_batch_size
+        self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
+        self._padded_batch_size = self._samples_per_rank * parallel.dp
+        self._micro_batch_size = train.micro_batch_size
+        self._mtp_layers = model.mtp_layers
+        self._vocab_size = model.vocab_size
         self._dp_group = groups.attn.dp
-        self._placer = RoundPlacer(cfg.parallel, cfg.train, groups)
-        self._placement = cfg.parallel.placement
+        self._placer: RoundPlacer | None = None
+        context = chosen_in(parallel, ContextPart)
+        if context.balances_hosts or context.moves_tokens:
+            from moefold.train import round_placement
+
+            self._placer = round_placement.RoundPlacer(parallel, train, groups)
+        self._placement = parallel.placement
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device
-        self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
+        self._dtype = torch.float64 if run.dtype == "float64" else torch.float32
 
     @property
     def own_samples(self) -> range:
@@ -173,7 +195,7 @@ class BatchSharder:
             self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, count)
             for samples, weights in parts
         ]
-        return [self._placer.add_placement(batch) for batch in batches]
+        return batches if self._placer is None else [self._placer.add_placement(batch) for batch in batches]
 
     def count_inputs(self, samples: SampleBatch) -> InputCount:
         """Count the inputs of a global batch for `build_batch`; collective over dp.
@@ -219,7 +241,7 @@ class BatchSharder:
         if starts is not None:
             firsts = range(0, len(starts), self._micro_batch_size)
             bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
-        if self._placer.moves_tokens:
+        if self._placer is not None and self._placer.moves_tokens:
             if starts is None:
                 # Of a recipe, `validate/unused_planned.py` refuses the key; a Config made in Python has no given keys.
                 raise ConfigError(

@@ -19,7 +19,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes, dispatch_sizes
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
@@ -28,8 +28,7 @@ from moefold.optim.build import build_optimizer
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
-from moefold.optim.state_offload import StateStore
-from moefold.optim.states import is_moment
+from moefold.optim.states import StateStore, is_moment
 from moefold.parallel.batch import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
@@ -71,7 +70,9 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     data = open_dataset(
         cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     )
-    batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
+    batch = BatchSharder(
+        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
+    ).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)
     peak = tracker.peak()
@@ -147,7 +148,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         # All sites have equally many experts.
         sites = replace(cfg.sites, number=0)
         owned = OwnedExperts(trained, experts, sites)
-        optimizer = build_optimizer(owned.parameters, cfg, groups.attn.stage)
+        optimizer = build_optimizer(owned.parameters, cfg.run, cfg.model, cfg.train, cfg.lora, groups.attn.stage)
         if cfg.train.gradient_delay:
             GradientDelay(optimizer, trained, cfg.train.delay_correction)
         states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]

@@ -2,33 +2,37 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
+from moefold.checkpoint.saver import open_saver
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.job_link import JobLink
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
-from moefold.data import ProgramData
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.cost.flops import step_flops_per_token
+from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
-from moefold.train.callbacks.kernel_choices import KernelChoices
-from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
-from moefold.train.callbacks.reference import ReferencePass
-from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
+from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.callbacks.run_log import RunLog
-from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
 from moefold.train.train_step import StepResult, TrainingStep
+
+if TYPE_CHECKING:
+    from moefold.comm.job_link import JobLink
+    from moefold.data.dataset import ProgramData
+    from moefold.parallel.replica_check import HostFact
 
 
 class Trainer:
@@ -41,9 +45,9 @@ class Trainer:
         messages: Sequence[str] = (),
         *,
         loss: LossFunction | None = None,
-        data: ProgramData | None = None,
+        data: "ProgramData | None" = None,
         callbacks: Sequence[Callback] = (),
-        link: JobLink | None = None,
+        link: "JobLink | None" = None,
         history: SaveHistory | None = None,
     ) -> None:
         """Build the model and open the data; collective.
@@ -74,12 +78,12 @@ class Trainer:
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
-        self._checkpointing = Checkpointing(cfg, groups, history)
+        self._checkpointing = Checkpointing(open_saver(cfg, groups), cfg.checkpoint, history)
         self._callbacks = _callbacks(cfg, groups, self._checkpointing)
         self._further_callbacks = tuple(callbacks)
 
     def _open_loader(
-        self, model: ParallelModel, loss: LossFunction | None, data: ProgramData | None, link: JobLink | None
+        self, model: ParallelModel, loss: LossFunction | None, data: "ProgramData | None", link: "JobLink | None"
     ) -> DataLoader:
         if loss is None or not self._cfg.is_rl:
             return DataLoader(self._cfg, self._groups, model.positions, data)
@@ -162,7 +166,7 @@ class Trainer:
             self._position.step + 1,
             lambda: context.stop.flags,
             data_s,
-            lambda: host_facts(context),
+            lambda: _host_facts(context),
             self._data_loader.mismatch_limit,
         )
         step_time_s = clock() - started_s
@@ -200,8 +204,17 @@ class Trainer:
             RunError: the recipe stops the run.
         """
         action = result.decision.action
+        cfg = self._cfg
         step_fault = StepFault(
-            self._position.step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
+            step=self._position.step + 1,
+            samples=samples,
+            result=result,
+            run=cfg.run,
+            checkpoint=cfg.checkpoint,
+            faults=cfg.faults,
+            samples_per_rank=cfg.num_micro_batches * cfg.train.micro_batch_size,
+            layout=self._groups.layout,
+            sampler=self._data_loader.train_sampler,
         )
         if context.log is not None:
             context.log.log_step_fault(step_fault)
@@ -209,7 +222,10 @@ class Trainer:
             return True
         self._checkpointing.drain()
         if action == "stop":
-            raise step_fault.stop_error()
+            from moefold.validate.mismatch import mismatch_advice
+
+            advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
+            raise step_fault.stop_error(advice)
         found = self._checkpointing.roll_back(context, step_fault)
         for callback in self._each_callback():
             callback.on_rollback(context)
@@ -245,35 +261,55 @@ class Trainer:
         return tuple(messages)
 
 
-def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
-    """Return the callbacks of a recipe in order.
+def _host_facts(context: TrainingContext) -> "list[HostFact]":
+    """Return what the replica check compares besides tensors."""
+    from moefold.train.callbacks.replica_check import host_facts
 
-    Sampling and the exchange between sites are imported by runs that use them: they are a tenth of the trainer's
-    modules.
-    """
+    return host_facts(context)
+
+
+def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
+    """Return the callbacks of a recipe in order. What a recipe does not ask for is not imported."""
     rounds: tuple[Callback, ...] = ()
     evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
     rollouts: tuple[Callback, ...] = ()
+    reference: tuple[Callback, ...] = ()
+    kernels: tuple[Callback, ...] = ()
+    replicas: tuple[Callback, ...] = ()
     if cfg.is_rl:
         from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 
         evaluations = (RewardEvaluation(),)
         rollouts = (RolloutLogging(),)
+    if chosen_in(cfg.align, AlignmentPart).has_reference:
+        from moefold.train.callbacks.reference import ReferencePass
+
+        reference = (ReferencePass(),)
+    if groups.device.type == "cuda":
+        from moefold.train.callbacks.kernel_choices import KernelChoices
+
+        kernels = (KernelChoices(),)
+    if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
+        from moefold.train.callbacks.replica_check import ReplicaComparison
+
+        replicas = (ReplicaComparison(checkpointing),)
     if cfg.sites.is_active:
         from moefold.train.callbacks.site_evaluation import SiteEvaluation
         from moefold.train.callbacks.sites import SiteRounds
+        from moefold.train.site_meeting import equal_settings
 
-        rounds = (SiteRounds(cfg),)
+        settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
+        rounds = (SiteRounds(cfg.run, cfg.model, cfg.sites, settings),)
         evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
     return (
-        KernelChoices(),
+        *kernels,
         *rounds,
-        ReferencePass(),
+        *reference,
         *evaluations,
         RoutingTraceSaving(),
-        MetricsLogging(cfg, groups),
+        MetricsLogging(cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), groups.device),
         *rollouts,
         StragglerDetection(),
-        ReplicaComparison(checkpointing),
+        *replicas,
         checkpointing,
     )

@@ -12,7 +12,8 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.data import ProgramData, Sampler
+from moefold.data.dataset import ProgramData
+from moefold.data.sampler import Sampler
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights

@@ -182,6 +182,20 @@ class QueryKeyNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionFrame:
+    """What the module of an attention reads of the model around it."""
+
+    hidden_size: int
+    """Width of the residual stream, H."""
+    norm_eps: float
+    """Epsilon of the norms of heads."""
+    zero_centered_norms: bool
+    """Whether the norms of heads multiply by 1 + weight."""
+    score_factor: float
+    """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionPart(Part):
     """Attention of a layer."""
 
@@ -206,6 +220,11 @@ class AttentionPart(Part):
     @property
     def fuses_head_norms(self) -> bool:
         """Return whether norms of heads with weights come right before RoPE, so that one kernel computes both."""
+        return False
+
+    @property
+    def has_sinks(self) -> bool:
+        """Return whether the softmax of each head has a logit more, which no key has."""
         return False
 
     @property
@@ -236,12 +255,8 @@ class AttentionPart(Part):
         """Return the formula: of a `LinearFormula`'s output if `is_recurrent`, else of a `SoftmaxFormula`'s heads."""
         return None
 
-    def build(self, model: Any) -> Any:
-        """Return the module, a `TokenMixer` with the parameters of `params`.
-
-        Args:
-            model: sizes of the residual stream, `ModelConfig`.
-        """
+    def build(self, frame: AttentionFrame) -> Any:
+        """Return the module, a `TokenMixer` with the parameters of `params`."""
         raise NotImplementedError
 
     @property
@@ -306,7 +321,7 @@ class OutputGate:
     def params(self, heads: int, value_width: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the projection; of one row a head, Muon has nothing to gain."""
         rows = self.rows(heads, value_width)
-        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, always_adamw=self.per_head)
+        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, never_as_matrix=self.per_head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,9 +352,9 @@ class SoftmaxAttentionPart(AttentionPart):
         return self.indexer
 
     @property
-    def indexes(self) -> bool:
-        """Return whether the layer has an indexer of its own."""
-        return self.indexer is not None and not self.indexer.is_shared
+    def own_indexer(self) -> IndexerPart | None:
+        """Return the indexer of the layer's own; None: it attends to all keys, or to those of an earlier layer."""
+        return None if self.shares_selection else self.indexer
 
     @property
     def recompute_parts(self) -> frozenset[str]:

@@ -33,6 +33,8 @@ class IndexerPart(Part):
     """Most keys that a query attends to."""
     heads: Annotated[int, FlatKey("model.index_heads")]
     head_dim: Annotated[int, FlatKey("model.index_head_dim")]
+    rope_interleaved: Annotated[bool, FlatKey("model.index_rope_interleaved")]
+    """Whether RoPE of its queries and keys rotates neighbouring dims."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few heads, and fewer keys than a window has: a selection in a window leaves keys out."""

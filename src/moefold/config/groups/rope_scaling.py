@@ -63,6 +63,22 @@ class RopeScalingPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeSettings:
+    """RoPE of all layers of a model that have it, and the attention temperature of the others."""
+
+    theta: float
+    """Base of the frequencies."""
+    rotary_dim: int
+    """Dims of one head that are rotated."""
+    interleaved: bool
+    """Whether neighbouring dims are a pair; else those of the first and second half."""
+    scaling: RopeScalingPart
+    temperature_scale: float
+    """Of layers without RoPE; 0: none, see `model.nope_temperature_scale`."""
+    temperature_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class FactorScaling(RopeScalingPart):
     """Scaling by a factor, which is above 1."""
 

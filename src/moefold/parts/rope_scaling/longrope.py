@@ -26,7 +26,7 @@ class LongRope(ContextScaling):
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
-        pairs = recipe.model.rotary_dim // 2
+        pairs = recipe.model.rope.rotary_dim // 2
         for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
             key = f"model.rope_{key}_factors"
             if len(factors) != pairs:

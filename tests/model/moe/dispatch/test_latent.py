@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.distributed_run import create_groups
@@ -29,7 +29,9 @@ def exchanged_bytes(cfg: Config) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_collectives, "begin_all_to_all", recorded)
-        model.forward_backward(BatchSharder(data.train, cfg, groups, model.positions).batch(0))
+        model.forward_backward(
+            BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+        )
     return sum(sizes)
 
 

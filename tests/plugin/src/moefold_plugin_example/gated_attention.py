@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefold.config.field import at_least
-from moefold.config.groups.attention import AttentionPart, SoftmaxCore, SoftmaxFormula, SoftmaxHeads, SoftmaxInput
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import (
+    AttentionFrame,
+    AttentionPart,
+    SoftmaxCore,
+    SoftmaxFormula,
+    SoftmaxHeads,
+    SoftmaxInput,
+)
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.block_sizes import BlockSizes
@@ -63,9 +69,9 @@ class Gated(AttentionPart):
         saved["attention"] += sizes.gathered_bytes(5 * heads * self.head_dim)
         return saved + sizes.core_attention(heads, self.head_dim)
 
-    def build(self, model: ModelConfig) -> "GatedAttention":
+    def build(self, frame: AttentionFrame) -> "GatedAttention":
         """Return the module."""
-        return GatedAttention(self, model.hidden_size)
+        return GatedAttention(self, frame.hidden_size)
 
     def formula(self) -> SoftmaxFormula:
         """Return queries, keys, values and gates; the oracle has mask, softmax and output projection."""

@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.groups.attention import LinearFormula, RecurrentCore, norm_param
+from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
-    from moefold.config.model import ModelConfig
-    from moefold.model.gated_linear_attention import GatedLinearAttention
+    from moefold.parts.attention.gla.module import GatedLinearAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +55,11 @@ class GlaPart(LinearAttentionPart):
         """Width of the low rank of the decays."""
         return self.gate_rank
 
-    def build(self, model: "ModelConfig") -> "GatedLinearAttention":
+    def build(self, frame: AttentionFrame) -> "GatedLinearAttention":
         """Return the module; see base class."""
-        from moefold.model.gated_linear_attention import GatedLinearAttention
+        from moefold.parts.attention.gla.module import GatedLinearAttention
 
-        return GatedLinearAttention(model)
+        return GatedLinearAttention(self, frame)
 
     def formula(self) -> LinearFormula:
         """Return the output for the tokens of one document; see base class."""

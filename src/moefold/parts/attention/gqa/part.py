@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.groups.attention import (
+    AttentionFrame,
     QueryKeyNorm,
     SoftmaxAttentionPart,
     SoftmaxCore,
@@ -25,7 +26,7 @@ from moefold.topology.layout import divisors
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
     from moefold.cost.block_sizes import BlockSizes
-    from moefold.model.attention import Attention
+    from moefold.parts.attention.gqa.module import GroupedQueryAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,11 @@ class GqaPart(SoftmaxAttentionPart):
     def rotary_dim(self) -> int:
         """See base class."""
         return round(self.head_dim * self.rope_fraction)
+
+    @property
+    def has_sinks(self) -> bool:
+        """See base class."""
+        return self.sinks
 
     def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
         """See base class."""
@@ -115,7 +121,7 @@ class GqaPart(SoftmaxAttentionPart):
             )
 
     def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:
-        if norm.after_rope and norm.has_weight and recipe.model.rope_interleaved:
+        if norm.after_rope and norm.has_weight and recipe.model.rope.interleaved:
             yield Problem(
                 "model.qk_norm_after_rope",
                 True,
@@ -153,7 +159,7 @@ class GqaPart(SoftmaxAttentionPart):
         return has_norm and self.has_rope
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `Attention` or `SparseAttention`; see base class."""
+        """Yield the parameters of `GroupedQueryAttention` or `SparseAttention`; see base class."""
         groups = self.num_kv_heads
         query = self.num_heads * self.head_dim
         key_value = groups * self.head_dim
@@ -227,15 +233,15 @@ class GqaPart(SoftmaxAttentionPart):
         groups = max(1, self.num_kv_heads // tp)
         return self.num_heads // tp * self.head_dim, 2 * groups * self.head_dim
 
-    def build(self, model: "ModelConfig") -> "Attention":
+    def build(self, frame: AttentionFrame) -> "GroupedQueryAttention":
         """Return the module; see base class."""
         if self.indexer:
-            from moefold.model.sparse_attention import SparseAttention
+            from moefold.parts.attention.gqa.sparse import SparseAttention
 
-            return SparseAttention(model, self.window, has_indexer=self.indexes)
-        from moefold.model.attention import Attention
+            return SparseAttention(self, frame)
+        from moefold.parts.attention.gqa.module import GroupedQueryAttention
 
-        return Attention(model, self.window)
+        return GroupedQueryAttention(self, frame)
 
     def formula(self) -> SoftmaxFormula:
         """Return the heads; see base class."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import (
+    AttentionFrame,
     SoftmaxAttentionPart,
     SoftmaxCore,
     SoftmaxFormula,
@@ -26,7 +27,7 @@ from moefold.cost.saved_tensors import BytesByPart
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
     from moefold.cost.block_sizes import BlockSizes
-    from moefold.model.mla import LatentAttention
+    from moefold.parts.attention.mla.module import LatentAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,15 +233,15 @@ class MlaPart(SoftmaxAttentionPart):
         heads = self.num_heads // sizes.cfg.parallel.tp
         return self.indexer.transient(sizes, heads, (self.key_width, self.key_width), (SELECTION_COPIES, 3.0))
 
-    def build(self, model: "ModelConfig") -> "LatentAttention":
+    def build(self, frame: AttentionFrame) -> "LatentAttention":
         """Return the module; see base class."""
         if self.indexer:
-            from moefold.model.sparse_attention import SparseLatentAttention
+            from moefold.parts.attention.mla.sparse import SparseLatentAttention
 
-            return SparseLatentAttention(model, self.window, has_indexer=self.indexes)
-        from moefold.model.mla import LatentAttention
+            return SparseLatentAttention(self, frame)
+        from moefold.parts.attention.mla.module import LatentAttention
 
-        return LatentAttention(model, self.window)
+        return LatentAttention(self, frame)
 
     def formula(self) -> SoftmaxFormula:
         """Return the heads; see base class."""

@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.groups.attention import AttentionPart, LinearFormula, RecurrentCore
+from moefold.config.groups.attention import AttentionFrame, AttentionPart, LinearFormula, RecurrentCore
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.config.model import ModelConfig
     from moefold.cost.block_sizes import BlockSizes
-    from moefold.model.short_convolution import ShortConvolution
+    from moefold.parts.attention.short_convolution.module import ShortConvolution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class ShortConvolutionPart(AttentionPart):
         """Yield the parameters of `ShortConvolution`; see base class."""
         for name in ("wb", "wc", "wv"):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
-        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
         yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
         if self.has_bias:
             for name in ("bb", "bc", "bv", "conv_bias"):
@@ -69,11 +68,11 @@ class ShortConvolutionPart(AttentionPart):
             transient["attention"] += sizes.gathered_bytes(3 * width)
         return transient
 
-    def build(self, model: "ModelConfig") -> "ShortConvolution":
+    def build(self, frame: AttentionFrame) -> "ShortConvolution":
         """Return the module; see base class."""
-        from moefold.model.short_convolution import ShortConvolution
+        from moefold.parts.attention.short_convolution.module import ShortConvolution
 
-        return ShortConvolution(model)
+        return ShortConvolution(self, frame)
 
     def formula(self) -> LinearFormula:
         """Return the output for the tokens of one document; see base class."""

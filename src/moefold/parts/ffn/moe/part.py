@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moefold.config.chosen import chosen
-from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import prefixed
-from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
+from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_params
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey, KindOf, UnusedKeys
+from moefold.config.part import UnusedKeys
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
@@ -23,27 +22,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoePart(FeedForwardPart):
+class MoePart(RoutedPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
 
     chosen_by: ClassVar[str] = "a model.layer_pattern with M"
-    is_routed: ClassVar[bool] = True
-    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts"})
-    num_experts: Annotated[int, FlatKey("model.num_experts")]
-    top_k: Annotated[int, FlatKey("model.top_k")]
-    zero_experts: Annotated[int, FlatKey("model.zero_experts")]
-    active_experts: Annotated[float, FlatKey("model.active_experts")]
-    width: Annotated[int, FlatKey("model.moe_ffn_hidden_size")]
-    """Inner width of an expert."""
-    token_width: Annotated[int, FlatKey("model.moe_hidden_size")]
-    """Width of the tokens that experts compute; 0: of the residual stream."""
-    shared_width: Annotated[int, FlatKey("model.shared_expert_ffn_hidden_size")]
-    """Inner width of the shared expert; 0: none."""
-    shared_gate: Annotated[bool, FlatKey("model.shared_expert_gate")]
-    has_bias: Annotated[bool, FlatKey("model.moe_bias")]
-    activation: Annotated[ActivationPart, KindOf("activation")]
-    probs_on_input: Annotated[bool, FlatKey("model.router_probs_on_input")]
-    router_bias: Annotated[bool, FlatKey("model.router_bias")]
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow experts."""
@@ -63,23 +45,13 @@ class MoePart(FeedForwardPart):
             reason = "model.shared_expert_ffn_hidden_size=0 means no shared expert"
             yield UnusedKeys("model.shared_expert_gate", reason, "set model.shared_expert_ffn_hidden_size")
 
-    @property
-    def num_choices(self) -> int:
-        """Choices of the router: the experts, then the zero-computation experts."""
-        return self.num_experts + self.zero_experts
-
-    @property
-    def mean_active(self) -> float:
-        """Expected number of experts with computation of a token."""
-        return self.active_experts or self.top_k * self.num_experts / self.num_choices
-
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `MoELayer`; see base class."""
         ffn = self.width
         experts = self.num_experts
         width = self.token_width or hidden
         if self.shared_width and self.shared_gate:
-            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
+            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", never_as_matrix=True)
         yield ParamSpec("router.weight", (self.num_choices, hidden), "router")
         if self.router_bias:
             yield ParamSpec("router.bias", (self.num_choices,), "router")
@@ -125,7 +97,7 @@ class MoePart(FeedForwardPart):
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = 2 * sizes.cfg.model.expert_hidden_size + 3 * self.width // sizes.cfg.parallel.etp
+            width = 2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.width // sizes.cfg.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
@@ -143,7 +115,7 @@ class MoePart(FeedForwardPart):
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
         inner = 3 * self.width // sizes.cfg.parallel.etp
-        width = inner + sizes.cfg.model.expert_hidden_size * sizes.experts.applies_probs
+        width = inner + self.token_size(sizes.cfg.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
@@ -174,14 +146,16 @@ class MoePart(FeedForwardPart):
         from moefold.model.mlp import SwiGLU
         from moefold.model.moe.layer import MoELayer
 
-        model = recipe.model
+        hidden = recipe.model.hidden_size
         return MoELayer(
-            model,
+            self,
+            hidden,
             recipe.moe,
+            chosen(recipe, RouterScorePart),
             loss_scale=1.0 / (recipe.train.global_batch_size // recipe.train.micro_batch_size),
             micro_batches_per_rank=recipe.num_micro_batches,
             noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),
-            shared=SwiGLU(model.hidden_size, self.shared_width) if self.shared_width else None,
+            shared=SwiGLU(hidden, self.shared_width) if self.shared_width else None,
         )
 
     def formula(self) -> FeedForwardFormula | None:
