@@ -113,9 +113,7 @@ def parameter_lines(recipe: Recipe) -> Iterator[str]:
 
     yield from flat(asdict(count_parameters(recipe.cfg.model)))
     for name, weight in model_weights(recipe.cfg.model).items():
-        lines = [line for line in flat(asdict(weight)) if not line.startswith("name ")]
-        # Built-in kinds give no initial values: `model/init.py` has them, and the subject "seeds" compares them.
-        yield f"{name} {' '.join(line for line in lines if line != 'initial []')}"
+        yield f"{name} {' '.join(line for line in flat(asdict(weight)) if not line.startswith('name '))}"
 
 
 def shard_lines(recipe: Recipe) -> Iterator[str]:
