@@ -47,6 +47,8 @@ class ParamSpec:
     """Whether optimizers that update matrices apart, such as Muon, take it for a vector although it is a matrix."""
     matrix_rows: tuple[int, ...] = ()
     """Rows of the logical matrices that are updated each alone; they alternate along dim 0. Empty: one matrix."""
+    initial: tuple[float, ...] = ()
+    """Initial values, one for each index of dim 0, or one for all; empty: by the name (`model/init.py`)."""
     in_exponent: bool = False
     """Whether the model exponentiates it, so that rounding it to the compute type changes the result much."""
 

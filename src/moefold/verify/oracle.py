@@ -436,7 +436,9 @@ class Oracle:
 
         weights = ModuleWeights(self._weights, name)
         score_factor = rope_formula(model).score_factor
-        heads: SoftmaxHeads = formula(SoftmaxInput(weights, x, rotate, self._head_norm, score_factor))
+        heads: SoftmaxHeads = formula(
+            SoftmaxInput(weights, x, rotate, self._head_norm, score_factor, positions.double())
+        )
         query = heads.queries
         if part.has_temperature and not part.has_rope:
             query = query * nope_temperature(model, positions)[:, :, None, None]

@@ -27,6 +27,8 @@ class SoftmaxInput(NamedTuple):
     """RMSNorm over the last dim with the recipe's epsilon, given numbers, and a weight if it has one."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+    positions: Any
+    """Of the tokens in their documents, [B, S]."""
 
 
 class SoftmaxHeads(NamedTuple):
