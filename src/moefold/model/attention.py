@@ -139,6 +139,8 @@ class TokenMixer(nn.Module, ABC):
     selects_keys: ClassVar[bool] = False
     """Whether each query attends to selected keys: `forward` then takes a `Selection`, and a decoder sets
     `selected_keys`."""
+    fused_refusal: ClassVar[str] = "a layer of another class"
+    """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
     caches_latents: ClassVar[bool] = False
     """Whether a decoder may set `latent_cache`, which caches latents instead of keys and values."""
 
@@ -165,11 +167,6 @@ class TokenMixer(nn.Module, ABC):
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
         """Set which of the `tp` ranks that share the heads this one is; no effect where each has heads of its own."""
-
-    @property
-    def fused_refusal(self) -> str:
-        """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
-        return "a layer of another class"
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
         """Yield each other reason against that kernel, and whether it holds; a later one may presume the earlier."""
