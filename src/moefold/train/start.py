@@ -29,8 +29,6 @@ from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.fitting import check_training, choose_checked_device
-from moefold.launch.meet_client import parse_address
-from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
@@ -209,6 +207,9 @@ def check_meeting_point(sites: SitesConfig) -> None:
     """
     if not sites.meet:
         return
+    from moefold.launch.meet_client import parse_address
+    from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
+
     host, _ = parse_address(sites.meet, "sites.meet")
     if not read_secret(sites.secret, "sites.secret") and not is_loopback(host):
         raise ConfigError(

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -29,16 +29,16 @@ from moefold.launch.watchdog import Watchdog
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
 from moefold.remote_path import is_remote, to_path
+from moefold.topology.layout import fold_mapping
 from moefold.train.callbacks.callback import Callback
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
-from moefold.train.generations import GenerationLoop, with_saved_checkpoints
 from moefold.train.run_folder import RunFolder, choose_run_folder, is_free
-from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import StopSignals
-from moefold.train.start import RunSetup
 from moefold.train.trainer import Trainer
-from moefold.validate.config import check_config
+
+if TYPE_CHECKING:
+    from moefold.train.start import RunSetup
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ProgramParts:
     """Called with the metrics of each step, on each rank that trains."""
 
 
-def finished_outcome(setup: RunSetup) -> TrainOutcome | None:
+def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
     """Return the outcome of a run whose checkpoint has all steps already; None if steps are left."""
     if not setup.is_finished:
         return None
@@ -90,7 +90,7 @@ def train_on_rank(
     """Join the job, train and leave.
 
     Args:
-        cfg: the recipe.
+        cfg: the recipe, which `set_up_run` has checked.
         messages: lines to log before all others.
         program: the parts that the calling program passes.
         rank_env: rank and world size of this process.
@@ -101,7 +101,7 @@ def train_on_rank(
             exit.
         RunError: the run failed, in a job of one rank or in a program's own process.
     """
-    layout = check_config(cfg)
+    layout = fold_mapping(cfg.parallel)
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -123,6 +123,8 @@ def train_on_rank(
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:
                 # The training ranks say when to stop, after a signal too.
+                from moefold.train.sampling_worker import SamplingWorker, sampling_groups
+
                 groups = sampling_groups(cfg, device, watchdog.flight_recorder)
                 SamplingWorker(cfg, layout, groups, link).run()
             return TrainOutcome(0, Path(cfg.run.dir))
@@ -136,6 +138,8 @@ def train_on_rank(
         training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
         run_dir = Path(folder.cfg.run.dir)
         if regroups:
+            from moefold.train.generations import GenerationLoop
+
             loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
             status = loop.run(stop)
             newest = (
@@ -174,11 +178,15 @@ class _RankTraining:
         """
         recorder = self.watchdog.flight_recorder
         with ExitStack() as cleanup:
-            groups = ParallelGroups.create(check_config(cfg), self.device, recorder)
+            groups = ParallelGroups.create(fold_mapping(cfg.parallel), self.device, recorder)
             cleanup.callback(groups.release)
             self.stop.announces = groups.rank == 0
+            if cfg.faults.regroups:
+                from moefold.train.generations import with_saved_checkpoints
+
+                cfg = with_saved_checkpoints(cfg, history)
             trainer = Trainer(
-                with_saved_checkpoints(cfg, history),
+                cfg,
                 groups,
                 [message for message in messages or self.first_messages if message],
                 loss=self.program.loss,
