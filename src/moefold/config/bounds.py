@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from moefold.config.field import Bound, Most, ReadIf, Trait
+from moefold.config.field import Bound, Judged, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, sections
@@ -59,6 +59,24 @@ def own_maxima() -> dict[str, int]:
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait."""
     return frozenset(key for key, metadata in _metadata(section).items() if trait in metadata)
+
+
+@cache
+def judged() -> dict[str, Judged | None]:
+    """Return how `moefold verify` judges each key, by "section.key"; None: the oracle has to read it."""
+    of_sections = get_type_hints(Config, include_extras=True)
+    return {
+        f"{section}.{key}": next(
+            (
+                mark
+                for mark in (*metadata, *getattr(of_sections[section], "__metadata__", ()))
+                if isinstance(mark, Judged)
+            ),
+            None,
+        )
+        for section in sections()
+        for key, metadata in _metadata(section).items()
+    }
 
 
 @cache

@@ -34,15 +34,13 @@ class SoftmaxRouting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerWeights:
-    """Weights of one layer with grouped-query attention, in the dtype of the rows unless stated otherwise."""
+class HeadWeights:
+    """Weights of grouped-query attention, in the dtype of the rows."""
 
     query: LinearWeights
     key: LinearWeights
     value: LinearWeights
     output: LinearWeights
-    attention_norm: Tensor
-    ffn_norm: Tensor
     query_norm: Tensor | None
     """Norm of each query head, [D]; None: no QK norm."""
     key_norm: Tensor | None
@@ -51,10 +49,19 @@ class LayerWeights:
     head_dim: int
     window: int
     """Most keys of a query, its own included; 0: no limit."""
-    eps: float
-    """Of the two norms of the layer."""
     query_key_eps: float
     """Of the norms of queries and keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Weights of one layer, in the dtype of the rows unless stated otherwise."""
+
+    attention: HeadWeights
+    attention_norm: Tensor
+    ffn_norm: Tensor
+    eps: float
+    """Of the two norms of the layer."""
     router: LinearWeights | None
     """Router of an MoE layer, in float32; None: a dense layer."""
     experts: tuple[Tensor, Tensor, Tensor] | None

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -271,4 +272,6 @@ def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | 
     from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
 
     reason = fused_router_unsupported_reason(model, moe)
-    return (None, f", but plain routing, as {reason}") if reason else (FusedRouting(model), "")
+    if reason or model.routed is None:
+        return None, f", but plain routing, as {reason}" if reason else ""
+    return FusedRouting(model.routed, chosen(RoutingSections(model, moe), RouterScorePart)), ""
