@@ -16,7 +16,7 @@ from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.chosen import chosen
 from moefold.config.find import find_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.dispatcher import WirePart
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config

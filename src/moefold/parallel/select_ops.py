@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.chosen import RoutingSections, chosen, chosen_in
-from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
+from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moefold.bounded_read import check_regular_file
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
+from moefold.config.groups.block import ActivationPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names

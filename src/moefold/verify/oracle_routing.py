@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.chosen import chosen
-from moefold.config.groups.balance_scope import BalanceScopePart
-from moefold.config.groups.choice import ChoiceFormula, ChoicePart
-from moefold.config.groups.drop import DropPart, QueueEntry
-from moefold.config.groups.drop_scope import DropScopePart
-from moefold.config.groups.router_score import RouterScorePart, ScoreFormula
+from moefold.config.groups.drop import DropPart, DropScopePart, QueueEntry
+from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, RouterScorePart, ScoreFormula
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.no_formula import formula_of
