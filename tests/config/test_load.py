@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.load import config_from_dict, config_to_dict, write_config_json
-from moefold.config.schema import Config
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 

@@ -24,8 +24,7 @@ from moefold.board.run_finder import FoundRun
 from moefold.board.step_ranges import StepRanges
 from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.config.load import config_to_dict
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.errors import format_list
 from moefold.host.folder_lock import is_in_use
 from moefold.metrics.expert_balance import Array, finite_number

@@ -42,9 +42,8 @@ from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, wri
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
 from moefold.checkpoint.shard_planner import ShardLoadPlanner, ShardSavePlanner
 from moefold.comm.groups import current_world
-from moefold.config.load import config_to_dict
 from moefold.config.part import words_of
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments, set_step_count
 from moefold.remote_path import RemoteError, RemotePath

@@ -10,11 +10,10 @@ from typing import Any
 
 from moefold import __version__
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
-from moefold.config.load import config_to_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import without_source
 from moefold.config.part_table import toml_table
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.preflight import read_model
 from moefold.convert.run_config import find_run_config, read_json_object

@@ -14,7 +14,7 @@ from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -22,7 +22,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, reworded_errors
@@ -140,7 +140,8 @@ def check_replay(cfg: Config) -> None:
     if not cfg.moe.replay:
         return
     # Lazy import: rejecting a wrong key must not need numpy.
-    from moefold.data.routing_trace import TRACE_FOLDER, RoutingTrace, trace_shape
+    from moefold.config.moe import TRACE_FOLDER
+    from moefold.data.routing_trace import RoutingTrace, trace_shape
 
     trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(cfg.run.dir) / TRACE_FOLDER).resolve():

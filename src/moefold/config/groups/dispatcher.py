@@ -1,4 +1,4 @@
-"""Dispatchers: how routed tokens reach the ranks of their experts, in which number format, and the results come back."""
+"""Dispatchers: how routed tokens, in which number format, reach the ranks of their experts, and results come back."""
 
 import importlib.util
 from collections.abc import Callable, Iterator

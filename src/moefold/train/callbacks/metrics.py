@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.moe import TRACE_FOLDER
 from moefold.config.schema import Config
 from moefold.cost.flops import peak_bf16_tflops, step_flops_per_token
-from moefold.data.routing_trace import TRACE_FOLDER
 from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
