@@ -232,8 +232,7 @@ def train_in_process(
     loaded = _loaded(recipe, overrides)
     _check_loss(loaded, loss)
 
-    from moefold.train.in_process import train_in_program
-    from moefold.train.worker import ProgramParts
+    from moefold.train.worker import ProgramParts, train_in_program
 
     return train_in_program(loaded, ProgramParts(loss, data, tuple(callbacks), on_step))
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,7 @@ import torch
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink, JobSplit
+from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
@@ -21,6 +23,7 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
+from moefold.launch.embedding import program_ranks, restored_process_state
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
@@ -28,6 +31,7 @@ from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
+from moefold.recipe import LoadedRecipe
 from moefold.remote_path import is_remote, to_path
 from moefold.topology.layout import fold_mapping
 from moefold.train.callbacks.callback import Callback
@@ -35,6 +39,7 @@ from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.run_folder import RunFolder, choose_run_folder, is_free
 from moefold.train.signals import StopSignals
+from moefold.train.start import choose_training_device, prepare_data, set_up_run
 from moefold.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -280,3 +285,31 @@ def _run_locks(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfi
     # One lock if both are the same folder: this process could not take it twice.
     distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
     return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]
+
+
+def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcome:
+    """Train with the processes of the program as ranks; collective over its default process group.
+
+    Args:
+        recipe: the recipe.
+        program: the parts that the program passes.
+
+    Raises:
+        ConfigError: the recipe cannot be trained here; on all ranks.
+        RunError: the run failed; a rank whose peer failed names the loss of the connection.
+    """
+    if recipe.cfg.rollout.ranks:
+        raise ConfigError(
+            f"rollout.ranks={recipe.cfg.rollout.ranks} only sample, and each process of this program trains; set "
+            "rollout.ranks=0, or start the job with `moefold train`"
+        )
+    with restored_process_state(), program_ranks(recipe.cfg.faults.timeout_s) as ranks:
+        rank_env = ranks.rank_env
+        setup = ranks.agree(partial(set_up_run, recipe, rank_env, program.data))
+        if finished := ranks.first(finished_outcome(setup)):
+            return finished
+        device_type = ranks.agree(partial(choose_training_device, setup, rank_env))
+        ranks.check_devices(device_type)
+        ranks.agree(partial(prepare_data, setup, rank_env))
+        with set_aside_process_groups():
+            return train_on_rank(setup.cfg, setup.messages, program, rank_env, device_type)
