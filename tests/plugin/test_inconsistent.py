@@ -102,7 +102,7 @@ def test_shards_that_tp_does_not_divide_are_refused(changed, overrides, reason):
 
 def states_built(cfg: Config) -> None:
     model = build_model(cfg)
-    build_optimizer(dict(model.named_parameters()), cfg, None)
+    build_optimizer(dict(model.named_parameters()), cfg.run, cfg.model, cfg.train, cfg.lora, None)
 
 
 @pytest.mark.parametrize(

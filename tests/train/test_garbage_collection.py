@@ -49,6 +49,15 @@ def _fail(frozen: int) -> None:
         raise RunError("a rank is lost")
 
 
+@pytest.fixture
+def _nothing_frozen():
+    """What tests/conftest.py froze is not, during a test."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_what_was_set_before_is_restored_after_an_error(was_enabled):
     frozen = gc.get_freeze_count()
@@ -63,6 +72,7 @@ def test_what_was_set_before_is_restored_after_an_error(was_enabled):
         gc.enable()
 
 
+@pytest.mark.usefixtures("_nothing_frozen")
 def test_objects_that_the_caller_froze_stay_frozen():
     kept = _Node()
     gc.freeze()
@@ -106,7 +116,7 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
     # The first step creates moments and communication buffers.
     training.run(sharder.batch(0), 1)
     gc.collect()

@@ -184,7 +184,7 @@ def _seconds_of_a_round(cfg: Config) -> tuple[float, float, float]:
     """Rank 0 samples for 1 s and rank 1 for 9 s; both have the rewards after 10 s."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     tokenizer = load_tokenizer(cfg.data, vocab_size=256)
-    reward = Reward(cfg)
+    reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
     collector = RolloutCollector(_Engine(), reward, tokenizer, groups, stop=StopRule(frozenset()), max_tokens=2)
     clock = SimpleNamespace(perf_counter=iter((0.0, (1.0, 9.0)[groups.rank], 10.0)).__next__)
     with patch.object(rollouts_module, "time", clock):

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from moefold.config.field import Bound, Judged, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.schema import Config
-from moefold.config.suggestions import key_types, sections
+from moefold.config.suggestions import key_types, marked_types, sections
 
 
 def range_problems(cfg: Config) -> Iterator[str]:
@@ -98,5 +98,5 @@ def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
 @cache
 def _metadata(section: str) -> dict[str, tuple[Any, ...]]:
     """Return the metadata in the annotation of each key."""
-    hints = get_type_hints(sections()[section], include_extras=True)
+    hints = marked_types(section)
     return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(sections()[section])}

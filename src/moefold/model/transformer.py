@@ -407,7 +407,7 @@ class Transformer(nn.Module):
             starts_SB = document_starts.t()
             bounds = bounds or DocumentBounds.of_starts(document_starts)
             documents = PackedDocuments(bounds, starts_SB, weights)
-        elif weights is not None and self.cfg.model.index_topk and self.training:
+        elif weights is not None and self.cfg.model.selected_keys and self.training:
             # Padding in samples of one document each, which the indexers' losses leave out. Outside of training there
             # is no such loss, and texts have any length.
             length = self.cfg.train.seq_len

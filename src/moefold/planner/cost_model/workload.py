@@ -192,7 +192,8 @@ class RecordedRouting:
         self._trace = RoutingTrace(folder, "--trace")
         shape = self._trace.shape
         theirs = (shape.num_routed_experts, shape.zero_experts, shape.top_k)
-        ours = (model.num_experts, model.zero_experts, model.top_k)
+        part = model.routed
+        ours = (part.num_experts, part.zero_experts, part.top_k) if part else (0, 0, 0)
         if theirs != ours:
             raise ConfigError(
                 f"--trace={str(folder)!r} was traced with model.num_experts={theirs[0]}, zero_experts={theirs[1]} and "
@@ -201,7 +202,7 @@ class RecordedRouting:
         if not self._trace.steps:
             raise ConfigError(f"--trace={str(folder)!r} holds no step; run with moe.trace_every at least once")
         self.num_steps = len(self._trace.steps)
-        self._num_experts = model.num_experts
+        self._num_experts = ours[0]
         self._imbalance_by_ep: dict[int, float] = {}
 
     def imbalance(self, ep: int) -> float:
