@@ -79,7 +79,8 @@ class Trainer:
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
         self._checkpointing = Checkpointing(open_saver(cfg, groups), cfg.checkpoint, history)
-        self._callbacks = _callbacks(cfg, groups, self._checkpointing)
+        measures_kernels = model.autotuner.is_enabled
+        self._callbacks = _callbacks(cfg, groups, self._checkpointing, measures_kernels=measures_kernels)
         self._further_callbacks = tuple(callbacks)
 
     def _open_loader(
@@ -268,7 +269,9 @@ def _host_facts(context: TrainingContext) -> "list[HostFact]":
     return host_facts(context)
 
 
-def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
+def _callbacks(
+    cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing, *, measures_kernels: bool
+) -> tuple[Callback, ...]:
     """Return the callbacks of a recipe in order. What a recipe does not ask for is not imported."""
     rounds: tuple[Callback, ...] = ()
     evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
@@ -285,7 +288,7 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         from moefold.train.callbacks.reference import ReferencePass
 
         reference = (ReferencePass(),)
-    if groups.device.type == "cuda":
+    if measures_kernels:
         from moefold.train.callbacks.kernel_choices import KernelChoices
 
         kernels = (KernelChoices(),)
