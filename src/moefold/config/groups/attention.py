@@ -353,7 +353,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the indexer of the layer's own; None: it attends to all keys, or to the keys that an earlier layer has chosen."""
+        """Return the indexer of the layer's own; None: it attends to all keys, or shares the choice of an earlier layer."""
         return None if self.shares_selection else self.indexer
 
     @property
