@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.comm.groups import fake_rank
 from moefold.config.find import find_part, groups
@@ -19,6 +20,7 @@ from moefold.convert.weights import parameter_shapes
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
+from moefold.model.rope import build_rope
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.validate.config import check_config
@@ -27,9 +29,13 @@ from moefold.verify.distributed_run import run_distributed
 from tests.cost.test_activation_memory import _assert_close as assert_memory_close
 from tests.cost.test_activation_memory import _config as memory_config
 from tests.cost.test_activation_memory import _on_one_rank as memory_of_one_rank
-from tests.parts.every_kind import OF_LAYERS, kinds_of, recipes
+from tests.inference.example import write_checkpoint
+from tests.inference.test_memory_inference import kept_bytes
+from tests.parts.every_kind import OF_LAYERS, kinds_of, merged, recipes, settings
 from tests.verify.oracle import TOLERANCE
+from tests.verify.recipes import tiny
 
+ATTENTIONS = kinds_of(("attention",))
 LAYER_KINDS = kinds_of(OF_LAYERS)
 NO_STEP = {"advantage", "alignment", "correction", "kl", "objective"}
 """Groups of losses of a program, judged in tests/verify/test_objectives.py."""
@@ -112,3 +118,33 @@ def test_its_saved_bytes_are_measured(group, kind, dtype):
     """Within 10 %, with each setting that can be on or off."""
     for cfg in recipes(group, kind, partial(measured_recipe, dtype)):
         assert_memory_close(cfg, [memory_of_one_rank(cfg)])
+
+
+def attend(q, k, v, documents=None, sinks=None, scale=None):
+    """Attention over all keys, by products that torch counts."""
+    k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2).permute(1, 2, 0, 3) for heads in (k, v))
+    return ((q.permute(1, 2, 0, 3) @ k.mT).softmax(-1) @ v).permute(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize("kind", [kind for _, kind in ATTENTIONS if not find_part("attention", kind).is_recurrent])
+def test_its_core_flops_are_counted(kind):
+    """By torch, with keys as wide as values, which would be padded else."""
+    cfg = tiny(**merged(settings("attention", kind), {"model": {"v_head_dim": 6}}))
+    layer = cfg.model.layers[0]
+    module = build_model(cfg).layers["0"].attention.double()
+    module.core_attention = attend
+    x = torch.randn(16, 2, cfg.model.hidden_size, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counted:
+        module(x, build_rope(cfg.model, torch.arange(16), torch.float64))
+    matrices = sum(2 * weight.numel for weight in layer.attention.params(cfg.model.hidden_size) if weight.is_matrix)
+    assert counted.get_total_flops() == 16 * 2 * (matrices + layer.core.flops(16))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("group", "kind"), [*ATTENTIONS, *kinds_of(("indexer",))])
+def test_its_cache_is_as_large_as_computed(pool, tmp_path, group, kind):
+    cfg = tiny(**settings(group, kind))
+    cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path)))
+    pool.run(1, write_checkpoint, cfg)
+    [((cache, _), (computed, _))] = pool.run(1, kept_bytes, tmp_path, {"dtype": "float32"}, "latents")
+    assert cache == computed > 0

@@ -222,7 +222,7 @@ def reward(prompts, completions, completion_ids, **columns):
 )
 def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(pool, tmp_path, mapping, loss_mean):
     """Some rollouts and a whole group have no reward, prompts differ in length, and the KL penalty has a gradient."""
-    cfg = recipe(tmp_path, 3, kl=0.3, loss_mean=loss_mean)
+    cfg = recipe(tmp_path, 2, kl=0.3, loss_mean=loss_mean)
     (tmp_path / "reward.py").write_text(DROPPING_REWARD)
     rows = ({"prompt": "p" * (1 + i % 10) + ":"} for i in range(20))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -27,7 +27,7 @@ from moefold.recipe import load_config
 BF16_BYTES = 2
 """Bytes of a weight or an activation value of a bfloat16 run."""
 
-CLAMPED_SWIGLU_PASSES = 14.6
+CLAMPED_SWIGLU_PASSES = 11.28
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
 

@@ -229,11 +229,10 @@ def validate_merged_experts(model: ModelConfig, lora: LoraConfig, sites: SitesCo
     """Check the settings of the merging of experts."""
     if not sites.owns_experts or not has_moe_layers(model) or not sites.merge_experts:
         return
-    routed = model.routed
-    if routed and routed.num_experts <= NUM_SIMILAR:
+    if model.experts.num_experts <= NUM_SIMILAR:
         yield (
             f"sites.merge_experts={sites.merge_experts:g} merges each expert with the {NUM_SIMILAR} most similar ones, "
-            f"and model.num_experts={routed.num_experts}; set sites.merge_experts=0"
+            f"and model.num_experts={model.experts.num_experts}; set sites.merge_experts=0"
         )
     if sites.merge_every % sites.every:
         above = -(-sites.merge_every // sites.every) * sites.every
