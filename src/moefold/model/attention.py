@@ -25,6 +25,7 @@ from moefold.ops.block_attention import (
     additive_mask,
     attention_block,
     attention_block_backward,
+    causal_sdpa,
     fold_in_sinks,
     sink_gradient,
 )
@@ -32,7 +33,6 @@ from moefold.ops.decode import HeadWeights
 from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
-from moefold.ops.measured_attention import causal_sdpa, measured_causal_sdpa
 from moefold.ops.rope import NoRope, Rope
 
 
@@ -322,6 +322,8 @@ class CausalAttention:
             return y
         mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
         if mask is None and self.tuner is not None:
+            from moefold.ops.measured_attention import measured_causal_sdpa
+
             return measured_causal_sdpa(self.tuner, q, k, v, scale)
         return causal_sdpa(q, k, v, scale, mask)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
