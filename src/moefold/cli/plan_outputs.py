@@ -20,6 +20,7 @@ from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.model_spec import train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
@@ -243,11 +244,11 @@ def print_footer(
     console.print()
     print_prose(console, "#1", format_mapping(shown[0]))
     print_documents(console, planner, shown[0])
+    gap = f"outside it, none can be more than {planner.gap:.0%} faster" if planner.gap else "nothing outside it can win"
     print_prose(
         console,
         "searched",
-        f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds (tp cp pp ep etp), in "
-        f"{seconds:.1f} s; the best of each fold is ranked.",
+        f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; {gap}.",
     )
     print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)
@@ -280,7 +281,19 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
             assumptions.append(
                 f"{part.kind} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
             )
-    return [*assumptions, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
+    if q.restriction.offload:
+        assumptions.append("offload is hidden almost completely, which nobody has measured (--offload)")
+    return [*assumptions, f"{describe_flops(q)}; MFU is against the bfloat16 peak"]
+
+
+def describe_flops(request: PlanRequest) -> str:
+    """Describe the convention of the FLOP count, and the factor to the other one."""
+    w = request.workload
+    full, half = (train_flops(request.model_spec, w.seq_len, causal=causal) for causal in (False, True))
+    words = f"TFLOP/s count {w.flop_description}"
+    if w.counts_causal_attention:
+        return f"{words}; arXiv:2504.14960 counts all of it: x {full / half:.2f} here"
+    return f"{words}, as arXiv:2504.14960; Megatron-Bridge counts half: x {half / full:.2f} here"
 
 
 def describe_margin(request: PlanRequest) -> str:
