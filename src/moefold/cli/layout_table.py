@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moefold.cli.drawn_view import DrawnView, build_drawn_views
 from moefold.config.schema import Config
 from moefold.cost.stage_partition import stage_cost
-from moefold.planner.svg_chart import DrawnView, build_drawn_views
 from moefold.topology.layout import DEFAULT_MOE_ORDER, DEFAULT_ORDER, Layout, View, fold
 from moefold.topology.pipeline_layout import StageParts, StagePlan
 

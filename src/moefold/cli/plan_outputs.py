@@ -184,8 +184,7 @@ def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         num_gpus=q.num_gpus,
         workload=planner.cost_model_for(best).workload,
         model_spec=q.model_spec,
-        plans=planner.top_plans(MAX_SHOWN_PLANS),
-        replan=lambda count: _best_plan(planner, count),
+        plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
         noise=_noise(planner.config_for(best).parallel, args),
         reserve_gib=q.reserve_gib,
         source=ReportSource(
@@ -206,13 +205,6 @@ def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespac
         return ""
     cfg, comments = _trainable_config(planner, best, args)
     return render_recipe(cfg, _header_comments(planner, best, args, argv), comments)
-
-
-def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:
-    try:
-        return planner.with_num_gpus(num_gpus).best()
-    except ConfigError:
-        return None
 
 
 RECIPE_PATH = Path("planned.toml")
