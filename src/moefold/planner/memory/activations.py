@@ -63,6 +63,11 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
         return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
 
     @cached_property
+    def offloads(self) -> bool:
+        """True if any strategy offloads activations."""
+        return any(offload for _, offload in self)
+
+    @cached_property
     def recomputes_comm(self) -> NDArray[np.intp]:
         """1 for each strategy that recomputes expert all-to-alls, else 0, [strategies]."""
         return np.array([recomputes_comm(recompute) for recompute in self.recompute_sets])[

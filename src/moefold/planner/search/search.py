@@ -7,8 +7,9 @@ step. Sends, reductions and the optimizer only add to them. A pair whose turn it
 (schedules with virtual stages), ZeRO stages and memory strategies together (`planner/cost_model/strategy.py`). What is
 best in the end is checked against the memory of all snapshots of its step.
 
-The search is a beam: it looks at the memory of at most `BEAM` pairs. `Search.gap` is how much faster a mapping outside
-the beam could be at most; 0 if the beam contains all that may win. What is listed, `space.py` decides.
+The search is a beam: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs. `Search.gap` is how much faster a
+mapping outside the beam could be at most, by its lower bound; 0 if the beam contains all that may win. What is listed,
+`space.py` decides.
 `tests/planner/search/test_search.py` compares with pricing every mapping.
 """
 
@@ -35,10 +36,17 @@ from moefold.planner.search.space import HOST, AttentionView, Fold, MappingSpace
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 BEAM = 300
-"""Most pairs of a fold and a micro-batch size whose memory a search looks at; twice as many for groups without a
-mapping."""
+MAX_VIEWS = 48
+"""Most pairs of a fold and a micro-batch size whose memory a round of the search looks at, and most attention views."""
+MAX_ROUNDS = 4
+"""Rounds of the search, each over what the one before left out, for groups without a mapping."""
+MAX_PIPELINES = 8
+"""Pipelines that are priced of a fold with a micro-batch size and a dispatcher: the fastest without recomputation, and
+1F1B, which holds least."""
 FIT_BATCH = 64
 """Memory strategies that are checked against all snapshots at a time."""
+
+PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
 
 ByteArray = NDArray[np.float64]
 TimedMapping = tuple[float, ParallelMapping]
@@ -208,8 +216,22 @@ class Search:
         """Return the best mappings of each group that fit, best first, each of another fold."""
         found = [_Found(group) for group in groups]
         queue = self._queue()
-        room = BEAM
-        skipped_s = inf
+        skipped: list[_Node] = []
+        for _ in range(MAX_ROUNDS):
+            open_groups = [one for one in found if not one.best]
+            self._search_round(queue, open_groups, skipped)
+            if all(one.best for one in found) or not skipped:
+                break
+            queue = sorted(skipped)
+            skipped = []
+        limit_s = min((one.limit_s for one in found), default=inf)
+        bound = min((node.bound_s for node in skipped), default=inf)
+        self.gap = max(0.0, 1 - bound / limit_s) if limit_s < inf else 0.0
+        return [sorted(map(self.price, one.mappings()), key=lambda plan: plan.sort_key) for one in found]
+
+    def _search_round(self, queue: list["_Node"], found: Sequence["_Found"], skipped: list["_Node"]) -> None:
+        """Search the queue for the best mappings of groups; what the beam leaves out is appended to `skipped`."""
+        room = {"views": MAX_VIEWS, "sizes": BEAM}
         while True:
             while queue and (bound := queue[0][0]) < max(one.limit_s for one in found):
                 node = heappop(queue)
@@ -219,19 +241,17 @@ class Search:
                 if node.is_bounded:
                     self._price_node(node, own)
                     continue
-                if node.number >= 0:
-                    room -= 1
-                    if room < 0 and (room < -BEAM or any(one.best for one in own)):
-                        skipped_s = min(skipped_s, bound)
-                        continue
+                level = "views" if node.fold is None else "sizes" if node.number >= 0 else "folds"
+                room[level] = room.get(level, len(self.space.folds)) - 1
+                if room[level] < 0:
+                    skipped.append(node)
+                    continue
                 for refined in self._refine(node, own):
                     heappush(queue, refined)
-            open_ones = [(one, mapping) for one in found for mapping in one.unverified()]
-            if not open_ones:
-                best_s = min((timed[0] for one in found for timed in one.best.values()), default=inf)
-                self.gap = max(0.0, 1 - skipped_s / best_s) if best_s < inf else 0.0
-                return [sorted(map(self.price, one.mappings()), key=lambda plan: plan.sort_key) for one in found]
-            for one, mapping in open_ones:
+            unverified = [(one, mapping) for one in found for mapping in one.unverified()]
+            if not unverified:
+                return
+            for one, mapping in unverified:
                 if self.memory_model.estimate(mapping).fits:
                     one.verified.add(mapping)
                 else:
@@ -495,7 +515,11 @@ class Search:
         """
         limit_s = max(best.limit_s for best in bests) - STEP_OVERHEAD_S
         plain = self.strategy_costs.plain_pass_times(build_mapping(fold, choice, choice.pipelines[0]), choice.pipelines)
-        kept = tuple(p for p, seconds in zip(choice.pipelines, plain.seconds[:, 0], strict=True) if seconds < limit_s)
+        fastest = np.argsort(plain.seconds[:, 0], kind="stable").tolist()
+        places = [i for i in fastest if plain.seconds[i, 0] < limit_s]
+        if not exact:
+            places = [i for k, i in enumerate(places) if k < MAX_PIPELINES or choice.pipelines[i] == PLAIN_PIPELINE]
+        kept = tuple(choice.pipelines[i] for i in sorted(places))
         if not kept:
             return
         priced = _PricedChoice(self, fold, replace(choice, pipelines=kept))
