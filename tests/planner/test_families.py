@@ -91,7 +91,9 @@ def test_the_shipped_mappings_are_those_of_the_table():
 
 
 def family(name: str, seconds: float, differences: int, *, ep: int = 8, is_tie: bool = True) -> FamilyBest:
-    plan = planner_of("tiny", 8).price(ParallelMapping(dp=8, ep=ep, edp=8 // ep, zero=3 if name == "fsdp" else 1))
+    plan = planner_of("tiny", 8).search.price(
+        ParallelMapping(dp=8, ep=ep, edp=8 // ep, zero=3 if name == "fsdp" else 1)
+    )
     plan = PlannedMapping(plan.mapping, replace(plan.time, total_s=seconds), plan.memory)
     return FamilyBest(name, plan, Nearest("", "", ("axis",) * differences), is_tie)
 
