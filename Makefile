@@ -23,6 +23,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Whole files, in the order of tests/conftest.py.
 ABREAST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Each test process would compile all modules again. Empty means: not set.
+export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 

@@ -19,7 +19,6 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.linear import linear
 from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
-from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
@@ -64,7 +63,9 @@ def experts() -> None:
     x = torch.randn(2048, 1, 256, requires_grad=True)
     layers = {}
     for name, is_inside in (("expert outputs", False), ("inside experts", True)):
-        layers[name] = _init_weights(MoELayer(MODEL, MoEConfig(weight_in_expert=is_inside), loss_scale=1.0))
+        layers[name] = _init_weights(
+            MODEL.layers[0].ffn.build(Config(model=MODEL, moe=MoEConfig(weight_in_expert=is_inside)), 0)
+        )
     runs = {name: (lambda layer=layer: layer(x).sum()) for name, layer in layers.items()}
     _compare(runs)
 

@@ -27,7 +27,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.schema import Config
 from moefold.data.best_fit import pack_documents
-from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns
 from moefold.planner.lengths.distribution import histogram_names, load_distribution
 
@@ -45,7 +44,7 @@ def _compare_packings(name: str, seq_len: int) -> str:
 def _step_seconds(share: float) -> float:
     model = ModelConfig(hidden_size=256, num_experts=16, top_k=4, moe_ffn_hidden_size=256)
     torch.manual_seed(0)
-    layer = MoELayer(model, MoEConfig(), loss_scale=1.0)
+    layer = model.layers[0].ffn.build(Config(model=model), 0)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.1)

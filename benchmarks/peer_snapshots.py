@@ -27,7 +27,7 @@ from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config

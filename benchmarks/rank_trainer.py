@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import open_dataset, prepare
+from moefold.data.dataset import open_dataset, prepare
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import choose_device, init_distributed, run_ranks
 from moefold.launch.watchdog import Watchdog

@@ -12,7 +12,7 @@ import torch
 from moefold.api import build_model, load_config, train_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.parallel.parallelize import parallelize

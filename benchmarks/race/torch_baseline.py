@@ -142,7 +142,7 @@ class TorchBaseline:
     def _apply_rope(self, x_BSAD: Tensor) -> Tensor:
         model, seq_len = self._cfg.model, self._cfg.train.seq_len
         position = torch.arange(x_BSAD.shape[1], dtype=torch.float64)
-        angle_SD = torch.outer(position, rope_frequencies(model, seq_len)).repeat(1, 2)
+        angle_SD = torch.outer(position, rope_frequencies(model.rope, seq_len)).repeat(1, 2)
         factor = chosen_in(model, RopeScalingPart).rotated_factor(seq_len)
         cos, sin = ((factor * f).to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
         first, second = x_BSAD.chunk(2, dim=-1)

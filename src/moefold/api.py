@@ -36,7 +36,7 @@ from moefold.validate.config import check_config
 if TYPE_CHECKING:
     import numpy as np
 
-    from moefold.data import ProgramData
+    from moefold.data.dataset import ProgramData
     from moefold.inference.scoring import Evaluation
     from moefold.inference.worker import Generation
     from moefold.model.loss_function import LossFunction

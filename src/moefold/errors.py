@@ -6,6 +6,13 @@ from contextlib import contextmanager
 
 from moefold.terminal import MULTILINE_CHARS, printable
 
+EXIT_FAILED = 1
+"""Exit status of a command that ran with a negative result, or of a failed rank."""
+EXIT_USER_ERROR = 2
+"""Exit status for settings that cannot work; a message has been printed."""
+SIGNAL_STATUS = 128
+"""Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
+
 
 class ConfigError(ValueError):
     """Invalid setting, file or combination. The command line prints it as one message and exits 2."""

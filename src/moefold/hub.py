@@ -33,11 +33,6 @@ UNUSED_FILES = (
 """Files of a model repository that are not downloaded: other formats of the same weights, and pictures."""
 CONFIG_PATTERNS = ("config.json", "*.safetensors.index.json")
 """Files that are downloaded where only the sizes of a model are read."""
-TOKENIZER_PATTERNS = (
-    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.*"),
-    *("merges.txt", "config.json", "generation_config.json"),
-)
-"""Files that are downloaded where only the tokenizer is read."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     preset_size = load_preset(model.preset).get("vocab_size") if model.preset else None
     # Lazy import: the tokenizers package is not needed if a recipe sets the size.
     from moefold.data.input_paths import existing_path
-    from moefold.data.tokenizer import JsonTokenizer
+    from moefold.data.tokenizer_folder import JsonTokenizer
 
     try:
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size

@@ -108,9 +108,11 @@ def test_a_property_that_hides_a_comparison_is_counted_where_it_is_read(counted)
     assert counted({"config/model.py": hidden.replace("self.attention == 'mla'", "self.x")})["predicate_reads"] == 0
 
 
-def test_the_oracle_may_not_branch_over_words(counted):
-    snippet = "match model.norm:\n    case 'rmsnorm':\n        ...\nx = '.lora.' in name\n"
-    assert counted({"verify/oracle_norm.py": snippet})["oracle_branches"] == 1
+def test_the_oracle_may_not_branch_over_kinds(counted):
+    snippet = "match model.norm:\n    case 'rmsnorm':\n        ...\nx = kind == 'cispo'\n"
+    assert counted({"verify/oracle_norm.py": snippet})["oracle_branches"] == 2
+    others = "x = '.lora.' in name or parts[0] == 'layers'\nmatch sites.topology:\n    case 'pairs':\n        ...\n"
+    assert counted({"verify/oracle_norm.py": others})["oracle_branches"] == 0
     assert counted({"verify/oracle_norm.py": "", "verify/shrink.py": snippet})["oracle_branches"] == 0
 
 

@@ -3,15 +3,15 @@ import torch
 
 from moefold.bench.dispatch import balanced_choices, balanced_states, steer_embedding
 from moefold.bench.shape import bench_config, bench_shapes
-from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.norm import RMSNorm
+from tests.model.moe.layers import moe_router
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-layer", "deepseek-v3-layer", "mixtral-8x7b-layer"])
 def test_balanced_states_load_all_experts_equally(name):
     cfg = bench_config(bench_shapes()[name], dtype="float32", tokens=1024)
-    router = Router(cfg.model, cfg.moe)
+    router = moe_router(cfg.model, cfg.moe)
     if router.expert_bias is not None:
         router.expert_bias.zero_()
     states = balanced_states(1024, [router.weight], cfg.model, torch.Generator().manual_seed(1))
@@ -26,7 +26,7 @@ def test_balanced_states_load_all_experts_equally(name):
 
 def test_steered_tokens_choose_their_experts():
     cfg = bench_config(bench_shapes()["small"], dtype="float32")
-    router, embedding = Router(cfg.model, cfg.moe), torch.randn(cfg.model.vocab_size, cfg.model.hidden_size)
+    router, embedding = moe_router(cfg.model, cfg.moe), torch.randn(cfg.model.vocab_size, cfg.model.hidden_size)
     steer_embedding(embedding, [router.weight], cfg.model)
     ids = router(embedding, TokenPositions(LocalMicroBatch(), len(embedding), torch.arange(1))).ids_TK
     counts = ids.flatten().bincount(minlength=cfg.model.num_experts)

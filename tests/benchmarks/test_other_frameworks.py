@@ -8,9 +8,9 @@ import torch
 from benchmarks.race import other_frameworks
 from benchmarks.race.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
 from moefold.model.mlp import SwiGLU
-from moefold.model.moe.layer import MoELayer
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
+from tests.model.moe.layers import moe_layer
 
 CPU = torch.device("cpu")
 MEGATRON, TORCHTITAN = PEERS
@@ -58,7 +58,7 @@ def our_layer(cfg, dtype):
     model, generator = cfg.model, torch.Generator().manual_seed(5)
     inner = model.shared_expert_ffn_hidden_size
     shared = SwiGLU(model.hidden_size, inner) if inner else None
-    layer = MoELayer(model, cfg.moe, loss_scale=1.0, shared=shared).to(dtype)
+    layer = moe_layer(model, cfg.moe, loss_scale=1.0, shared=shared).to(dtype)
     layer.router.to(torch.promote_types(dtype, torch.float32))
     with torch.no_grad():
         for tensor in [*layer.parameters(), layer.router.expert_bias]:

@@ -103,13 +103,15 @@ def test_a_wrong_gradient_norm_exits_1(runner, capsys):
     assert capsys.readouterr().out.splitlines()[-1].split() == ["1.0e-06", "step", "1", "grad_norm", "(rank", "0)"]
 
 
-def test_many_differences_are_counted(runner, capsys):
+def test_many_differences_are_counted_and_weights_come_before_numbers(runner, capsys):
     def change(record: DistributedRecord) -> DistributedRecord:
-        return replace(record, weights={name: tensor * 1.01 for name, tensor in record.weights.items()})
+        step = replace(record.steps[0], grad_norm=float("nan"))
+        return replace(record, steps=(step,), weights={name: w * 1.01 for name, w in record.weights.items()})
 
     assert verify(tiny(), 1, runner(change)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("  and ")
+    assert all(" weights " in line for line in lines[-11:-1])
     assert sum(line.startswith("   1.0e-02  weights ") for line in lines) == 10
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.comm import pipe_barrier
+from moefold.comm import shared_memory
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.pipe_barrier import open_pipe_barrier
-from moefold.comm.shared_memory import open_shared_memory
+from moefold.comm.shared_memory import open_pipe_barrier, open_shared_memory
 from moefold.errors import RunError
 from moefold.topology.layout import fold
 
@@ -63,12 +62,12 @@ def test_members_do_not_wait_for_one_that_is_gone(pool, size):
 
 def _one_is_late() -> str:
     group = _group(2)
-    before = pipe_barrier.collective_timeout
-    pipe_barrier.collective_timeout = lambda hang_timeout_s: timedelta(seconds=0.05)
+    before = shared_memory.collective_timeout
+    shared_memory.collective_timeout = lambda hang_timeout_s: timedelta(seconds=0.05)
     try:
         barrier = open_pipe_barrier(group)
     finally:
-        pipe_barrier.collective_timeout = before
+        shared_memory.collective_timeout = before
     text = ""
     if group.rank == 0:
         with pytest.raises(dist.DistError) as error:
@@ -85,18 +84,18 @@ def test_a_late_member_is_named(pool):
 def _cannot_open() -> tuple[str, bool]:
     group = _group(3)
     descriptors = set(os.listdir("/proc/self/fd"))
-    before = pipe_barrier.open_shared_file
+    before = shared_memory.open_shared_file
 
     def refuse(file: object, flags: int) -> int:
         raise OSError("it is in another container")
 
     if group.rank == 1:
-        pipe_barrier.open_shared_file = refuse
+        shared_memory.open_shared_file = refuse
     try:
         with pytest.raises(RunError) as error:
             open_pipe_barrier(group)
     finally:
-        pipe_barrier.open_shared_file = before
+        shared_memory.open_shared_file = before
     return str(error.value), set(os.listdir("/proc/self/fd")) == descriptors
 
 

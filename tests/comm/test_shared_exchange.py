@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moefold.comm import shared_exchange
+from moefold.comm import shared_memory
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.shared_exchange import open_shared_exchange
+from moefold.comm.shared_memory import open_shared_exchange
 from moefold.errors import RunError
 from moefold.topology.layout import fold
 
@@ -25,8 +25,8 @@ def _values(member: int, round_: int, dtype: torch.dtype) -> torch.Tensor:
 def _many_pieces(dtype: torch.dtype) -> None:
     """Exchange tensors of several pieces, the last one shorter, many times through the same memory."""
     group = _group()
-    before = shared_exchange.PIECE_BYTES
-    shared_exchange.PIECE_BYTES = 96
+    before = shared_memory.PIECE_BYTES
+    shared_memory.PIECE_BYTES = 96
     try:
         exchange = open_shared_exchange(group, CPU)
         assert exchange is not None
@@ -46,21 +46,21 @@ def _many_pieces(dtype: torch.dtype) -> None:
             exchange.gather_into(room, own)
             assert torch.equal(room, gathered)
     finally:
-        shared_exchange.PIECE_BYTES = before
+        shared_memory.PIECE_BYTES = before
 
 
 def _ranks_of_several_machines_have_none() -> None:
     group = _group()
-    before = shared_exchange.open_shared_memory
+    before = shared_memory.open_shared_memory
 
     def refuse(num_bytes: int, group: Group, purpose: str) -> torch.Tensor:
         raise RunError("it is on another machine")
 
-    shared_exchange.open_shared_memory = refuse
+    shared_memory.open_shared_memory = refuse
     try:
         assert open_shared_exchange(group, CPU) is None
     finally:
-        shared_exchange.open_shared_memory = before
+        shared_memory.open_shared_memory = before
     assert open_shared_exchange(group, torch.device("cuda")) is None
 
 

@@ -21,7 +21,7 @@ from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights
 from moefold.convert.weights import HfSource
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

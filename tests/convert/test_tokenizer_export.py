@@ -10,7 +10,7 @@ import pytest
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.cli.main import main
 from moefold.convert.tokenizer_export import choose_tokenizer
-from moefold.data.tokenizer import JsonTokenizer
+from moefold.data.tokenizer_folder import JsonTokenizer
 from tests.convert.hf_models import make_model, save_model, transformers
 
 END = "<|endoftext|>"

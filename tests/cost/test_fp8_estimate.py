@@ -8,7 +8,7 @@ import torch
 from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.fp8_estimate import Fp8Estimate, estimate_fp8
-from moefold.parallel import select_ops
+from moefold.parallel import low_precision, select_ops
 from moefold.recipe import load_config
 from tests.verify.recipes import tiny
 
@@ -54,7 +54,7 @@ def test_a_dense_model():
 
 def test_the_log_has_the_estimate_where_the_kernels_are_selected(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(select_ops, "fp8_unsupported_reason", lambda run, device: "")
+    monkeypatch.setattr(low_precision, "fp8_unsupported_reason", lambda run, device: "")
     cfg = tiny(train={"precision": "fp8-blockwise"})
     message = select_ops.select_kernels(cfg, torch.device("cpu")).message
     assert message.startswith("train.precision='fp8-blockwise': on the tensor cores; by estimate ")

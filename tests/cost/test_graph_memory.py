@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.graphed_modules import GraphedModule, apply_cuda_graphs
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

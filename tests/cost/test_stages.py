@@ -11,6 +11,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.split_units import split_units
 from moefold.cost.stage_memory import max_in_flight, unit_bytes
 from moefold.cost.stage_partition import (
     MAX_SLOWDOWN_PCT,
@@ -121,24 +122,66 @@ def test_no_other_cut_is_better(name, num_stages):
     assert (found[0] ** 2 * found[1], found[0]) == min(allowed)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("vocab_size", [256, 5000, 200_000])
-def test_no_other_cut_is_faster_and_none_as_fast_has_a_lighter_fullest_stage(num_stages, vocab_size):
-    cfg = _config(model={"vocab_size": vocab_size}, world_size=num_stages, pp=num_stages)
+@pytest.mark.parametrize(
+    "ranks", [(0,), (0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0, 1, 0, 1), (*range(8),)]
+)
+def test_no_other_cut_is_faster(ranks, vocab_size):
+    """Of all cuts none has a busiest rank, the sum of its stages, with fewer operations."""
+    cfg = _config(model={"vocab_size": vocab_size})
     loads = [
         embedding_cost(cfg.model, cfg.parallel),
         *(layer_cost(cfg, i) for i in range(6)),
         loss_cost(cfg.model, cfg.parallel, cfg.train),
     ]
 
-    def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
-        stages = [loads[a:b] for a, b in pairwise(bounds)]
-        return max(sum(x.flops for x in stage) for stage in stages), max(
-            sum(x.num_parameters for x in y) for y in stages
-        )
+    def pace(bounds: tuple[int, ...]) -> int:
+        stages = [sum(x.flops for x in loads[a:b]) for a, b in pairwise(bounds)]
+        return max(sum(work for work, r in zip(stages, ranks, strict=True) if r == rank) for rank in set(ranks))
 
-    found = judged(_bounds(fastest_stages(cfg.model, cfg.parallel, cfg.train, cfg.lora), len(loads)))
-    assert found == min(judged((0, *cut, len(loads))) for cut in combinations(range(1, len(loads)), num_stages - 1))
+    found = pace(_bounds(fastest_stages(cfg.model, cfg.parallel, cfg.train, cfg.lora, ranks), len(loads)))
+    assert found == min(pace((0, *cut, len(loads))) for cut in combinations(range(1, len(loads)), len(ranks) - 1))
+
+
+LAYERS = {
+    "equal": [10] * 10,
+    "dense first": [7, 7, 7, *[10] * 7],
+    "alternating": [10, 17] * 5,
+    "three kinds": [3, 10, 10, 17, 10, 3, 17, 17, 10, 3],
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("loss", [0, 3, 25, 60])
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (0, 1) * 2, (0, 1, 2) * 2, (0, 1) * 4, (0, 1, 2, 2, 1, 0)])
+def test_no_other_split_of_units_is_faster_or_has_a_smaller_product_with_the_bytes(layers, loss, ranks):
+    flops = [0, *LAYERS[layers], loss]
+    sizes = [[30 + 20 * k, *(40 + x + 5 * k for x in LAYERS[layers]), 35 + k] for k in range(len(ranks), 0, -1)]
+
+    def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
+        work, size = ([0] * len(ranks) for _ in range(2))
+        for stage, (first, stop) in enumerate(pairwise(bounds)):
+            work[ranks[stage]] += sum(flops[first:stop])
+            size[ranks[stage]] += sum(sizes[stage][first:stop])
+        return max(work), max(size)
+
+    cuts = [judged((0, *inner, 12)) for inner in combinations(range(1, 12), len(ranks) - 1)]
+    fastest = min(pace for pace, _ in cuts)
+    assert judged(tuple(split_units(flops, ranks)))[0] == fastest
+    found = judged(tuple(split_units(flops, ranks, sizes, 10)))
+    assert found[0] ** 2 * found[1] == min(pace**2 * size for pace, size in cuts if pace * 100 <= fastest * 110)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "busiest"), [(32, 3, 3), (8, 4, 12), (16, 1, 6)])
+def test_layers_are_balanced_over_the_chunks_of_a_rank(pp, chunks, busiest):
+    """94 equal layers: counted stage by stage, ranks had 4 of pp32 x 3, or 2, where 3 are enough."""
+    ranks = tuple(stage % pp for stage in range(pp * chunks))
+    bounds = split_units([0, *[10] * 94, 12], ranks)
+    held = [0] * pp
+    for stage, (first, stop) in enumerate(pairwise(bounds)):
+        held[ranks[stage]] += min(stop, 95) - max(first, 1)
+    assert max(held) == busiest
+    assert sum(held) == 94
 
 
 def _deep(layout: str = "auto", **train: object) -> Config:

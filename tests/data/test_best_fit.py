@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import best_fit, open_dataset
+from moefold.data import best_fit
 from moefold.data.best_fit import BestFitSamples, EndTokenBoundaries, document_windows, open_best_fit, pack_documents
+from moefold.data.dataset import open_dataset
 from moefold.data.sample import stack_samples
 from moefold.errors import ConfigError
 

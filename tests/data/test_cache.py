@@ -14,7 +14,8 @@ import pytest
 from moefold.cache_dir import cache_folders, default_cache_dir
 from moefold.data.cache import cache_key, cached_tokens, is_complete
 from moefold.data.text_source import text_corpus
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from moefold.data.tokenizer import ByteTokenizer, Tokenizer
+from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
 
 from .conftest import make_text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import Dataset, open_dataset, prepare
+from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.errors import ConfigError
 
 S = 32

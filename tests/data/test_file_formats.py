@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.data.file_formats import column_text, is_jsonl, jsonl_records
+from moefold.data.file_formats import column_text, jsonl_records
+from moefold.data.source_listing import is_jsonl
 from moefold.errors import ConfigError
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import Dataset, check_data, open_dataset, prepare
+from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.data.huggingface import text_tables
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 

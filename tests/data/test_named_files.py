@@ -18,7 +18,7 @@ from moefold.data.sft import conversation_files
 from moefold.data.source_listing import settings_files
 from moefold.data.text_source import text_corpus
 from moefold.data.token_file import TokenFileStream, token_files
-from moefold.data.tokenizer import JsonTokenizer
+from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.recipe import load_config
 from moefold.remote_copy import local_copy
 from moefold.remote_path import RemotePath

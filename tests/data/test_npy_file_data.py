@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import check_data, prepare
-from moefold.data.file_formats import map_npy
+from moefold.data.dataset import prepare
 from moefold.data.routing_trace import FORMAT, MANIFEST, RoutingTrace
+from moefold.data.shard_reader import map_npy
 from moefold.data.token_file import open_document_ends
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.inference.text import open_ids
 

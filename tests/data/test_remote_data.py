@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import check_data, open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint
 from moefold.data.input_paths import data_file_path
 from moefold.data.token_file import build_token_file_set
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
 from moefold.remote_path import RemotePath

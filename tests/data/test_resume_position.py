@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import Sampler, open_dataset
+from moefold.data.dataset import open_dataset
+from moefold.data.sampler import Sampler
 
 from .test_skip_corrupt import BROKEN, KINDS, make, recipe
 

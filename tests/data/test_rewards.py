@@ -9,7 +9,7 @@ import pytest
 
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
-from moefold.data import Dataset, open_dataset, prepare
+from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.errors import ConfigError
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

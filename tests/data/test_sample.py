@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.data.sample import (
     PADDING_DOCUMENT,
     AnnotatedSampleSource,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import Dataset, open_dataset
+from moefold.data.dataset import Dataset, open_dataset
 from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, open_ends_file
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.token_file import TokenFile, TokenFileSet, TokenFileStream, build_token_file_set

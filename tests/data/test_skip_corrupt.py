@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import Dataset, check_data, open_dataset, prepare
+from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.data.fingerprint import fingerprint
 from moefold.data.skip_corrupt import skipped_files
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 
 from .conftest import make_text

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.data.prompts import open_prompts
 from moefold.data.tasks import TASKS, Problems
 from moefold.data.tokenizer import ByteTokenizer

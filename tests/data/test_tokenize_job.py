@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import check_data, open_dataset, prepare
+from moefold.data.dataset import open_dataset, prepare
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenize_job import ShardWriter, TokenizationResult, tokenize_files
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 
 from .conftest import make_text

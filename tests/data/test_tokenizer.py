@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    NumberTokenizer,
-    encode_documents,
-    load_tokenizer,
-    reject_nul,
-)
+from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, encode_documents, load_tokenizer, reject_nul
+from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
 
 from .conftest import make_text

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from moefold.data.tokenizer import JsonTokenizer
 from moefold.data.tokenizer_classes import ClassTable
-from moefold.data.tokenizer_folder import read_tokenizer_folder
+from moefold.data.tokenizer_folder import JsonTokenizer, read_tokenizer_folder
 from moefold.errors import ConfigError
 from tools.tokenizer_classes import make_table
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moefold.data.limited_process import LimitedProcess
-from moefold.data.tokenizer import JsonTokenizer
+from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.data.tokenizer_process import TokenizerLimits
 from moefold.errors import ConfigError
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel.select_ops import select_kernels
 from tests.gpu.runs import losses_on, small_recipe
+from tests.model.moe.layers import moe_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def test_fp8_on_the_matrix_units_follows_the_simulation():
 def test_a_dropless_layer_waits_for_nothing(has_padding):
     cfg = small_recipe("bfloat16", **SIZES)
     device = torch.device("cuda")
-    layer = MoELayer(cfg.model, cfg.moe, loss_scale=1.0).to(device)
+    layer = moe_layer(cfg.model, cfg.moe, loss_scale=1.0).to(device)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     kernels = select_kernels(replace(cfg, run=replace(cfg.run, deterministic=True)), device)

@@ -9,8 +9,8 @@ from torch import nn
 from moefold.config.model import ModelConfig
 from moefold.config.train import TrainConfig
 from moefold.offload.backend import CopyEngine
-from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
-from moefold.optim.states import named_moments
+from moefold.optim.state_offload import MmapStore, PinnedStore
+from moefold.optim.states import StateStore, named_moments
 from tests.optim.alone import build_alone
 
 pytestmark = [

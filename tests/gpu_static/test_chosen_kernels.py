@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from moefold.comm.groups import ParallelGroups
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.ops import autotune
 from moefold.ops.triton import experts as triton_experts

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from moefold.comm.collectives import is_collective_error
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler, is_collective_error
+from moefold.launch.failure import RankErrorHandler
 
 RANK = """
 import signal, sys, time

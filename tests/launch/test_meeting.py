@@ -5,7 +5,7 @@ import pytest
 from moefold.launch import meeting
 from moefold.launch.meeting import SILENT_S, BadRequestError, Meeting
 from moefold.launch.signed_lines import Message
-from moefold.launch.site_round import MIN_GRACE_ROUNDS, MIN_GRACE_S, Round, estimate_grace_s, pair_members
+from moefold.launch.site_round import MIN_GRACE_ROUNDS, MIN_GRACE_S, MeetingRound, estimate_grace_s, pair_members
 
 
 class Point:
@@ -323,7 +323,7 @@ def _delayed_rounds(delays_s, interval_s=100.0, late=2):
     """Past rounds of three sites, in which one site comes as late as the delays say."""
     found = []
     for index, delay_s in enumerate(delays_s):
-        round_ = Round(index * interval_s, answers={0: {}}, delays_s={0: 0.0, 1: 1.0})
+        round_ = MeetingRound(index * interval_s, answers={0: {}}, delays_s={0: 0.0, 1: 1.0})
         round_.delays_s[late] = delay_s
         found.append(round_)
     return found

@@ -7,8 +7,7 @@ import pytest
 
 from moefold.config.metrics import MetricsConfig
 from moefold.errors import ConfigError
-from moefold.metrics.auxiliary import AuxiliaryOutputs
-from moefold.metrics.writer import MetricsWriter
+from moefold.metrics.writer import AuxiliaryOutputs, MetricsWriter
 from tests.metrics.example import STEP
 
 

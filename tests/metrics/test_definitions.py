@@ -15,7 +15,7 @@ from moefold.metrics.progress import StepLine
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
 from moefold.metrics.tracker import _LAYER_SCALARS, _SCALARS
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.statistics import RoundStatistics
 from tests.metrics.example import LAYER, MEMORY, STEP
 from tests.metrics.undefined import undefined
@@ -52,7 +52,7 @@ def test_each_number_of_a_step_has_one_definition():
 
 def test_metrics_of_losses_and_rollouts_are_those_that_are_computed():
     rollout = Rollout(0, 0, np.zeros(2, np.int64), np.zeros(3, np.int64), np.zeros(3), "eos")
-    group = Group(Prompt("p", "p", (1, 2)), (rollout,), np.ones(1), np.ones(1))
+    group = RolloutGroup(Prompt("p", "p", (1, 2)), (rollout,), np.ones(1), np.ones(1))
     computed = set(RoundStatistics().add([group], 1.0, 1.0).metrics([group]))
     by_loader = {"staleness", "rollout_wait_s", "eval_reward"}
     assert set(NAMES["rl."]) == computed | by_loader | {metric.name for metric in policy().metrics}

@@ -21,7 +21,7 @@ from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
 from moefold.model.transformer import Block, Transformer, build_model
 from moefold.ops.cpu.decode import CDecode
 from moefold.ops.cpu.gemm import CGemm
-from moefold.ops.decode_choice import DecodeChoice
+from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS

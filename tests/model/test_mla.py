@@ -7,8 +7,8 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.model.attention import CausalAttention
-from moefold.model.mla import LatentAttention
 from moefold.model.paged_cache import CurrentPass, PagedLatents
+from moefold.model.part_modules import build_attention
 from moefold.model.rope import build_rope
 from moefold.ops.documents import PackedDocuments
 from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
@@ -34,8 +34,9 @@ class Example:
     """One layer in float64 and hidden states [S, B, H]."""
 
     def __init__(self, kind: dict[str, object], window: int) -> None:
-        self.cfg = config_from_dict({"model": SIZES | kind}).model
-        self.layer = LatentAttention(self.cfg, window).double()
+        limits = {"attention_pattern": "W", "sliding_window": window} if window else {}
+        self.cfg = config_from_dict({"model": SIZES | kind | limits}).model
+        self.layer = build_attention(self.cfg.layers[0], self.cfg).double()
         self.current_pass = CurrentPass()
         generator = torch.Generator().manual_seed(4)
         for parameter in self.layer.parameters():
@@ -45,7 +46,7 @@ class Example:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Without a cache."""
         assert self.layer.latent_cache is None
-        return self.layer(x, build_rope(self.cfg, torch.arange(len(x)), torch.float64))
+        return self.layer(x, build_rope(self.cfg.rope, torch.arange(len(x)), torch.float64))
 
     def cached(self, window: int) -> PagedLatents:
         """Give the layer a cache."""
@@ -55,7 +56,7 @@ class Example:
     def piece(self, spans: list[range]) -> torch.Tensor:
         """The next tokens of each sample, with one, [R, 1, H]."""
         self.current_pass.rows = rows = pass_rows(spans, PAGES)
-        return self.layer(to_rows(self.x, spans), build_rope(self.cfg, rows.positions_R, torch.float64))
+        return self.layer(to_rows(self.x, spans), build_rope(self.cfg.rope, rows.positions_R, torch.float64))
 
 
 def refused(*args: object) -> None:
@@ -100,10 +101,12 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
 
     runs = []
     for is_narrow in (False, True):
-        monkeypatch.setattr("moefold.model.mla.takes_narrow_values", lambda device, is_narrow=is_narrow: is_narrow)
+        monkeypatch.setattr(
+            "moefold.parts.attention.mla.module.takes_narrow_values", lambda device, is_narrow=is_narrow: is_narrow
+        )
         example = Example(kind, window)
         example.layer.core_attention = partial(attend, example.layer.core_attention)
-        out = example.layer(example.x[:S], build_rope(example.cfg, torch.arange(S), torch.float64), documents)
+        out = example.layer(example.x[:S], build_rope(example.cfg.rope, torch.arange(S), torch.float64), documents)
         out.square().sum().backward()
         runs.append([out, *(parameter.grad for parameter in example.layer.parameters())])
     for padded, narrow in zip(*runs, strict=True):

@@ -69,7 +69,7 @@ def test_yarn_equals_transformers(seed):
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     # transformers computes in float32.
-    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
     assert _rotated_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_llama3_without_a_blend_equals_transformers():
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     ours = {"rope_scaling": "llama3", "rope_scaling_factor": 16.0, "rope_theta": 5e5, "rope_original_seq_len": 64}
     cfg = _model(head_dim=32, rope_low_freq_factor=1.0, rope_high_freq_factor=1.0, **ours)
-    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
 
 
 def test_yarn_by_hand():
@@ -92,7 +92,7 @@ def test_yarn_by_hand():
     keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": seq_len, "rope_theta": 16.0}
     cfg = _model(head_dim=8, rope_beta_fast=32.0, rope_beta_slow=16.0, rope_truncate=False, **keys)
     expected = torch.tensor([1.0, 1 / 2, 1 / 16, 1 / 32], dtype=torch.float64)
-    torch.testing.assert_close(rope_frequencies(cfg), expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(rope_frequencies(cfg.rope), expected, rtol=2e-3, atol=0)
     assert _rotated_factor(cfg) == 1 + math.log(4) / 10
 
 
@@ -104,7 +104,7 @@ def test_scores_equal_the_oracle(is_interleaved, fraction):
     cfg = _model(head_dim=8, rope_interleaved=is_interleaved, rope_fraction=fraction, **keys)
     generator = torch.Generator().manual_seed(1)
     query, key = (torch.randn(5, 2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-    turn = build_rope(cfg, torch.arange(5), torch.float64)
+    turn = build_rope(cfg.rope, torch.arange(5), torch.float64)
     given = torch.einsum("sbhd,tbhd->bhst", turn(query), turn(key))
     positions = torch.arange(5).expand(2, 5)
     query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rotary_dim, positions) for x in (query, key))
@@ -112,9 +112,11 @@ def test_scores_equal_the_oracle(is_interleaved, fraction):
 
 
 def test_the_two_kinds_of_pairs_differ():
-    cfg = [_model(head_dim=8, rope_interleaved=flag) for flag in (False, True)]
+    ropes = [_model(head_dim=8, rope_interleaved=flag).rope for flag in (False, True)]
     query = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(2))
-    scores = [torch.einsum("sbhd,tbhd->st", *[build_rope(c, torch.arange(5), torch.float32)(query)] * 2) for c in cfg]
+    scores = [
+        torch.einsum("sbhd,tbhd->st", *[build_rope(rope, torch.arange(5), torch.float32)(query)] * 2) for rope in ropes
+    ]
     assert float((scores[0] - scores[1]).abs().max()) > 0.1
 
 
@@ -130,7 +132,7 @@ def test_longrope_equals_transformers(seq_len, attention_factor_given):
     config = transformers.LlamaConfig(head_dim=8, max_position_embeddings=256, rope_parameters=theirs)
     expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=seq_len)
     cfg = parse_model_config({**config.to_dict(), "vocab_size": 64}, Path("folder"))
-    torch.testing.assert_close(rope_frequencies(cfg, seq_len), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope, seq_len), expected.double(), rtol=3e-5, atol=1e-10)
     assert _rotated_factor(cfg, seq_len) == pytest.approx(factor, rel=1e-12)
     # The keys that a family writes read back.
     assert parse_model_config(FAMILIES["llama"].write(cfg), Path("folder")) == cfg
@@ -172,7 +174,7 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     expected, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu")
     folder_keys = {"model_type": family, **sizes, "rope_scaling": theirs, "rope_theta": 3.0}
     cfg = parse_model_config(folder_keys, Path("folder"))
-    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
     assert _rotated_factor(cfg) == pytest.approx(factor, rel=1e-12)
     if family == "deepseek_v3" and keys.get("factor", 1):
         scores = modeling_deepseek_v3.yarn_apply_mscale(config.rope_parameters, 1.0)
@@ -189,7 +191,7 @@ def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     cfg = parse_model_config(keys, Path("folder"))
     assert cfg.rope_original_seq_len == 32
-    torch.testing.assert_close(rope_frequencies(cfg), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
 
 
 def test_scores_that_other_scalings_would_scale_are_refused():

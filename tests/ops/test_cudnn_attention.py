@@ -9,10 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.model.attention import CausalAttention
 from moefold.model.transformer import build_model
+from moefold.ops import cudnn_attention
 from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
-from moefold.parallel import select_ops
+from moefold.parallel import low_precision, select_ops
 from tests.model.attention_reference import random_attention, random_sinks, with_gradients
 from tests.ops.reference_cudnn import ReferenceCudnn, reference_cudnn
 from tests.verify.recipes import tiny
@@ -99,7 +100,7 @@ def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = tiny(world_size=settings.get("cp", 1), **settings)
     cfg = replace(cfg, run=replace(cfg.run, deterministic=is_deterministic))
     for reason in ("", "it differs"):
-        monkeypatch.setattr(select_ops, "probe_cudnn_attention", lambda device, reason=reason: reason)
+        monkeypatch.setattr(cudnn_attention, "probe_cudnn_attention", lambda device, reason=reason: reason)
         kernel, message = select_ops._block_attention(
             cfg.run, cfg.model, cfg.parallel, torch.device(device), Autotuner(is_enabled=True)
         )
@@ -117,9 +118,9 @@ def test_kernels_of_every_precision_have_it(monkeypatch, precision):
         train=replace(cfg.train, precision=precision),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(select_ops, "scaled_mm_unsupported_reason", lambda *args: "it differs")
+    monkeypatch.setattr(low_precision, "scaled_mm_unsupported_reason", lambda *args: "it differs")
     for reason in ("", "it differs"):
-        monkeypatch.setattr(select_ops, "probe_cudnn_attention", lambda device, reason=reason: reason)
+        monkeypatch.setattr(cudnn_attention, "probe_cudnn_attention", lambda device, reason=reason: reason)
         kernels = select_ops.select_kernels(cfg, torch.device("cuda"))
         assert (kernels.block_attention is None) == bool(reason)
         assert ("flash attention for blocks, as it differs" in kernels.message) == bool(reason)

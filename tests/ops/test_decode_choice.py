@@ -1,6 +1,6 @@
 """The choice of whole layers or modules: once for a kind of layer and a power of two of rows, by time."""
 
-from moefold.ops.decode_choice import MAX_ROUNDS, DecodeChoice
+from moefold.ops.decode import MAX_ROUNDS, DecodeChoice
 
 
 class Work:

@@ -8,7 +8,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.optim.build import build_optimizer
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore
 from moefold.verify.ranks.pool import make_group
 
 

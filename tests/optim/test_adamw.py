@@ -4,8 +4,7 @@ from torch import nn
 
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.optim.state_offload import StateStore
-from moefold.optim.states import named_moments, set_step_count
+from moefold.optim.states import StateStore, named_moments, set_step_count
 from moefold.parts.optimizer.adamw.module import OffloadableAdamW
 from moefold.verify.distributed_run import run_distributed
 from tests.optim.alone import build_alone

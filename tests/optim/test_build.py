@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from moefold.config.train import TrainConfig
-from moefold.optim.param_groups import set_learning_rate
-from moefold.optim.states import named_moments, set_step_count
+from moefold.optim.states import named_moments, set_learning_rate, set_step_count
 from tests.optim.alone import build_alone
 
 CFG = TrainConfig(lr=0.1, weight_decay=0.5)

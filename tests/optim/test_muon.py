@@ -11,8 +11,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.optim.param_groups import set_learning_rate
-from moefold.optim.states import named_moments
+from moefold.optim.states import named_moments, set_learning_rate
 from moefold.parts.optimizer.muon.module import logical_matrices, newton_schulz
 from moefold.parts.optimizer.muon.oracle import matrix_indices
 from moefold.parts.optimizer.muon.oracle import newton_schulz as oracle_newton_schulz

@@ -14,7 +14,7 @@ from moefold.config.sites import SitesConfig
 from moefold.launch.site_round import pair_members
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound, add_pull, bits_to_float, float_to_bits
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore
 from moefold.train.callbacks.sites import mean_square
 
 SHAPES = {"a": (3, 4), "b": (5,), "empty": (0, 2), "c": ()}

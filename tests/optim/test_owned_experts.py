@@ -12,8 +12,7 @@ from moefold.config.train import TrainConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound
 from moefold.optim.owned_experts import OwnedExperts, select_owned
-from moefold.optim.state_offload import StateStore
-from moefold.optim.states import named_moments
+from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
 from tests.optim.alone import build_alone
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
-from moefold.model.attention import Attention
+from moefold.model.attention import SelfAttention
 from moefold.model.mlp import SwiGLU
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.tensor_parallel import AsyncTensorParallel, SequenceParallelTokens
@@ -89,7 +89,7 @@ def _kinds(overlaps: bool) -> set[type]:
     cfg = tiny(world_size=2, tp=2, ep=2, overlap_tp=overlaps, model={"layer_pattern": "DM"})
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     (stage,) = parallelize(cfg, groups).stages
-    return {type(module.sequence_parallel) for module in stage.modules() if isinstance(module, Attention | SwiGLU)}
+    return {type(module.sequence_parallel) for module in stage.modules() if isinstance(module, SelfAttention | SwiGLU)}
 
 
 @pytest.mark.parametrize(("overlaps", "kind"), [(False, SequenceParallelTokens), (True, AsyncTensorParallel)])

@@ -7,7 +7,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

@@ -13,7 +13,7 @@ from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS
 from moefold.model.local_param import CastCopies, local_param
 from moefold.parallel.parallelize import parallelize

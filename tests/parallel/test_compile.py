@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError
 from moefold.ops.compiled import CompiledSwiGLU
 from moefold.parallel.parallelize import parallelize

@@ -16,7 +16,7 @@ from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
 from moefold.ops.cudnn_attention import CudnnAttention
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
+from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention
 from moefold.topology.layout import fold
 from tests.model.attention_reference import (
     documents,
@@ -53,7 +53,7 @@ NO_LIMITS = Limits()
 def _core(kind: str, groups: ParallelGroups, window: int = 0):
     """The core attention of a kind."""
     if kind == "planned":
-        return PlannedAttention(AttentionPlanner(groups, PlanOptions()), window)
+        return PlannedAttention(AttentionPlanner(groups, AttentionPlanOptions()), window)
     return context_parallel_attention(find_part("context", kind)(), groups.attn.cp, window)
 
 

@@ -12,7 +12,7 @@ from moefold.comm.collectives import all_gather_into
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import fsdp_param_groups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel import fsdp
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.comm.groups import fake_rank
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import local
 from moefold.ops.grouped_experts import GroupedExpertOps

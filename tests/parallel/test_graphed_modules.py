@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.module_wrapper import wrap_method
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.rope import Rope

@@ -11,7 +11,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.parallel import planned_attention
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions
+from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention
 from moefold.topology.layout import fold
 from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
 from tests.model.attention_reference import (
@@ -37,7 +37,7 @@ class Round:
     """A placement, the options of its plan, and a sliding window."""
 
     placement: Placement
-    options: PlanOptions
+    options: AttentionPlanOptions
     window: int = 0
 
 
@@ -47,9 +47,9 @@ def _rounds() -> list[Round]:
     for i, bounds_N in enumerate(DOCUMENTS):
         for kind in ("samples", "documents", "balanced"):
             placement = place(kind, SHAPE, bounds_N, 1 + i)
-            found.append(Round(placement, PlanOptions(None if kind == "balanced" else 0.0, block=2)))
+            found.append(Round(placement, AttentionPlanOptions(None if kind == "balanced" else 0.0, block=2)))
         for seed in range(3):
-            options = PlanOptions(tolerance=(None, 0.0, 0.3)[seed], block=1 + seed, pool=(0, 2, 4)[seed])
+            options = AttentionPlanOptions(tolerance=(None, 0.0, 0.3)[seed], block=1 + seed, pool=(0, 2, 4)[seed])
             found.append(Round(any_placement(SHAPE, bounds_N, seed + i), options, window=(0, 5, 1)[seed]))
     return found
 
@@ -158,7 +158,7 @@ def test_ranks_send_the_rows_of_the_exchange(attended):
 
 def _sent_in_bfloat16() -> int:
     groups = ParallelGroups.create(fold(**SIZES), torch.device("cpu"))
-    core = PlannedAttention(AttentionPlanner(groups, PlanOptions()))
+    core = PlannedAttention(AttentionPlanner(groups, AttentionPlanOptions()))
     shards = [x[:12].bfloat16() for x in random_attention(groups.rank, SHAPE.seq_len, 2, HEADS)]
     with_gradients(core, *shards)
     return core.planner.statistics.sent_bytes
@@ -205,7 +205,7 @@ def _attend_without_sums(rounds: list[Round]) -> list[tuple]:
     ("attend", "wrong"), [(_attend_with_a_wrong_row, (0, 1, 2, 3)), (_attend_without_sums, (2, 3))]
 )
 def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
-    each = Round(place("samples", SHAPE, DOCUMENTS[0]), PlanOptions())
+    each = Round(place("samples", SHAPE, DOCUMENTS[0]), AttentionPlanOptions())
     ranks = [rounds[0] for rounds in pool.run(4, attend, [each])]
     errors = relative_errors(_assemble(ranks), _expected(each))
     assert all((error > 1e-3) == (i in wrong) for i, error in enumerate(errors[:4])), errors

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from moefold.comm.groups import Group
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.states import named_moments

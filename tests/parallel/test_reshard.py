@@ -15,7 +15,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel

@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.collectives import gather_to_first
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.data.routing_trace import TRACE_FOLDER, RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize

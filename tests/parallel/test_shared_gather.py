@@ -8,7 +8,7 @@ import torch
 
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, local_tensor
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
 from moefold.parallel import fsdp, shared_gather
 from moefold.parallel.parallelize import parallelize

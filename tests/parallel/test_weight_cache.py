@@ -12,7 +12,7 @@ from moefold.cost.unit_memory import caches_quantized_weights, quantized_copy_by
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, fake_quantize
 from moefold.ops.quantization.weight_cache import WeightCache
-from moefold.parallel import select_ops
+from moefold.parallel import low_precision, select_ops
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
 from tests.verify.feature_cases import LOAN
@@ -50,7 +50,7 @@ def _run(cfg: Config, num_steps: int, weight_cache: WeightCache | None = None) -
     kernels = select_ops.SelectedKernels(
         expert_ops=EmulatedExpertOps(linear), linear_backend=linear, weight_cache=weight_cache
     )
-    select_ops._low_precision_kernels = lambda cfg, device, autotuner: kernels
+    low_precision.low_precision_kernels = lambda cfg, device, autotuner: kernels
     return run_distributed(cfg, num_steps), len(linear.counted)
 
 

@@ -12,7 +12,9 @@ from typing import Any, get_type_hints
 import pytest
 
 import moefold.parts
+from moefold.config.bounds import judged
 from moefold.config.chosen import LAYER_GROUPS, chosen, readers
+from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
 from moefold.config.groups.attention import AttentionPart, OutputGate, QueryKeyNorm
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys
@@ -21,7 +23,6 @@ from moefold.config.suggestions import choices_of, default_of, key_types, part_k
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from moefold.verify.recipe_keys import FORMULA_KEYS
 from tests.architecture import imports
 
 PACKAGE = moefold.parts.__name__
@@ -115,7 +116,9 @@ def test_the_formula_of_an_attention_reads_each_field_and_no_method(kind):
 def _check_formula(part, names: set[str]) -> set[str]:
     """Check that the formula of a part reads fields, and no method; return what it reads."""
     read = _attributes(part)
-    formats = {field for field, name in flat_keys(part.group, kind_of(part)) if name not in FORMULA_KEYS.split()}
+    formats = {
+        field for field, name in flat_keys(part.group, kind_of(part)) if judged().get(name, Judged.SIZE) is not None
+    }
     assert names - formats <= read
     methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
     assert read & (methods - {"formula"}) == set()

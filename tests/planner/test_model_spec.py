@@ -175,7 +175,7 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
 @pytest.mark.parametrize(("name", "chunks"), [("mixtral-8x22b", 56), ("deepseek-v3", 16), ("qwen3-235b-a22b", 24)])
 def test_chunks_hold_every_layer_once(name, chunks):
     shape = load_model_spec(name)
-    stages = split_stages(shape, chunks, 4096)
+    stages = split_stages(shape, tuple(range(chunks)), 4096)
     assert len(stages) == chunks
     held = [sum(column) for column in zip(*(stage.kind_counts for stage in stages), strict=True)]
     counts = list(shape.count_kinds(range(len(shape.layers))))

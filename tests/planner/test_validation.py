@@ -42,6 +42,29 @@ def test_the_stated_error_covers_the_worst_fitted_row(moe):
     assert max(moe.abs_errors_pct) <= STATED_ERROR.worst_fitted_pct + 0.5
 
 
+@pytest.mark.parametrize(
+    ("method", "overlaps"),
+    [
+        ("MCore; EP overlap", True),
+        ("MCore; EP overlap off", False),
+        ("MCore; EP overlap: none", False),
+        ("MCore; overlap disabled", False),
+        ("MCore; no EP overlap", False),
+        ("MCore", False),
+    ],
+)
+def test_overlap_is_read_from_the_method(tmp_path, method, overlaps):
+    cells = dict.fromkeys(COLUMNS, "1") | {
+        "source": "a source", "model": "Qwen3-30B-A3B", "gpu": "H100", "n_gpus": "16", "precision": "BF16",
+        "seq_len": "4096", "gbs": "16", "ep": "16", "metric": "tokens_per_s_per_gpu", "value": "1000",
+        "method": method, "note": "",
+    }  # fmt: skip
+    table = tmp_path / "rows.csv"
+    table.write_text(",".join(COLUMNS) + "\n" + ",".join(cells[column] for column in COLUMNS) + "\n")
+    (found,) = validate_predictions(table).predictions
+    assert found.mapping.overlap == overlaps
+
+
 @pytest.mark.parametrize("name", ["planner.md", "recipes.md"])
 def test_pages_state_the_error_of_plans(name):
     page = (Path(__file__).parents[2] / "docs" / name).read_text()

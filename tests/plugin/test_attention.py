@@ -16,6 +16,7 @@ from moefold.validate.unused import check_unused_keys
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify.shrink import shrink
 from tests.cost.test_activation_memory import _assert_close as assert_memory_close
 from tests.cost.test_activation_memory import _config as memory_config
 from tests.cost.test_activation_memory import _measure_ranks as measure_ranks
@@ -88,6 +89,11 @@ def test_its_saved_bytes_are_measured(pool: WorkerPool, mapping, recompute) -> N
     attention = recipe(*GATED).model.attention
     cfg = memory_config(model={"attention": attention}, train={"recompute": recompute}, **mapping)
     assert_memory_close(cfg, measure_ranks(pool, cfg))
+
+
+def test_it_shrinks_with_the_recipe():
+    small = shrink(recipe(*GATED, "parallel.world_size=2", "parallel.tp=2")).model.attention
+    assert (small.kind, small.num_heads, small.head_dim) == ("gated", 2, 8)
 
 
 def test_its_cache_has_the_bytes_of_the_built_in_one() -> None:

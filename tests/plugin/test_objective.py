@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.data import DataConfig
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed

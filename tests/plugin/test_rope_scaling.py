@@ -80,8 +80,8 @@ def test_a_wrong_number_of_frequencies_is_refused_by_name(scaling):
     model = _with(tiny(), scaling("pairs=2")).model
     assert model.rotary_dim > 2
     with pytest.raises(ConfigError, match=r"'parts.py:Slower' \(.*parts.py\) has 1 frequencies for .* pairs of dims"):
-        rope_frequencies(model)
-    assert torch.equal(rope_frequencies(_with(tiny(), scaling()).model), rope_frequencies(tiny().model))
+        rope_frequencies(model.rope)
+    assert torch.equal(rope_frequencies(_with(tiny(), scaling()).model.rope), rope_frequencies(tiny().model.rope))
 
 
 def test_no_folder_of_transformers_can_have_it(scaling):

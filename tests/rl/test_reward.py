@@ -27,7 +27,7 @@ from moefold.inference.rollouts import rollout_records
 from moefold.rl.preflight import check_rollout_data
 from moefold.rl.reward import Reward, check_columns, check_reward, short_names
 from moefold.rl.reward_pool import RewardError, RewardPool
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.statistics import RoundStatistics
 
 FUNCTIONS = """
@@ -141,7 +141,7 @@ def test_several_functions_are_summed_with_their_weights_where_they_apply(module
     assert list(scores.parts) == ["exact", "length", "dies"]
     assert np.array_equal(scores.parts["exact"], [1, 0, 0])
     assert np.array_equal(scores.parts["length"], [np.nan, 2, 1], equal_nan=True)
-    groups = [Group(PROMPT, (rollout_of("yes"),) * 3, scores.total, scores.total, scores.parts)]
+    groups = [RolloutGroup(PROMPT, (rollout_of("yes"),) * 3, scores.total, scores.total, scores.parts)]
     metrics = RoundStatistics().add(groups, 1.0, 1.0).metrics(groups)
     assert metrics["rewards"] == {"exact": pytest.approx(1 / 3), "length": 1.5, "dies": None}
     assert metrics["reward"] == pytest.approx(0.5 / 3)

@@ -12,8 +12,8 @@ from moefold.data.prompts import Prompt
 from moefold.data.sample import stack_samples
 from moefold.rl.plateau import Plateau
 from moefold.rl.rollout import (
-    Group,
     Rollout,
+    RolloutGroup,
     adjust_rewards,
     empty_sample,
     pack_rollouts,
@@ -38,17 +38,17 @@ def rollout(prompt_tokens: int, tokens: int, number: int = 0, *, is_truncated: b
     )
 
 
-def group(rewards: list[float], lengths: list[int], *, truncated: tuple[int, ...] = ()) -> Group:
+def group(rewards: list[float], lengths: list[int], *, truncated: tuple[int, ...] = ()) -> RolloutGroup:
     rollouts = tuple(rollout(3, n, i, is_truncated=i in truncated) for i, n in enumerate(lengths))
     scores = np.array(rewards)
-    return Group(Prompt("p", "p", (1, 2, 3)), rollouts, scores, scores)
+    return RolloutGroup(Prompt("p", "p", (1, 2, 3)), rollouts, scores, scores)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 15)), min_size=1, max_size=20))
 @settings(max_examples=50)
 def test_packing_keeps_every_token_and_trains_exactly_the_sampled_ones(sizes):
     rollouts = [rollout(p, n, i) for i, (p, n) in enumerate(sizes)]
-    groups = [Group(Prompt("p", "p", (1,)), (one,), np.zeros(1), np.zeros(1)) for one in rollouts]
+    groups = [RolloutGroup(Prompt("p", "p", (1,)), (one,), np.zeros(1), np.zeros(1)) for one in rollouts]
     weighed = weigh_rollouts(groups, RLConfig(group_size=2), 15)
     batch = stack_samples([*pack_rollouts(weighed, seq_len=SEQ_LEN, pad_id=END), empty_sample(SEQ_LEN, END)], SEQ_LEN)
     assert batch.weights is not None

@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
 from moefold.rl.table import (
@@ -36,7 +36,7 @@ def prompt_of(number: int) -> Prompt:
     return Prompt(source=f"p{number}", text=f"p{number}", ids=(number % 7, 3))
 
 
-def group_of(number: int, rng: np.random.Generator) -> Group:
+def group_of(number: int, rng: np.random.Generator) -> RolloutGroup:
     rollouts = []
     for sample in range(GROUP_SIZE):
         count = int(rng.integers(1, 5))
@@ -51,7 +51,7 @@ def group_of(number: int, rng: np.random.Generator) -> Group:
             )
         )
     scores = np.where(rng.random(GROUP_SIZE) < 0.3, np.nan, rng.normal(size=GROUP_SIZE))
-    return Group(prompt_of(number), tuple(rollouts), scores, scores - 1)
+    return RolloutGroup(prompt_of(number), tuple(rollouts), scores, scores - 1)
 
 
 def round_of(prompts: list[int], version: int, seed: int = 0, functions: tuple[str, ...] = ()) -> Round:

@@ -3,7 +3,7 @@
 import pytest
 
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.attention_plan import plan_attention
 from moefold.topology.token_placement import RoundShape, document_bounds, place

@@ -12,7 +12,7 @@ from moefold.config.chosen import chosen
 from moefold.config.data import DataConfig
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
 from moefold.parallel.context_parallel import sequence_positions

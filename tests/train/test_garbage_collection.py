@@ -10,7 +10,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -50,6 +50,15 @@ def _fail(frozen: int) -> None:
         raise RunError("a rank is lost")
 
 
+@pytest.fixture
+def _nothing_frozen():
+    """What tests/conftest.py froze is not, during a test."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_what_was_set_before_is_restored_after_an_error(was_enabled):
     frozen = gc.get_freeze_count()
@@ -64,6 +73,7 @@ def test_what_was_set_before_is_restored_after_an_error(was_enabled):
         gc.enable()
 
 
+@pytest.mark.usefixtures("_nothing_frozen")
 def test_objects_that_the_caller_froze_stay_frozen():
     kept = _Node()
     gc.freeze()

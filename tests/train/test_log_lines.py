@@ -8,7 +8,7 @@ import pytest
 
 from moefold.checkpoint.checkpoint_dir import META_FILE, step_path
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.recipe import load_config
 from moefold.train.callbacks import rollouts as module
 from moefold.train.log_lines import closing_lines, next_commands, startup_lines

@@ -18,7 +18,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.data import DataConfig
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError, RunError
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize

@@ -6,12 +6,12 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
+from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
-from moefold.train.receive_check import check_receive_loads
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 

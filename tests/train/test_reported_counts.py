@@ -18,7 +18,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import train_flops_per_token
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.recipe import load_config
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

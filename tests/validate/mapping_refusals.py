@@ -37,12 +37,12 @@ PLACEMENTS = {
     ),
     f"{PLACED} data.document_end=0 moe.capacity_factor=1.0": (
         "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
-        "a capacity is that of a micro-batch, whose tokens are on all ranks; set capacity_factor=0.0 (dropless), or "
+        "a capacity counts a micro-batch, whose tokens are on all ranks; set capacity_factor=0.0 (dropless), or "
         "choose parallel.placement='samples'"
     ),
     f"{BY_DOCUMENT} moe.capacity_factor=1.0 moe.drop_scope=sub_sequence": (
         "parallel.placement='documents' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
-        "a capacity is that of one rank's part of a sample; set capacity_factor=0.0 (dropless), or choose "
+        "a capacity counts one rank's part of a sample; set capacity_factor=0.0 (dropless), or choose "
         "parallel.placement='samples'"
     ),
     f"{PLACED} data.document_end=0 moe.choice=sinkhorn": (

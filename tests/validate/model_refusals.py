@@ -227,10 +227,10 @@ SIZES = {
         "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
         "MD, or parallel.pipeline_layout"
     ),
-    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=2 "
-    "parallel.pp=2 parallel.pipeline_layout=auto": (
-        "parallel.pipeline_layout='auto' does not go with model.moe_shortcut=true, as it may part a layer M from the D "
-        "after it; write the layout out, or leave it out"
+    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=4 "
+    "parallel.pp=4 parallel.pipeline_layout=auto model.num_layers=2": (
+        "model.moe_shortcut=true keeps a layer M and the D after it on one pipeline stage, and parallel.pp*parallel."
+        "virtual_stages=4 stages are more than these 1 groups of layers, the embedding and the loss; choose 3 or less"
     ),
     "model.attention_pattern=C2": (
         "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "

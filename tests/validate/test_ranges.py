@@ -1,11 +1,13 @@
+import re
 import tomllib
 from dataclasses import fields
 
 import pytest
 
-from moefold.config.bounds import bounds
+from moefold.config.bounds import bounds, range_problems
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
+from moefold.config.suggestions import key_types
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -16,190 +18,23 @@ CASES = [
     ("run.seed=9223372036854775808", "must be at most 9223372036854775807"),
     ("sites.count=0", "must lie between 1 and 1024"),
     ("sites.number=-2", "must be at least 0, or -1 (all sites on this machine)"),
-    ("sites.every=0", "must be at least 1"),
-    ("sites.first=-1", "must be at least 0"),
-    ("sites.keep_local=1.5", "must lie between 0 and 1"),
-    ("sites.residual=-0.1", "must lie between 0 and 1"),
     ("sites.density=0", "must lie between 1/4096 and 1"),
-    ("sites.clip=-1", "must be at least 0 (0: no limit)"),
-    ("sites.fragment_layers=-1", "must be at least 0 (0: all layers)"),
-    ("sites.overlap=-1", "must be at least 0 (0: wait for each round)"),
-    ("sites.grace_s=-1", "must be at least 0 (0: from past rounds)"),
-    ("sites.quorum=-1", "must be at least 0 (0: more than half of sites.count)"),
-    ("sites.lr=0", "must be greater than 0"),
-    ("sites.timeout_s=0", "must be greater than 0"),
-    ("sites.momentum=1", "must lie in [0, 1)"),
-    ("faults.min_ranks=0", "must be at least 1"),
     ("run.steps=0", "run.steps=0 must be at least 1"),
     ("parallel.attention_tolerance=-0.1", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
     ("parallel.attention_tolerance=1.5", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
-    ("parallel.attention_pool=-1", "must be at least 0 (0: all ranks)"),
-    ("parallel.attention_block=0", "must be at least 1"),
-    ("model.num_layers=0", "must be at least 1"),
-    ("model.hidden_size=-4", "must be at least 1"),
-    ("model.num_attention_heads=0", "must be at least 1"),
-    ("model.num_query_groups=0", "must be at least 1"),
-    ("model.ffn_hidden_size=0", "must be at least 1"),
-    ("model.vocab_size=0", "must be at least 1"),
-    ("model.num_experts=0", "must be at least 1"),
-    ("model.top_k=0", "must be at least 1"),
-    ("model.moe_ffn_hidden_size=0", "must be at least 1"),
-    ("model.rope_original_seq_len=0", "must be at least 1"),
-    ("model.head_dim=-1", "must be at least 0 (0: hidden_size/num_attention_heads)"),
-    ("model.shared_expert_ffn_hidden_size=-1", "must be at least 0 (0: none)"),
-    ("model.upcycle_noise=-0.1", "must be at least 0 (0: none)"),
-    ("model.norm_eps=0", "must be greater than 0"),
-    ("model.init_std=-0.1", "must be greater than 0"),
-    ("model.rope_low_freq_factor=0", "must be greater than 0"),
-    ("model.q_lora_rank=-1", "must be at least 0 (0: no latent)"),
-    ("model.kv_lora_rank=0", "must be at least 1"),
-    ("model.qk_nope_head_dim=0", "must be at least 1"),
-    ("model.qk_rope_head_dim=0", "must be at least 1"),
-    ("model.v_head_dim=0", "must be at least 1"),
-    ("lora.rank=-1", "must be at least 0 (0: no adapters)"),
-    ("lora.alpha=0", "must be greater than 0"),
-    ("model.mtp_layers=-1", "must be at least 0 (0: none)"),
-    ("train.mtp_loss=0", "must be greater than 0"),
-    ("model.index_topk=-1", "must be at least 0 (0: all keys)"),
-    ("model.index_heads=0", "must be at least 1"),
-    ("model.index_head_dim=0", "must be at least 1"),
-    ("train.indexer_loss=-1", "must be at least 0 (0: the indexers do not learn)"),
-    ("model.rope_beta_fast=0", "must be greater than 0"),
-    ("model.rope_beta_slow=-1", "must be greater than 0"),
-    ("model.rope_attention_factor=-1", "must be at least 0 (0: not given)"),
-    ("model.rope_short_mscale=-1", "must be at least 0 (0: not given)"),
-    ("model.rope_long_mscale=-1", "must be at least 0 (0: not given)"),
-    ("model.sparsemixer_jitter=0", "must be greater than 0"),
-    ("model.rope_mscale=-1", "must be at least 0 (0: not given)"),
-    ("model.rope_mscale_all_dim=-1", "must be at least 0 (0: not given)"),
-    ("model.rope_high_freq_factor=0", "must be greater than 0"),
-    ("model.linear_num_key_heads=0", "must be at least 1"),
-    ("model.linear_num_value_heads=0", "must be at least 1"),
-    ("model.linear_key_head_dim=0", "must be at least 1"),
-    ("model.linear_value_head_dim=0", "must be at least 1"),
-    ("model.linear_conv_kernel=1", "must be at least 2"),
-    ("model.linear_gate_rank=0", "must be at least 1"),
     ("model.linear_decay_bound=0.1", "must be at most 0 (0: none)"),
-    ("model.sliding_window=-1", "must be at least 0 (0: no layer of kind W)"),
-    ("model.zero_experts=-1", "must be at least 0 (0: none)"),
-    ("model.active_experts=-1", "must be at least 0 (0: as all choices)"),
-    ("model.attention_chunk_size=-1", "must be at least 0 (0: no layer of kind C)"),
-    ("model.nope_temperature_scale=-0.1", "must be at least 0 (0: none)"),
-    ("model.nope_temperature_tokens=0", "must be at least 1"),
-    ("model.swiglu_alpha=0", "must be greater than 0"),
-    ("model.swiglu_limit=0", "must be greater than 0"),
-    ("data.document_end=-2", "must be at least 0, or -1 (a sample is one document)"),
-    ("model.rope_theta=1", "must be greater than 1"),
-    ("model.rope_fraction=0", "must lie in (0, 1]: above 0 and at most 1"),
-    ("model.rope_fraction=1.5", "must lie in (0, 1]: above 0 and at most 1"),
-    ("model.rope_scaling_factor=0.5", "must be at least 1"),
-    ("model.moe_hidden_size=-1", "must be at least 0 (0: none)"),
     ("model.attention_scale=-1", "must be at least 0 (0: 1/sqrt(head_dim))"),
-    ("model.embedding_multiplier=0", "must be greater than 0"),
-    ("model.residual_multiplier=-1", "must be greater than 0"),
-    ("model.logits_divisor=0", "must be greater than 0"),
-    ("parallel.world_size=0", "must be at least 1"),
-    ("parallel.tp=0", "must be at least 1"),
-    ("parallel.cp=-2", "must be at least 1"),
-    ("parallel.pp=0", "must be at least 1"),
-    ("parallel.ep=0", "must be at least 1"),
-    ("parallel.etp=0", "must be at least 1"),
-    ("parallel.virtual_stages=0", "must be at least 1"),
-    ("moe.capacity_factor=-1", "must be at least 0 (0: dropless)"),
-    ("moe.eval_capacity_factor=-0.5", "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)"),
-    ("moe.input_jitter=1", "must lie in [0, 1): at least 0 (0: off) and below 1"),
-    ("moe.skew=0", "must lie in (0, 1]: above 0 and at most 1"),
-    ("moe.sinkhorn_iterations=0", "must be at least 1"),
-    ("moe.bias_update_rate=-0.1", "must be at least 0"),
-    ("model.router_scaling_factor=0", "must be greater than 0"),
-    ("model.num_groups=0", "must be at least 1"),
-    ("model.top_groups=0", "must be at least 1"),
-    ("moe.aux_loss=-1", "must be at least 0 (0: off)"),
-    ("moe.z_loss=-1", "must be at least 0 (0: off)"),
-    ("moe.trace_every=-1", "must be at least 0 (0: never)"),
-    ("metrics.expert_counts_every=-1", "must be at least 0 (0: never)"),
-    ("metrics.memory_every=-1", "must be at least 0 (0: never)"),
-    ("faults.timeout_s=0.5", "must be at least 1"),
-    ("parallel.receive_factor=0.5", "must be at least 1"),
-    ("moe.llep_threshold=0.9", "must be at least 1"),
-    ("moe.llep_capacity=0.9", "must be at least 1"),
-    ("moe.llep_min_tokens=0", "must be at least 1"),
-    ("train.seq_len=0", "must be at least 1"),
-    ("train.micro_batch_size=0", "must be at least 1"),
-    ("train.global_batch_size=0", "must be at least 1"),
-    ("train.lr=0", "must be greater than 0"),
-    ("train.eps=0", "must be greater than 0"),
-    ("train.min_lr=-1e-5", "must be at least 0"),
-    ("train.warmup_steps=-1", "must be at least 0"),
-    ("train.weight_decay=-0.1", "must be at least 0"),
-    ("train.beta1=1", "must lie in [0, 1): at least 0 and below 1"),
-    ("train.spsa_eps=0", "must be greater than 0"),
-    ("train.spsa_max_gradient=0", "must be greater than 0"),
-    ("train.muon_momentum=1", "must lie in [0, 1): at least 0 and below 1"),
-    ("train.muon_ns_steps=0", "must be at least 1"),
-    ("train.loss_chunk=-2", "must be at least 0 (0: all), or -1 (automatic)"),
-    ("train.beta2=-0.1", "must lie in [0, 1): at least 0 and below 1"),
-    ("train.decay_steps=-1", "must be at least 0"),
-    ("train.eval_samples=0", "must be at least 1"),
-    ("checkpoint.keep=-1", "must be at least 0 (0: all)"),
-    ("checkpoint.peer_every=-1", "must be at least 0 (0: never)"),
-    ("checkpoint.keep_every=-1", "must be at least 0 (0: none)"),
-    ("train.reset_moments_every=-1", "must be at least 0 (0: never)"),
-    ("train.clip_grad=-1", "must be at least 0 (0: off)"),
-    ("train.delay_correction=-1", "must be at least 0 (0: none)"),
-    ("train.eval_every=-1", "must be at least 0 (0: never)"),
-    ("data.validation_fraction=1", "must lie in [0, 1): at least 0 and below 1"),
+    ("data.document_end=-2", "must be at least 0, or -1 (a sample is one document)"),
     ("align.reward=''", "must name a column"),
-    ("align.beta=0", "must be greater than 0"),
-    ("align.desirable_weight=0", "must be greater than 0"),
-    ("align.undesirable_weight=0", "must be greater than 0"),
-    ("align.gamma=-0.1", "must be at least 0"),
+    ("align.weight_cap=0.5", "must be at least 1, or 0 (none)"),
+    ("moe.eval_capacity_factor=-2", "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)"),
+    ("train.loss_chunk=-2", "must be at least 0 (0: all), or -1 (automatic)"),
     ("align.want=inf", "must be a finite number"),
-    ("align.weight_cap=0.5", "must be at least 1 (0: none)"),
-    ("checkpoint.every=-1", "must be at least 0 (0: never)"),
-    ("faults.spike_factor=0", "must be greater than 0"),
-    ("faults.spike_window=2", "must be at least 3"),
-    ("faults.replica_check_every=-1", "must be at least 0 (0: never)"),
     ("faults.straggler_factor=1", "must be above 1, or 0 (off)"),
-    ("faults.max_skips=0", "must be at least 1"),
-    ("faults.max_rollbacks=0", "must be at least 1"),
-    ("train.offload_min_kib=-1", "must be at least 0 (0: all)"),
-    ("train.offload_limit_gib=-1", "must be at least 0 (0: no limit)"),
-    ("train.memory_budget_gib=-1", "must be at least 0 (0: the device's)"),
-    ("sites.merge_experts=1.5", "must lie between 0 and 1"),
-    ("sites.merge_every=0", "must be at least 1"),
-    ("sites.merge_until=0", "must be at least 1"),
-    ("metrics.peak_tflops=-1", "must be at least 0 (0: look the device up)"),
-    ("metrics.rollouts_every=-1", "must be at least 0 (0: never)"),
-    ("data.task_size=0", "must be at least 1"),
     ("rl.group_size=1", "must be at least 2, or 0 (no reinforcement learning)"),
-    ("rl.updates=0", "must be at least 1"),
-    ("rl.most_rounds=0", "must be at least 1"),
-    ("rl.clip_low=0", "must lie in (0, 1]: above 0 and at most 1"),
-    ("rl.clip_high=0", "must be greater than 0"),
-    ("rl.mismatch_limit=-1.0", "must be at least 0 (0: by dtype and sampler)"),
-    ("run.epochs=-1.0", "must be at least 0 (0: run.steps)"),
     ("rl.correction_low=1.5", "must lie in [0, 1]"),
-    ("rl.correction_high=0.5", "must be at least 1"),
-    ("rl.kl=-1", "must be at least 0 (0: off)"),
-    ("rl.reset_patience=-1", "must be at least 0 (0: off)"),
-    ("rl.length_penalty_from=-1", "must be at least 0 (0: off)"),
-    ("rl.staleness=-1", "must be at least 0 (0: the newest weights sample)"),
-    ("rollout.timeout_s=0", "must be greater than 0"),
     ('rollout.url="localhost:8000"', "must begin with http:// or https://"),
-    ("rollout.ranks=-1", "must be at least 0 (0: the training ranks sample)"),
     ("rl.reference=''", "must name 'start', a checkpoint, a run or a Hugging Face folder"),
-    ("rollout.tp=-1", "must be at least 0 (0: as in training)"),
-    ("rollout.pp=-1", "must be at least 0 (0: as in training)"),
-    ("rollout.ep=-1", "must be at least 0 (0: as in training)"),
-    ("rollout.etp=-1", "must be at least 0 (0: as in training)"),
-    ("rollout.max_tokens=0", "must be at least 1"),
-    ("rollout.temperature=0", "must be greater than 0"),
-    ("rollout.slots=0", "must be at least 1"),
-    ("rollout.pass_tokens=0", "must be at least 1"),
-    ("rollout.cache_gib=0", "must be greater than 0"),
-    ("reward.timeout_s=0", "must be greater than 0"),
-    ("reward.workers=0", "must be at least 1"),
     ("metrics.wandb_project='team/x'", "must have at most 128 characters, and none of / \\ # ? % :"),
     ("metrics.wandb_tags=['']", "must be a list of tags of 1 to 64 characters"),
     (f"metrics.wandb_tags=['{'x' * 65}']", "must be a list of tags of 1 to 64 characters"),
@@ -221,6 +56,41 @@ def test_a_value_out_of_its_range_is_refused(word, message):
     assert message in str(error.value)
 
 
+COMMON_RULES = {
+    r"must be at least (\d+)(?: \([^)]*\))?": lambda low: ([low - 1], [low, low + 1]),
+    r"must be greater than (\d+)": lambda low: ([low, low - 1], [low + 1]),
+    r"must lie in \[0, 1\).*": lambda: ([-1, 1], [0, 0.5]),
+    r"must lie in \(0, 1\].*": lambda: ([0, 2], [0.5, 1]),
+    r"must lie between 0 and 1": lambda: ([-1, 2], [0, 0.5, 1]),
+}
+"""Values outside and inside a range, by the rule that a message states."""
+
+
+def _values(rule: str) -> tuple[list[float], list[float]] | None:
+    """Return values that a common rule refuses and values that it takes, or None for another rule."""
+    for pattern, values in COMMON_RULES.items():
+        if found := re.fullmatch(pattern, rule):
+            return values(*(int(number) for number in found.groups()))
+    return None
+
+
+RANGED = [(section, key, bound) for section, key, bound in bounds() if _values(bound.rule)]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "bound"), RANGED, ids=[f"{section}.{key}: {bound.rule}" for section, key, bound in RANGED]
+)
+def test_a_range_is_what_its_rule_says(section, key, bound):
+    outside, inside = _values(bound.rule)
+    kind = key_types(section)[key]
+    assert [value for value in inside if kind is float or value == int(value) if not bound.is_legal(value)] == []
+    for value in outside:
+        cfg = config_from_dict({section: {key: kind(value)}})
+        assert f"{section}.{key}={kind(value)!r} {bound.rule}" in range_problems(cfg)
+        with pytest.raises(ConfigError, match=rf"^{section}\.{key}="):
+            check_config(cfg)
+
+
 def test_every_number_of_the_schema_has_a_range():
     ranged = {f"{section}.{key}" for section, key, _ in bounds()}
     cfg = Config()
@@ -231,7 +101,8 @@ def test_every_number_of_the_schema_has_a_range():
         if type(field.default) in (int, float)
     }
     assert numbers - ranged == {"parallel.zero", "train.gradient_delay", "sites.values"}
-    assert {word.split("=")[0] for word, _ in CASES} == ranged
+    cases = {word.split("=")[0] for word, _ in CASES}
+    assert {f"{section}.{key}" for section, key, bound in bounds() if not _values(bound.rule)} <= cases
 
 
 def test_the_ends_of_ranges_that_include_them():

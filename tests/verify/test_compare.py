@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from moefold.train.train_step import StepResult
-from moefold.verify.compare import OracleRecord, compare_records, run_oracle, token_chunks, zero_gradients
+from moefold.verify.compare import (
+    NamedError,
+    OracleRecord,
+    by_cause,
+    compare_records,
+    run_oracle,
+    token_chunks,
+    zero_gradients,
+)
 from moefold.verify.distributed_run import DistributedRecord
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny
@@ -174,6 +182,26 @@ def test_a_tensor_that_one_side_lacks_is_infinitely_wrong(oracle):
         "weights head.weight (missing on one side)",
     }
     assert {d.error for d in found} == {float("inf")}
+
+
+WEIGHTS = ("embedding.weight", *(f"layers.{i}.ffn.router.weight" for i in range(11)), "head.weight")
+LAYERS_2_AND_10 = [f"{part} layers.{i}.ffn.router.weight" for part in ("gradients", "weights") for i in (2, 10)]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tensors"),
+    [
+        (["step 1 grad_norm (rank 0)", "step 2 layer 2 z_loss (rank 0)"], [1, 0, 3, 2]),
+        (["step 1 layer 2 entropy (rank 0)", "step 1 layer 10 entropy (rank 0)"], [0, 1, 2, 3]),
+    ],
+    ids=["backward", "forward"],
+)
+def test_differences_begin_at_the_cause(numbers, tensors):
+    """A gradient of the last layer makes those before it wrong, an output of the first layer all after it."""
+    expected = ["initial embedding.weight", *(LAYERS_2_AND_10[i] for i in tensors), *numbers, "eval_loss (rank 1)"]
+    differences = [NamedError(name, float(error)) for error, name in enumerate(expected)]
+    found = by_cause(reversed(differences), WEIGHTS)
+    assert [difference.name for difference in found] == expected
 
 
 def test_chunks_are_the_positions_of_each_rank_of_a_sample():

@@ -8,7 +8,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.data.sample import Sample
 from moefold.data.sampler import IndexRanges, Split
 from moefold.model.init import init_weights

@@ -12,7 +12,7 @@ import torch
 from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 from moefold.verify.compare import compare_records, run_oracle

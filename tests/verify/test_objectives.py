@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.objectives.policy import PolicyGradientLoss

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

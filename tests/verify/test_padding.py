@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import Config
-from moefold.data import ProgramData, Sampler
+from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
+from moefold.data.sampler import Sampler
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
 from tests.slow import slow

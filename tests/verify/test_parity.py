@@ -8,12 +8,13 @@ import torch
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.config.small_sizes import SmallSizes
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
-from moefold.verify.shrink import MAX_WINDOW, shrink
+from moefold.verify.shrink import shrink
 from tests.slow import slow
 from tests.verify import (
     feature_cases,
@@ -185,7 +186,7 @@ def test_a_shrunk_preset_of_gpt_oss(pool):
         }
     )
     small = shrink(cfg)
-    assert [layer.window for layer in small.model.layers] == [MAX_WINDOW, 0]
+    assert [layer.window for layer in small.model.layers] == [SmallSizes.span, 0]
     assert small.model.moe_bias
     assert small.model.attention_sinks
     assert_equals_oracle(pool, small)

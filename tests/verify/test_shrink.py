@@ -111,6 +111,17 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     ] * 5
 
 
+def test_each_kind_of_attention_stays_where_windows_and_rope_have_patterns_of_their_own():
+    words = ["model.attention_pattern=W2F", "model.sliding_window=9", "model.rope_pattern=R3N", "model.num_layers=12"]
+    large = load_config(None, words)
+    kinds = [
+        {(layer.attention.window > 0, layer.attention.has_rope) for layer in model.layers}
+        for model in (large.model, shrink(large).model)
+    ]
+    assert kinds[0] == kinds[1]
+    assert len(kinds[0]) == shrink(large).model.num_layers == 4
+
+
 def test_a_capacity_that_few_experts_would_void_still_drops():
     cfg = preset("qwen3-30b-a3b", world_size=8, ep=4)
     cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=4.0, eval_capacity_factor=1.25))

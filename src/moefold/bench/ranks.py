@@ -18,7 +18,7 @@ from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import TorchDispatchMode, operator_name
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.model.attention import CausalAttention
 from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear

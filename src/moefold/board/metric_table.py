@@ -30,7 +30,7 @@ MAX_MEAN_POINTS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class ShownCurve:
     """Points of a metric in a range of steps."""
 
     steps: list[int]
@@ -115,7 +115,7 @@ class MetricTable:
         is_held_out = name.rpartition(".")[2].startswith("eval_")
         return not (name == "lr" or is_held_out or (self._columns[name].is_count and name not in MEASURED))
 
-    def curve(self, name: str, first: int, last: int, max_points: int, weights: Sequence[str] = ()) -> Curve:
+    def curve(self, name: str, first: int, last: int, max_points: int, weights: Sequence[str] = ()) -> ShownCurve:
         """Return a metric between two steps, at most about `max_points` points that keep minima and maxima.
 
         Values have `DIGITS` digits. One point outside of the range is kept on each side, so that lines reach the edge
@@ -139,7 +139,7 @@ class MetricTable:
         kept = downsample(values[shown], max_points)
         for mean in means.values():
             kept = np.union1d(kept, downsample(mean, min(max_points, MAX_MEAN_POINTS)))
-        return Curve(
+        return ShownCurve(
             steps=steps[shown][kept].tolist(),
             values=_rounded(values[shown][kept]),
             smoothed={weight: _rounded(mean[kept]) for weight, mean in means.items()},

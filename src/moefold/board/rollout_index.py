@@ -115,7 +115,7 @@ class RolloutIndex:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class ShownText:
     """One text of a prompt or a completion."""
 
     role: str
@@ -140,7 +140,7 @@ def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(value: Any) -> list[ShownText]:
     if isinstance(value, list):
         parts = [
             (str(part.get("role", "")), part.get("content")) if isinstance(part, dict) else ("", part) for part in value
@@ -149,7 +149,7 @@ def _messages(value: Any) -> list[Message]:
         parts = [("", value)]
     texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in parts]
     return [
-        Message(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
+        ShownText(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
         for role, text in texts
     ]
 

@@ -160,7 +160,7 @@ class RunReader:
     def series(
         self, first: int = 0, last: int = MAX_STEP, max_points: int = 600, weights: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return every metric between two steps as `metric_table.Curve`, null for a gap.
+        """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
 
         Args:
             first: first step.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
-from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, check_adapter_settings
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import keys_with
@@ -497,7 +496,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
 
         Plateau.from_json(meta.rl)
         table_headers(meta.rl)
-    check_adapter_settings(meta.lora)
+    if meta.lora != {}:
+        from moefold.checkpoint.adapter_settings import check_adapter_settings
+
+        check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost", "schedule"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
@@ -593,8 +595,11 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         _check_same_model(path, meta, cfg.model)
-        if reason := adapters_unsupported_reason(meta.lora, cfg.lora, str(path)):
-            raise ConfigError(f"checkpoint {str(path)!r} {reason}")
+        if meta.lora or cfg.lora.rank:
+            from moefold.checkpoint.adapter_settings import adapters_unsupported_reason
+
+            if reason := adapters_unsupported_reason(meta.lora, cfg.lora, str(path)):
+                raise ConfigError(f"checkpoint {str(path)!r} {reason}")
         if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
             _check_same_data(path, meta, cfg, fingerprints)
         _check_whole_rounds(path, meta, cfg.rl)

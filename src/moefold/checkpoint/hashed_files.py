@@ -11,8 +11,10 @@ from typing import Any, Self
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from moefold.checkpoint.manifest import FileDigest
+from moefold.remote_path import RemotePath
 
 MAX_WAITING_BYTES = 1 << 24
 """Bytes that wait for the thread; a larger block waits alone."""
@@ -133,3 +135,18 @@ class _HashedStream:
     def close(self) -> None:
         """Complete the file."""
         self._stream.close()
+
+
+class RemoteWriter(HashingWriter):
+    """Writer of the data files and the index of a checkpoint in a remote folder.
+
+    Files appear when they are complete; the manifest, which the first rank writes last, commits the checkpoint.
+    """
+
+    def __init__(self, folder: RemotePath) -> None:
+        # The files of an object store need no fsync: a write that has returned is durable.
+        super().__init__(folder, sync_files=False)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the identity of the save, with the folder as text: an index contains no class of moefold."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)

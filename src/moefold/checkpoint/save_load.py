@@ -39,7 +39,6 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
-from moefold.checkpoint.remote_writer import RemoteWriter
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
 from moefold.checkpoint.shard_planner import ShardLoadPlanner, ShardSavePlanner
 from moefold.comm.groups import current_world
@@ -165,7 +164,7 @@ def write_checkpoint(
         if dist.get_rank() == 0 and writer is None:
             writer = FolderWriter(folder, checkpoint_folder_key(cfg.checkpoint))
         draft = folder / _create_draft(train_state.step, writer, group)
-        storage = RemoteWriter(draft) if isinstance(draft, RemotePath) else dcp.FileSystemWriter(draft)
+        storage = _storage_writer(draft)
         planner = planner or ShardSavePlanner()
         metadata = dcp.save(dict(state), storage_writer=storage, process_group=group, planner=planner)
         records = _digest_files(draft, group, storage)
@@ -339,6 +338,14 @@ def _create_draft(step: int, writer: FolderWriter | None, group: dist.ProcessGro
     return result[0]
 
 
+def _storage_writer(draft: Path) -> dcp.FileSystemWriter:
+    if not isinstance(draft, RemotePath):
+        return dcp.FileSystemWriter(draft)
+    from moefold.checkpoint.hashed_files import RemoteWriter
+
+    return RemoteWriter(draft)
+
+
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
     """Read back and hash the files of every rank; collective, returns the digests of all ranks.
 
@@ -349,8 +356,8 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
     """
     local: dict[str, FileDigest] | str
     try:
-        if isinstance(writer, RemoteWriter):
-            local = writer.digests
+        if isinstance(tmp, RemotePath):
+            local = writer.digests  # type: ignore[attr-defined]
         else:
             local = {path.name: digest_file(path) for path in sorted(tmp.glob(f"__{dist.get_rank()}_*.distcp"))}
     except OSError as error:

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 from moefold.config.aliases import OPTION_OF, key_hint
 from moefold.config.outside import import_files
 from moefold.config.suggestions import key_types, sections
-from moefold.errors import ConfigError
+from moefold.errors import EXIT_USER_ERROR, ConfigError
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import EXIT_USER_ERROR
 from moefold.terminal import printable
 
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"

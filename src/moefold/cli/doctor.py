@@ -15,9 +15,9 @@ from pathlib import Path
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
+from moefold.errors import EXIT_FAILED
 from moefold.host.links import network_links
 from moefold.host.memory import available_host_memory, physical_bytes
-from moefold.launch.exit import EXIT_FAILED
 from moefold.terminal import print_escaped, printable
 
 GIB = 2**30

@@ -198,7 +198,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_offload_device(cfg.train, "cpu")
     check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
-    from moefold.data import prepare
+    from moefold.data.dataset import prepare
     from moefold.train.memory_profile import measure_rank
     from moefold.verify.ranks.pool import WorkerPool
 

@@ -49,8 +49,9 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         arguments.model, arguments.overrides, options, rank_env, partial(report_notices, rank_env=rank_env)
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.
+    from moefold.errors import SIGNAL_STATUS
     from moefold.inference.serve.worker import serve_worker
-    from moefold.launch.exit import SIGNAL_STATUS, hard_exit
+    from moefold.launch.exit import hard_exit
     from moefold.launch.ranks import run_ranks
 
     try:

@@ -128,8 +128,8 @@ def verify(
         notes: what is not compared.
         against_one_rank: compare with one rank of the same code instead of the oracle.
     """
-    from moefold.data import prepare
-    from moefold.verify.compare import compare_records, one_rank_record, run_oracle, zero_gradients
+    from moefold.data.dataset import prepare
+    from moefold.verify.compare import by_cause, compare_records, one_rank_record, run_oracle, zero_gradients
 
     one = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
     if one is not None:
@@ -152,7 +152,7 @@ def verify(
     print_escaped(_format_worst(found, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
-    wrong = [difference for difference in found if difference.error > TOLERANCE]
+    wrong = by_cause((difference for difference in found if difference.error > TOLERANCE), oracle.initial)
     if not wrong:
         print_escaped(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0

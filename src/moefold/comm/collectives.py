@@ -20,6 +20,9 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+BACKEND_NAMES = ("gloo", "NCCL")
+"""Names that occur in the message of every failed collective, by which the error is recognised."""
+
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Concatenate the equal-shaped tensors of the members along dim 0, in group order. Adjoint: reduce_scatter."""
@@ -395,3 +398,12 @@ def wait_all(works: list[dist.Work], group: Group) -> None:
     with group.comm_timer.waiting():
         for work in works:
             work.wait()
+
+
+def is_collective_error(error: BaseException | None) -> bool:
+    """Return whether an error or one of its causes is a failed collective: a symptom of the loss of another rank."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or any(name in str(error) for name in BACKEND_NAMES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -6,14 +6,18 @@ the last process that maps it has ended, however it ends.
 
 import mmap
 import os
+import select
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather_objects
-from moefold.comm.groups import Group
+from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
+from moefold.comm.groups import Group, collective_timeout
 from moefold.errors import RunError
 
 
@@ -129,3 +133,172 @@ def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+LONGEST_POLL_MS = 2**31 - 1
+"""About 25 days: what poll(2) takes at most."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round of a barrier: tell one member that this one has arrived, and wait until another one has."""
+
+    sends_to: int
+    """Descriptor of the pipe of the member that gets this one's byte."""
+    receives_from: int
+    """Descriptor of this rank's pipe."""
+    awaited: int
+    """Rank that is waited for."""
+
+
+class PipeBarrier:
+    """Dissemination barrier (Hensgen, Finkel, Manber 1988): in round k a member tells the one 2^k after it.
+
+    A member that is gone has closed its pipes: those that wait for it get an error.
+    """
+
+    def __init__(self, rounds: list[_Round], timeout: timedelta) -> None:
+        self._rounds = rounds
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        """Return when all members have called this as often as this one.
+
+        Raises:
+            DistError: a member is gone, or has not arrived within the time limit.
+        """
+        for step in self._rounds:
+            try:
+                os.write(step.sends_to, b".")
+            except BrokenPipeError as error:
+                raise dist.DistError("the pipe of another rank's barrier is closed: that rank has ended") from error
+            poll = select.poll()
+            poll.register(step.receives_from, select.POLLIN)
+            if not poll.poll(min(self._timeout.total_seconds() * 1e3, LONGEST_POLL_MS)):
+                raise dist.DistError(f"rank {step.awaited} has not reached a barrier within {self._timeout}")
+            if not os.read(step.receives_from, 1):
+                raise dist.DistError(f"the pipe of rank {step.awaited} to this barrier is closed: it has ended")
+
+    def __del__(self) -> None:
+        """Close the pipes."""
+        for step in self._rounds:
+            os.close(step.sends_to)
+            os.close(step.receives_from)
+
+
+def open_pipe_barrier(group: Group) -> PipeBarrier:
+    """Connect the members of a group; collective.
+
+    Raises:
+        RunError: on all members, a member cannot open the pipe of another one.
+    """
+    distances = [1 << k for k in range((group.size - 1).bit_length())]
+    ends: list[tuple[int, int]] = []
+    sends: list[int] = []
+    reason = ""
+    try:
+        ends = [os.pipe() for _ in distances]
+    except OSError as error:
+        reason = f"it cannot create a pipe ({error.strerror or error})"
+    offered: list[list[SharedFile]] = all_gather_objects([share_file(write) for _, write in ends], group)
+    if all(len(files) == len(distances) for files in offered):
+        try:
+            for files, distance in zip(zip(*offered, strict=True), distances, strict=True):
+                sends.append(open_shared_file(files[(group.rank + distance) % group.size], os.O_WRONLY))
+        except OSError as error:
+            reason = f"it cannot open the pipe of another rank ({error.strerror or error})"
+    # A member closes its own writing ends only once the others have opened them.
+    reasons = all_gather_objects(reason, group)
+    for _, write in ends:
+        os.close(write)
+    for rank, found in zip(group.ranks, reasons, strict=True):
+        if found:
+            for descriptor in (*sends, *(read for read, _ in ends)):
+                os.close(descriptor)
+            raise RunError(f"rank {rank} has no barrier by pipes: {found}")
+    rounds = [
+        _Round(send, read, group.ranks[(group.rank - distance) % group.size])
+        for send, (read, _), distance in zip(sends, ends, distances, strict=True)
+    ]
+    return PipeBarrier(rounds, collective_timeout(group.recorder.hang_timeout_s))
+
+
+PIECE_BYTES = 4 << 20
+"""Bytes that a rank publishes between two barriers: few barriers, and pieces that a cache holds."""
+
+
+class SharedExchange:
+    """Collectives of the members of a group, which all call the same ones in the same order.
+
+    There are two halves of the memory, used in turn. A rank overwrites a half after the barrier that follows the next
+    piece, which every member enters when it has read what the half had.
+
+    Args:
+        memory: shared memory, uint8 [2 * group.size * PIECE_BYTES].
+        barrier: of the members.
+        group: the members.
+    """
+
+    def __init__(self, memory: Tensor, barrier: PipeBarrier, group: Group) -> None:
+        self.barrier = barrier
+        self._halves = memory.view(2, group.size, PIECE_BYTES)
+        self.group = group
+        self._turn = 0
+
+    @property
+    def memory(self) -> Tensor:
+        """Return the shared memory."""
+        return self._halves
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a process group, of any communicator, has the members of this exchange."""
+        return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
+
+    def gather_into(self, out: Tensor, x: Tensor) -> None:
+        """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""
+        parts = gathered_parts(out, x, self.group.size, self.group.rank)
+        width = PIECE_BYTES // out.element_size()
+        for pieces in zip(*(part.split(width) for part in parts), strict=True):
+            slots = self._next_half(out.dtype)
+            count = pieces[0].numel()
+            slots[self.group.rank, :count].copy_(pieces[self.group.rank])
+            self.barrier.wait()
+            for member, piece in enumerate(pieces):
+                if member != self.group.rank:
+                    piece.copy_(slots[member, :count])
+
+    def sum_scatter_into(self, out: Tensor, x: Tensor) -> None:
+        """Sum tensors over the members, in their order; `out` gets this rank's part along dim 0."""
+        size = self.group.size
+        rank = self.group.rank
+        parts = x.view(-1).chunk(size)
+        width = PIECE_BYTES // x.element_size() // (size - 1)
+        of_parts = zip(*(part.split(width) for part in parts), strict=True)
+        for total, pieces in zip(out.view(-1).split(width), of_parts, strict=True):
+            # slots[m, n]: what member m adds to the sum of the n-th of the other members.
+            slots = self._next_half(x.dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
+            count = total.numel()
+            for slot, piece in zip(slots[rank], (*pieces[:rank], *pieces[rank + 1 :]), strict=True):
+                slot[:count].copy_(piece)
+            self.barrier.wait()
+            received = [slots[member, rank - (rank > member), :count] for member in range(size) if member != rank]
+            terms = [*received[:rank], pieces[rank], *received[rank:]]
+            sum_in_order(terms, total)
+
+    def _next_half(self, dtype: torch.dtype) -> Tensor:
+        """Return the half for the next piece, [group.size, elements]."""
+        self._turn = 1 - self._turn
+        return self._halves[self._turn].view(dtype)
+
+
+def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange | None:
+    """Open an exchange, collectively; None where gloo does not serve the group, or not all ranks can share memory."""
+    if group.size == 1 or not uses_gloo(group.handle, device):
+        return None
+    try:
+        memory = open_shared_memory(2 * group.size * PIECE_BYTES, group, "the exchange of shards")
+        barrier = open_pipe_barrier(group)
+    except RunError:
+        # On all members: they are on several machines, or in containers that do not see each other.
+        return None
+    return SharedExchange(memory, barrier, group)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moefold.cost.site_traffic import BLOCK, CHUNK, NUM_BINS, SCALE_BYTES, WireFormat, num_kept, wire_format
+from moefold.cost.site_traffic import BLOCK, CHUNK, NUM_BINS, SCALE_BYTES, CodedSize, num_kept, wire_format
 
 _INT8_MAX = 127.0
 _FP4_MIN_EXPONENT = -6
@@ -30,7 +30,7 @@ _GROUPS = 512
 class WireCode(ABC):
     """Code of a vector as bytes."""
 
-    format: WireFormat
+    format: CodedSize
     """Size of the code."""
 
     @property
@@ -56,7 +56,7 @@ class PlainCode(WireCode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.format = WireFormat(8 * dtype.itemsize)
+        self.format = CodedSize(8 * dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
         """See base class."""

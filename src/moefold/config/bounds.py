@@ -5,10 +5,10 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from moefold.config.field import Bound, Most, ReadIf, Trait
+from moefold.config.field import Bound, Judged, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.schema import Config
-from moefold.config.suggestions import key_types, sections
+from moefold.config.suggestions import key_types, marked_types, sections
 
 
 def range_problems(cfg: Config) -> Iterator[str]:
@@ -62,6 +62,24 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 
 
 @cache
+def judged() -> dict[str, Judged | None]:
+    """Return how `moefold verify` judges each key, by "section.key"; None: the oracle has to read it."""
+    of_sections = get_type_hints(Config, include_extras=True)
+    return {
+        f"{section}.{key}": next(
+            (
+                mark
+                for mark in (*metadata, *getattr(of_sections[section], "__metadata__", ()))
+                if isinstance(mark, Judged)
+            ),
+            None,
+        )
+        for section in sections()
+        for key, metadata in _metadata(section).items()
+    }
+
+
+@cache
 def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
     """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent."""
     of_sections = get_type_hints(Config, include_extras=True)
@@ -80,5 +98,5 @@ def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
 @cache
 def _metadata(section: str) -> dict[str, tuple[Any, ...]]:
     """Return the metadata in the annotation of each key."""
-    hints = get_type_hints(sections()[section], include_extras=True)
+    hints = marked_types(section)
     return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(sections()[section])}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from moefold.config.field import ReadIf, at_least
+from moefold.config.field import Judged, ReadIf, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class CheckpointConfig:
     this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
-    init_from: str = ""
+    init_from: Annotated[str, Judged.START] = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
     folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
     ignore_keys: Annotated[tuple[str, ...], ReadIf("checkpoint.init_from model.upcycle_from rl.reference")] = ()

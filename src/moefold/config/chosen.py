@@ -39,9 +39,10 @@ def default_part(group: type[AnyPart]) -> AnyPart:
 
 
 def with_part(recipe: Config, part: Part) -> Config:
-    """Return a recipe with other settings of a part that it chooses: in its flat keys, if it has them."""
-    if not isinstance(read_key(recipe, part.key), str):
-        return _with_key(recipe, part.key, part)
+    """Return a recipe with other settings of a part: in the key that holds it, or in its flat keys."""
+    key = getattr(part, "key", "")
+    if key and type(read_key(recipe, key)) is type(part):
+        return _with_key(recipe, key, part)
     for field, key in flat_keys(part.group, part.kind):
         value = getattr(part, field)
         recipe = with_part(recipe, value) if isinstance(key, type) else _with_key(recipe, key, value)

@@ -37,6 +37,24 @@ class ReadIf:
     "section.key=WORD|WORD", "section.key!=WORD": it has one of these values, or another one."""
 
 
+class Judged(Enum):
+    """How `moefold verify` judges a key; on a section: all its keys without a mark of their own.
+
+    A key without a mark, in a section without one, changes the maths of a step: the oracle has to read it when it is
+    set. If no formula has read it, the verdict would mean nothing, and the recipe is refused.
+    """
+
+    ROUNDS = "rounds of sites: the oracle of sites reads it, and `moefold verify` says that it compares no round"
+    MAPPING = "mapping: what is compared with the oracle, and must not change the result"
+    SPEED = "memory and speed: the same result"
+    FORMAT = "number format: the comparison is in float64, or has a tolerance of its own"
+    SIZE = "size that the parameters have: another one does not fit the formulas"
+    START = "initial weights and random numbers: both sides begin with the same"
+    SAMPLES = "samples: both sides read the same; the oracle takes tokens, documents, weights and columns from them"
+    FILES = "files, logs and failures: no part of a step"
+    ROLLOUTS = "rollouts: `moefold verify` says that it compares none; an objective is judged by its own settings"
+
+
 class Trait(Enum):
     """Property of a key that the code of another part asks for."""
 

@@ -3,12 +3,12 @@
 What is asked of a layer is asked of its parts, in `config/groups/`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, get_type_hints
 
-from moefold.config.find import kinds, unknown_kind
+from moefold.config.find import built_in_kinds, kinds, unknown_kind
 from moefold.config.groups.attention import (
     AttentionPart,
     OutputGate,
@@ -21,6 +21,7 @@ from moefold.config.groups.attention import (
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.norm import NormPart
 from moefold.config.groups.residual import ResidualPart
+from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
@@ -155,6 +156,35 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     return tuple(built[row] for row in rows)
 
 
+def with_layers_of(model: Any, attentions: Sequence[int], networks: Sequence[int], shares: Sequence[bool]) -> Any:
+    """Return a model of some of its layers, as patterns.
+
+    Args:
+        model: a `ModelConfig`.
+        attentions: number of the layer whose attention each layer has, in order.
+        networks: number of the layer whose feed-forward network it has.
+        shares: whether it attends to the keys that an earlier layer selected.
+    """
+
+    def letters(pattern: str, kinds: str, numbers: Sequence[int]) -> str:
+        spelled = spell(pattern, kinds, model.num_layers)
+        return "".join(spelled[number] for number in numbers)
+
+    return replace(
+        model,
+        layer_pattern=letters(model.layer_pattern, LAYER_KINDS, networks),
+        attention_pattern=letters(model.attention_pattern, ATTENTION_KINDS, attentions),
+        rope_pattern=letters(model.rope_pattern, ROPE_KINDS, attentions),
+        index_pattern="".join(INDEX_KINDS[is_shared] for is_shared in shares) if any(shares) else INDEX_KINDS[0],
+        num_layers=len(attentions),
+    )
+
+
+def built_in_parts(model: Any, group: str) -> Iterator[Any]:
+    """Yield the part of each built-in kind of a group, whether a layer of the model has it or not."""
+    return (_flat_part(model, group, kind) for kind in built_in_kinds(group))
+
+
 def softmax_attention(model: Any) -> Any:
     """Return `model.attention` with resolved widths, without what differs between layers: span, RoPE and indexer."""
     part = _chosen_part(model, "attention", "attention")
@@ -162,6 +192,18 @@ def softmax_attention(model: Any) -> Any:
         return part
     gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
     return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
+
+
+def rope_of(model: Any) -> RopeSettings:
+    """Return the RoPE of a model, which has it as `rope`."""
+    return RopeSettings(
+        theta=model.rope_theta,
+        rotary_dim=int(model.softmax_attention.rotary_dim),
+        interleaved=model.rope_interleaved,
+        scaling=_chosen_part(model, "rope_scaling", "rope_scaling"),
+        temperature_scale=model.nope_temperature_scale,
+        temperature_tokens=model.nope_temperature_tokens,
+    )
 
 
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Most, ReadIf, at_least
+from moefold.config.field import POSITIVE, SAME_TENSORS, SHARE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.groups.attention import RecurrentCore
-from moefold.config.layers import Layer, layers_of, softmax_attention
+from moefold.config.groups.ffn import RoutedPart
+from moefold.config.groups.rope_scaling import RopeSettings
+from moefold.config.layers import Layer, layers_of, rope_of, softmax_attention
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.part import KindOf, Part
 from moefold.config.patterns import MAX_LAYERS
@@ -16,11 +18,11 @@ from moefold.config.patterns import MAX_LAYERS
 class ModelConfig:
     """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
 
-    preset: Annotated[str, SAME_TENSORS] = ""
+    preset: Annotated[str, SAME_TENSORS, Judged.SIZE] = ""
     """Named model shape (see `moefold train --keys`); keys of the recipe win over keys of the preset."""
     num_layers: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 4
     """Transformer layers, L."""
-    hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 256
+    hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 256
     """Width of the residual stream, H."""
     num_attention_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Query heads, A."""
@@ -44,9 +46,9 @@ class ModelConfig:
     mla_scale_latents: bool = False
     """Multiply the normalised latents by sqrt(hidden_size / rank): rank is q_lora_rank for the query latent and
     kv_lora_rank for the key-value latent (mla; LongCat-Flash)."""
-    ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 1024
+    ffn_hidden_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 1024
     """Inner width of the SwiGLU of dense layers."""
-    vocab_size: Annotated[int, at_least(1), Most(2**31)] = 256
+    vocab_size: Annotated[int, at_least(1), Most(2**31), Judged.SIZE] = 256
     """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
     preset or the default does: their number, rounded up to a multiple of 64."""
     layer_pattern: Annotated[str, SAME_TENSORS] = "M"
@@ -66,7 +68,7 @@ class ModelConfig:
     ] = 0.0
     """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
     (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
-    moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26)] = 512
+    moe_ffn_hidden_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 512
     """Inner width of one expert, F."""
     moe_hidden_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
@@ -154,13 +156,13 @@ class ModelConfig:
     """Value heads of a layer of kind L, each with a state of its own; a multiple of linear_num_key_heads."""
     linear_key_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a query and key head of a layer of kind L."""
-    linear_value_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    linear_value_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 32
     """Width of a value head of a layer of kind L."""
-    linear_conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH)] = 4
+    linear_conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4
     """Tokens that the causal convolution of each channel combines (kind L), itself included."""
     linear_conv_bias: bool = False
     """Biases on the convolution and on the projections of a short_convolution (LFM2)."""
-    linear_gate_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 16
+    linear_gate_rank: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 16
     """Width between the two projections that lead to the decays (gla)."""
     linear_full_rank_gates: bool = False
     """Project the hidden state to decays and output gate directly (kda; Ling 3), not through linear_value_head_dim
@@ -251,18 +253,22 @@ class ModelConfig:
     """See rope_attention_factor; 0: not given."""
     rope_mscale_all_dim: Annotated[float, at_least(0, "0: not given")] = 0.0
     """See rope_attention_factor; 0: not given. With mla, m(rope_mscale_all_dim) squared scales the scores."""
-    init_std: Annotated[float, POSITIVE, SAME_TENSORS] = 0.02
+    init_std: Annotated[float, POSITIVE, SAME_TENSORS, Judged.START] = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
-    upcycle_from: Annotated[str, SAME_TENSORS] = ""
+    upcycle_from: Annotated[str, SAME_TENSORS, Judged.START] = ""
     """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
     layers."""
-    upcycle_router: Annotated[Literal["group", "expert", "zero"], SAME_TENSORS, ReadIf("model.upcycle_from")] = "group"
+    upcycle_router: Annotated[
+        Literal["group", "expert", "zero"], SAME_TENSORS, ReadIf("model.upcycle_from"), Judged.START
+    ] = "group"
     """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
     zeros."""
-    upcycle_scaling: Annotated[bool, SAME_TENSORS, ReadIf("model.upcycle_from")] = True
+    upcycle_scaling: Annotated[bool, SAME_TENSORS, ReadIf("model.upcycle_from"), Judged.START] = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
-    upcycle_noise: Annotated[float, at_least(0, "0: none"), SAME_TENSORS, ReadIf("model.upcycle_from")] = 0.0
+    upcycle_noise: Annotated[
+        float, at_least(0, "0: none"), SAME_TENSORS, ReadIf("model.upcycle_from"), Judged.START
+    ] = 0.0
     """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
     @cached_property
@@ -294,6 +300,11 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Dims of one head to which RoPE is applied."""
         return int(self.softmax_attention.rotary_dim)
+
+    @cached_property
+    def rope(self) -> RopeSettings:
+        """RoPE of the layers that have it."""
+        return rope_of(self)
 
     @cached_property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -339,6 +350,11 @@ class ModelConfig:
     def distinct_kinds(self) -> tuple[Layer, ...]:
         """Kinds of layers that the model has, MTP layers included, in order."""
         return tuple(dict.fromkeys(self.all_block_kinds))
+
+    @cached_property
+    def routed(self) -> RoutedPart | None:
+        """Feed-forward network of the MoE layers, which have the same one; None: there are none."""
+        return next((layer.ffn for layer in self.all_layers if isinstance(layer.ffn, RoutedPart)), None)
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import SHARE, Bound, Most, ReadIf, at_least
+from moefold.config.field import SHARE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.part import KindOf, Part
 
 
@@ -28,7 +28,7 @@ class MoEConfig:
     earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
     drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
     """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
-    pad_to_capacity: bool = False
+    pad_to_capacity: Annotated[bool, Judged.MAPPING] = False
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
     drop_scope "sub_sequence", because ranks that share a capacity would each need a buffer for all of it."""
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
@@ -38,11 +38,11 @@ class MoEConfig:
     """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
     for every dp)."""
-    llep_threshold: Annotated[float, at_least(1)] = 1.3
+    llep_threshold: Annotated[float, at_least(1), Judged.MAPPING] = 1.3
     """Dispatcher leastloaded: move routed tokens where the busiest ep rank has more than this times the mean load."""
-    llep_capacity: Annotated[float, at_least(1)] = 1.1
+    llep_capacity: Annotated[float, at_least(1), Judged.MAPPING] = 1.1
     """Dispatcher leastloaded: target load of a rank after the move, as a multiple of the mean load."""
-    llep_min_tokens: Annotated[int, at_least(1)] = 64
+    llep_min_tokens: Annotated[int, at_least(1), Judged.MAPPING] = 64
     """Dispatcher leastloaded: minimum number of routed tokens for which an expert's weights are sent; about 1024 on a
     GPU."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
@@ -66,16 +66,16 @@ class MoEConfig:
     sparsemixer_sampling: bool = True
     """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
     evaluation."""
-    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64")] = "float32"
+    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64"), Judged.FORMAT] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
-    weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false")] = False
+    weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false"), Judged.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
     """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
     with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and
     gradients are sent in run.dtype."""
-    trace_every: Annotated[int, at_least(0, "0: never")] = 0
+    trace_every: Annotated[int, at_least(0, "0: never"), Judged.FILES] = 0
     """Write each token's experts to RUN_DIR/routing every this many steps, one or two bytes per choice; 0: never."""
     replay: str = ""
     """Run with a routing trace, whose expert choices are replayed step by step; the routing weights are computed from

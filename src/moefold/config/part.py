@@ -7,13 +7,14 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from moefold.config.find import find_group, find_part, is_built_in, kind_of
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 from moefold.errors import ConfigError
 
 
@@ -86,6 +87,12 @@ class Part:
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield keys without effect with this part, without the keys that parts of other kinds read."""
         yield from ()
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return the part with the sizes of a small recipe, and the same code paths, for `moefold verify --shrink`."""
+        nested = {field.name: getattr(self, field.name) for field in fields(self)}
+        small = {name: part.shrink(to) for name, part in nested.items() if isinstance(part, Part)}
+        return replace(self, **small) if small else self
 
     def formula(self) -> Any:
         """Return the part in float64 for the oracle: a function, or a named tuple of functions and facts.

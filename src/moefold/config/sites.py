@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, ZERO_TO_ONE, Bound, ReadIf, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
 
 DEFAULT_EVERY = 30
 METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
@@ -57,21 +57,24 @@ def method_values(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 class SitesConfig:
     """Jobs that train one model and exchange weights every few steps, by an outer optimizer ([sites.md](sites.md))."""
 
-    count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024)] = 1
+    count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024), Judged.FILES] = 1
     """Sites of the run. 1: no exchange; the outer step of method "diloco" is taken all the same."""
     number: Annotated[
-        int, Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1), ReadIf("sites.count")
+        int,
+        Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1),
+        ReadIf("sites.count"),
+        Judged.FILES,
     ] = -1
     """Number of the site that this job is, from 0. -1: `moefold train` starts all sites on this machine, each with the
     run folder run.dir/site-N."""
-    meet: Annotated[str, ReadIf("sites.count")] = ""
+    meet: Annotated[str, ReadIf("sites.count"), Judged.FILES] = ""
     """HOST:PORT of `moefold meet`, the meeting point of the sites. Empty with number -1 only."""
-    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number")] = ""
+    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Annotated[Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"], READ_IF_ROUNDS] = (
-        "mean"
-    )
+    method: Annotated[
+        Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"], READ_IF_ROUNDS, Judged.FILES
+    ] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
@@ -142,12 +145,12 @@ class SitesConfig:
         int, at_least(1), ReadIf("sites.count"), ReadIf("sites.experts=own"), ReadIf("sites.merge_experts")
     ] = 10000
     """Step at which the share of the merging is 0."""
-    quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count")] = 0
+    quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), Judged.FILES] = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
-    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count")] = 0.0
+    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES] = 0.0
     """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
     them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
-    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count")] = 60.0
+    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), Judged.FILES] = 60.0
     """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
 
     @property

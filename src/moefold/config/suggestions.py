@@ -84,6 +84,12 @@ def sections() -> dict[str, type]:
 
 
 @cache
+def marked_types(section: str) -> dict[str, Any]:
+    """Return the type of each key of one section with the marks of its annotation."""
+    return get_type_hints(sections()[section], include_extras=True)
+
+
+@cache
 def key_types(section: str) -> dict[str, Any]:
     """Return the type of each key of one section, in schema order."""
     hints = get_type_hints(sections()[section])
@@ -95,8 +101,8 @@ def part_keys() -> dict[str, str]:
     """Return the group of each key that chooses a part, by "section.key"."""
     return {
         f"{section}.{key}": entry.group
-        for section, owner in sections().items()
-        for key, hint in get_type_hints(owner, include_extras=True).items()
+        for section in sections()
+        for key, hint in marked_types(section).items()
         for entry in getattr(hint, "__metadata__", ())
         if isinstance(entry, KindOf)
     }
@@ -105,7 +111,7 @@ def part_keys() -> dict[str, str]:
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
-    hint = get_type_hints(sections()[section], include_extras=True)[key]
+    hint = marked_types(section)[key]
     marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
     if marks:
         return marks[0].words or built_in_kinds(marks[0].group)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Most, ReadIf, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part
@@ -37,11 +37,11 @@ RECOMPUTE_PARTS = (
 class TrainConfig:
     """Batch, optimizer, learning-rate schedule, memory savings and evaluation."""
 
-    seq_len: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 256
+    seq_len: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS), Judged.SIZE] = 256
     """Tokens per sample, S."""
     micro_batch_size: Annotated[int, at_least(1), Most(2**22)] = 1
     """Samples per micro-batch, B."""
-    global_batch_size: Annotated[int, at_least(1), Most(2**22)] = 8
+    global_batch_size: Annotated[int, at_least(1), Most(2**22), Judged.SIZE] = 8
     """Samples per optimizer step over all ranks."""
     optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
     """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
@@ -79,7 +79,7 @@ class TrainConfig:
     """Decay of the second moment."""
     eps: Annotated[float, POSITIVE] = 1e-8
     """Epsilon of AdamW."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    moment_dtype: Annotated[Literal["float32", "bfloat16"], Judged.FORMAT] = "float32"
     """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
     computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
     its 8 bits."""
@@ -96,38 +96,40 @@ class TrainConfig:
     x - u(t) - c * (u(t) - u(t-1)). 1 in arXiv:2606.30634; 0: none."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
-    recompute: tuple[str, ...] = ()
+    recompute: Annotated[tuple[str, ...], Judged.SPEED] = ()
     """Parts of the layers that are not saved for backward but recomputed (activation checkpointing): norms,
     core_attention, mla_up, dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)).
     Bitwise the same result. auto, alone in the list: the cheapest set of parts with which a step fits into
     memory_budget_gib."""
-    memory_budget_gib: Annotated[float, at_least(0, "0: the device's")] = 0.0
+    memory_budget_gib: Annotated[float, at_least(0, "0: the device's"), Judged.SPEED] = 0.0
     """Estimated peak memory per rank that recompute "auto" may use; 0: 90 % of the smallest GPU's memory, and refused
     on CPU."""
-    offload: tuple[str, ...] = ()
+    offload: Annotated[tuple[str, ...], Judged.SPEED] = ()
     """Parts of the layers whose activations are offloaded between the passes: norms, core_attention, dense_mlp,
     expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bitwise the same result."""
-    offload_to: Annotated[Literal["host", "ssd"], ReadIf("train.offload")] = "host"
+    offload_to: Annotated[Literal["host", "ssd"], ReadIf("train.offload"), Judged.SPEED] = "host"
     """host: host memory, for GPUs. ssd: an unnamed file in offload_dir that is deleted with the process."""
-    offload_optimizer: Literal["none", "host", "ssd"] = "none"
+    offload_optimizer: Annotated[Literal["none", "host", "ssd"], Judged.SPEED] = "none"
     """Where the optimizer moments are stored between steps: with the weights, in host memory (for GPUs), or in
     memory-mapped files in offload_dir. Bitwise the same result."""
-    offload_dir: str = ""
+    offload_dir: Annotated[str, Judged.SPEED] = ""
     """Folder on a local disk (ssd), created if its parent folder exists."""
-    offload_min_kib: Annotated[int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer")] = 1024
+    offload_min_kib: Annotated[
+        int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer"), Judged.SPEED
+    ] = 1024
     """Minimum size of an offloaded block of activations, or of one parameter's moment on one rank, in KiB; smaller ones
     stay in memory."""
-    offload_limit_gib: Annotated[float, at_least(0, "0: no limit"), ReadIf("train.offload")] = 0.0
+    offload_limit_gib: Annotated[float, at_least(0, "0: no limit"), ReadIf("train.offload"), Judged.SPEED] = 0.0
     """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
     counts as the power of two that torch allocates for it."""
-    offload_waits: Annotated[bool, ReadIf("train.offload")] = False
+    offload_waits: Annotated[bool, ReadIf("train.offload"), Judged.SPEED] = False
     """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: what
     cannot be copied out and back in time stays in memory."""
-    precision: Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"] = "dtype"
+    precision: Annotated[Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"], Judged.FORMAT] = "dtype"
     """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
     loss_chunk: Annotated[
-        int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1)
+        int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1), Judged.SPEED
     ] = -1
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
     micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
@@ -141,9 +143,9 @@ class TrainConfig:
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
     mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
     do not learn."""
-    eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS)] = 0
+    eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS), Judged.FILES] = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
-    eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every")] = 16
+    eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every"), Judged.FILES] = 16
     """Held-out samples per evaluation, each once; all of them if there are fewer."""
 
     @property

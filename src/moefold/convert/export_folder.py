@@ -20,6 +20,7 @@ from moefold.checkpoint.checkpoint_dir import (
     model_sizes,
 )
 from moefold.checkpoint.hashed_files import HashingThread
+from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.chosen import chosen_in
@@ -58,7 +59,6 @@ from moefold.convert.model_card import read_training_run, write_generation_confi
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
-from moefold.convert.run_tokenizer import find_run_tokenizer
 from moefold.convert.safetensors_file import (
     DEFAULT_METADATA,
     DTYPE_NAMES,

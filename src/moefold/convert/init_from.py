@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skipped_checkpoints
+from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import write_manifest_in_parallel
 from moefold.comm.groups import World, current_world
@@ -37,7 +38,6 @@ from moefold.convert.preflight import (
     weights_path,
     without_upcycling,
 )
-from moefold.convert.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weights import WeightSource, load_shards, parameter_shapes

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, check_integrity
+from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.comm.groups import World
@@ -22,7 +23,6 @@ from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, recipe_tokenizer
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
 from moefold.convert.preflight import read_model, without_upcycling
-from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.input_paths import existing_path

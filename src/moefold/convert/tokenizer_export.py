@@ -10,26 +10,27 @@ from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
-from moefold.checkpoint.save_load import translate_io_errors
-from moefold.config.data import DataConfig
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
-from moefold.convert.hf_sidecar_files import find_sidecar_dir
-from moefold.convert.run_tokenizer import (
+from moefold.checkpoint.run_tokenizer import (
     CHAT_KINDS,
     find_run_tokenizer,
     have_same_ids,
     tokenizer_name,
     trained_tokenizer,
 )
+from moefold.checkpoint.save_load import translate_io_errors
+from moefold.config.data import DataConfig
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
+from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
-from moefold.data.tokenizer import ByteTokenizer, JsonTokenizer
+from moefold.data.tokenizer import ByteTokenizer
 from moefold.data.tokenizer_folder import (
     SLOW_FILES,
     TOKENIZER_FILE,
     UNREAD_FILES,
+    JsonTokenizer,
     declaring_files,
     read_tokenizer_folder,
     tokenizer_file,

@@ -36,7 +36,7 @@ PART_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class WireFormat:
+class CodedSize:
     """Sizes of a code: bits of an element, and bytes for each block."""
 
     bits: int
@@ -54,7 +54,7 @@ class WireFormat:
         return -(-numel // self.block) * self.block
 
 
-PLAIN = WireFormat(32)
+PLAIN = CodedSize(32)
 """Format without blocks."""
 
 
@@ -63,7 +63,7 @@ def num_kept(density: float) -> int:
     return max(1, round(density * CHUNK))
 
 
-def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: int = 32) -> WireFormat:
+def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: int = 32) -> CodedSize:
     """Return the format of `sites.precision`, `sites.density` and `sites.values`.
 
     Args:
@@ -76,15 +76,15 @@ def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: 
         kept = num_kept(density)
         index_bytes = 3 * -(-kept // 2)
         value_bytes = {32: itemsize * kept, 8: kept + SCALE_BYTES, 2: -(-kept // 4) + SCALE_BYTES * NUM_BINS}[values]
-        return WireFormat(0, CHUNK, index_bytes + value_bytes)
+        return CodedSize(0, CHUNK, index_bytes + value_bytes)
     match precision:
         case "bfloat16":
-            return WireFormat(16)
+            return CodedSize(16)
         case "int8":
-            return WireFormat(8, BLOCK, SCALE_BYTES)
+            return CodedSize(8, BLOCK, SCALE_BYTES)
         case "fp4":
-            return WireFormat(4, BLOCK, SCALE_BYTES)
-    return WireFormat(8 * itemsize)
+            return CodedSize(4, BLOCK, SCALE_BYTES)
+    return CodedSize(8 * itemsize)
 
 
 def difference_itemsize(run: RunConfig) -> int:
@@ -92,7 +92,7 @@ def difference_itemsize(run: RunConfig) -> int:
     return 8 if run.dtype == "float64" else 4
 
 
-def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = None) -> WireFormat:
+def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = None) -> CodedSize:
     """Return the format of the differences of a recipe.
 
     Args:
@@ -127,7 +127,7 @@ class FragmentTraffic:
         numels = (self.rank_coded - self.rank_owned, self.rank_owned, self.rank_plain)
         return sum(-(-numel // PART_ELEMENTS) for numel in numels)
 
-    def num_bytes(self, code: WireFormat) -> int:
+    def num_bytes(self, code: CodedSize) -> int:
         """Return the bytes in a format; it must have the blocks of the counted format."""
         return code.num_bytes(self.num_coded) + self.plain_bytes
 
@@ -201,7 +201,7 @@ def _shards(parallel: ParallelConfig, weight: ParamSpec) -> DataParallelShards:
     return weight.shard(parallel.tp, parallel.ep, parallel.etp).dp_shards(degree)
 
 
-def _padded_numel(shards: DataParallelShards, code: WireFormat, owners: int = 1) -> int:
+def _padded_numel(shards: DataParallelShards, code: CodedSize, owners: int = 1) -> int:
     """Return the elements that the shards of a parameter take on all ranks that shard it, of one of its owners."""
     num_full, rest = divmod(shards.total_rows, shards.rows)
     full = code.padded(shards.rows * shards.row_numel // owners)

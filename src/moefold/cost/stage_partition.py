@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
@@ -15,11 +15,13 @@ from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
+from moefold.cost.split_units import split_units
 from moefold.topology.pipeline_layout import StageParts
+from moefold.topology.schedules import stage_ranks
 from moefold.topology.selection_groups import stage_starts
 
 MAX_SLOWDOWN_PCT = 10
-"""Maximum excess of the busiest stage's FLOPs over the best partition, in per cent."""
+"""Maximum excess of the busiest rank's FLOPs over the best partition, in per cent."""
 
 
 @dataclass(frozen=True)
@@ -40,40 +42,58 @@ class StageCost:
 def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     """Partition the model into pp*virtual_stages consecutive non-empty stages, balanced in FLOPs and memory.
 
-    The units are the embedding, each layer, and the loss with the MTP layers. The best partition minimises p * p * b: p
-    are the FLOPs of the busiest stage, which limits all others, b the bytes of the fullest stage by
-    `cost/stage_memory.py`. So a partition that is 1 % slower must save 2 % of memory. None is slower than the fastest
-    one by more than `MAX_SLOWDOWN_PCT`. Ties go to the faster one.
+    The units are the embedding, each layer, and the loss with the MTP layers. A pipeline rank computes all of its
+    stages in turn, so their sum counts. The best partition minimises p * p * b: p are the FLOPs of the busiest rank,
+    which limits all others, b the bytes of the fullest rank by `cost/stage_memory.py`. So a partition that is 1 %
+    slower must save 2 % of memory. None is slower than the fastest one by more than `MAX_SLOWDOWN_PCT`. Ties go to the
+    faster one.
 
     It depends on the recipe only, so that all ranks get the same result.
+
+    Raises:
+        ConfigError: the schedule file cannot be read.
     """
     # Lazy import: the memory formulas import this module to resolve stages of explicit layouts.
     from moefold.cost.stage_memory import unit_bytes
 
-    num_stages = cfg.parallel.pp * cfg.parallel.virtual_stages
-    flops = [cost.flops for cost in _unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)]
-    return _stages_between(
-        cfg.model, _best_bounds(flops, unit_bytes(cfg, num_stages), MAX_SLOWDOWN_PCT, _unit_bounds(cfg.model))
-    )
+    ranks = stage_ranks(cfg.parallel)
+    return _split_model(cfg.model, cfg.parallel, cfg.train, cfg.lora, ranks, unit_bytes(cfg, len(ranks)))
 
 
 def fastest_stages(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig, ranks: tuple[int, ...]
 ) -> tuple[StageParts, ...]:
-    """Return the fastest partition whose fullest stage has the fewest parameters.
+    """Return the partition whose busiest rank has the fewest FLOPs.
 
     For the planner, which compares mappings before the micro-batches in flight are known, and counts memory itself.
+
+    Args:
+        model: the model.
+        parallel: its shards do not count.
+        train: samples and loss.
+        lora: adapters.
+        ranks: the pipeline rank of each stage, in model order.
     """
-    costs = _unit_costs(model, parallel, train, lora)
-    num_stages = parallel.pp * parallel.virtual_stages
-    flops = [cost.flops for cost in costs]
-    weights = [cost.num_parameters for cost in costs]
-    return _stages_between(model, _best_bounds(flops, [weights] * num_stages, 0, _unit_bounds(model)))
+    return _split_model(model, parallel, train, lora, ranks)
 
 
-def _unit_bounds(model: ModelConfig) -> frozenset[int]:
-    """Return the units at which a stage may begin: the embedding, some layers by `stage_starts`, and the loss."""
-    return frozenset((0, *(number + 1 for number in stage_starts(model))))
+def _split_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    lora: LoraConfig,
+    ranks: tuple[int, ...],
+    sizes: Sequence[Sequence[int]] = (),
+) -> tuple[StageParts, ...]:
+    """Return the stages of `split_units`, which may begin at some units alone: the units between them are one."""
+    starts = [0, *(number + 1 for number in stage_starts(model)), model.num_layers + 2]
+
+    def merge(values: Sequence[int]) -> list[float]:
+        return [float(sum(values[first:stop])) for first, stop in pairwise(starts)]
+
+    flops = [cost.flops for cost in _unit_costs(model, parallel, train, lora)]
+    bounds = split_units(merge(flops), ranks, [merge(size) for size in sizes], MAX_SLOWDOWN_PCT)
+    return _stages_between(model, [starts[bound] for bound in bounds])
 
 
 def _unit_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
@@ -154,64 +174,3 @@ def loss_cost(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) 
     embedding = (embedding_weight(model),) if model.last_stage_needs_embedding else ()
     weights = (*head_weights(model), *embedding, *mtp_layer_weights(model) * model.mtp_layers)
     return StageCost(flops.head + flops.mtp, _num_local(parallel, weights))
-
-
-def _best_bounds(
-    flops: Sequence[int], sizes: Sequence[Sequence[int]], max_slowdown_pct: int, allowed: frozenset[int]
-) -> list[int]:
-    """Return the bounds of the partition with the least product of squared FLOPs and size.
-
-    Args:
-        flops: FLOPs of the units.
-        sizes: sizes of the units on each stage.
-        max_slowdown_pct: allowed excess over the fastest partition, in per cent.
-        allowed: units at which a stage may begin.
-    """
-    fastest = _min_max_partition([flops] * len(sizes), flops, sum(flops), allowed)[0]
-    sums = [0, *accumulate(flops)]
-    paces = {stop - first for i, first in enumerate(sums) for stop in sums[i + 1 :]}
-    best: tuple[int, list[int]] | None = None
-    for pace in sorted(pace for pace in paces if fastest <= pace <= fastest * (100 + max_slowdown_pct) // 100):
-        largest, bounds = _min_max_partition(sizes, flops, pace, allowed)
-        if best is None or pace * pace * largest < best[0]:
-            best = pace * pace * largest, bounds
-    assert best is not None, "the fastest partition is always a candidate"
-    return best[1]
-
-
-def _min_max_partition(
-    costs: Sequence[Sequence[int]], limited: Sequence[int], limit: int, allowed: frozenset[int]
-) -> tuple[int, list[int]]:
-    """Return the minimum over partitions of the largest stage cost, and the bounds that reach it.
-
-    Args:
-        costs: costs of the units on each stage; at least as many units as stages.
-        limited: a second cost of the units.
-        limit: maximum of the second cost per stage.
-        allowed: units at which a stage may begin, at least as many as stages.
-    """
-    num_units = len(limited)
-    assert num_units >= len(costs), (num_units, len(costs))
-    # best[i]: largest cost in the best partition of the first i units into the stages so far.
-    # last_bound[k][i]: last bound of that partition.
-    best: list[float] = [0.0] + [float("inf")] * num_units
-    last_bound: list[list[int]] = []
-    for stage_costs in costs:
-        new_best = [float("inf")] * (num_units + 1)
-        bound = [0] * (num_units + 1)
-        for stop in range(1, num_units + 1):
-            total = other = 0
-            for first in range(stop - 1, -1, -1):
-                total += stage_costs[first]
-                other += limited[first]
-                if total > new_best[stop] or other > limit:
-                    break
-                if first in allowed and max(best[first], total) < new_best[stop]:
-                    new_best[stop] = max(best[first], total)
-                    bound[stop] = first
-        best = new_best
-        last_bound.append(bound)
-    bounds = [num_units]
-    for bound in reversed(last_bound):
-        bounds.append(bound[bounds[-1]])
-    return int(best[num_units]), bounds[::-1]

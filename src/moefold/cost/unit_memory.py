@@ -189,7 +189,7 @@ def expert_buffer_bytes(model: ModelConfig, moe: MoEConfig) -> int:
 
 def rope_buffer_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
     """Return the bytes of the RoPE cosines and sines, which every stage has."""
-    return 2 * (train.seq_len // parallel.cp) * model.rotary_dim * compute_dtype_bytes(run)
+    return 2 * (train.seq_len // parallel.cp) * model.rope.rotary_dim * compute_dtype_bytes(run)
 
 
 def dispatch_buffer_bytes(cfg: Config) -> int:

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
+from moefold.config.data import DataConfig
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.sample import Sample
 from moefold.data.sampler import LocatedStream, TokenStream
 from moefold.data.sft import pack_best_fit
 from moefold.data.shard_reader import ShardReader
-from moefold.data.token_file import read_npy_header
+from moefold.data.token_file import TokenFile, TokenFileStream, document_ends_path, read_npy_header
 from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -183,6 +184,19 @@ class BestFitSamples:
 
     def _read_parts(self, first: int, stop: int) -> NDArray[np.integer]:
         return self._packing[_NUM_COUNTS + 2 * first : _NUM_COUNTS + 2 * stop].reshape(-1, 2)
+
+
+def recipe_best_fit(
+    data: DataConfig, stream: TokenFileStream, files: Sequence[TokenFile], *, seq_len: int, cache_dir: Path | None
+) -> BestFitSamples:
+    """Open the samples of a recipe's token files packed by best fit; see `open_best_fit`."""
+    paths = [file.path for file in files]
+    boundaries: DocumentBoundaries = EndTokenBoundaries(stream, data.document_end)
+    if data.document_index:
+        paths += [document_ends_path(file.path) for file in files]
+        boundaries = IndexBoundaries(stream)
+    pad_id = max(0, data.document_end)
+    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id, cache_dir=cache_dir)
 
 
 def open_best_fit(

@@ -19,12 +19,13 @@ from moefold.data.conversation_format import check_roles, join_parts
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.template_process import TemplateLimits, TemplateProcess, TemplateProgram
-from moefold.data.tokenizer import JsonTokenizer, Tokenizer
+from moefold.data.tokenizer import Tokenizer
 from moefold.data.tokenizer_folder import (
     DEFAULT_TEMPLATE,
     SETTINGS_FILE,
     TEMPLATE_FILE,
     TOOL_TEMPLATE,
+    JsonTokenizer,
     read_template,
     read_tokenizer_folder,
 )

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
 from moefold.data.file_formats import reject_surrogates
-from moefold.data.skipped_rows import SkippedRows
 from moefold.data.tokenizer import OffsetTokenizer, reject_nul
 from moefold.errors import ConfigError
 
@@ -254,3 +253,33 @@ def _common_length(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(np.argmax(differs)) if differs.any() else size
+
+
+class SkippedRows:
+    """Count of skipped rows.
+
+    Args:
+        skips: skip rows that cannot be used, instead of raising their errors.
+    """
+
+    def __init__(self, *, skips: bool) -> None:
+        self.skips = skips
+        self.count = 0
+        self.first = ""
+        """Error of the first one; empty if there is none."""
+
+    def refuse(self, error: ConfigError) -> None:
+        """Count a row that cannot be used.
+
+        Raises:
+            ConfigError: `error`, unless such rows are skipped.
+        """
+        if not self.skips:
+            raise error
+        self.first = self.first or str(error)
+        self.count += 1
+
+    def note(self, setting: str = "data.skip_bad_rows") -> str:
+        """Return a message with the number and the first error; empty if there is none."""
+        rows = "row" if self.count == 1 else "rows"
+        return f"{setting}: {self.count:,} {rows} skipped; the first: {self.first}" if self.count else ""

@@ -1,58 +1,33 @@
 """Open the data of a recipe: training samples, validation samples and the tokenizer; synthetic data."""
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart, RewardSelectionPart
-from moefold.data.best_fit import (
-    BestFitSamples,
-    DocumentBoundaries,
-    EndTokenBoundaries,
-    IndexBoundaries,
-    open_best_fit,
-)
-from moefold.data.cache import cached_tokens
-from moefold.data.huggingface import text_tables
 from moefold.data.index_shuffle import draw_bits, hash_ints
-from moefold.data.mixture import Mixture
-from moefold.data.preference import PackedPairs, ReferenceLogProbs, pack_pairs, preference_reader
-from moefold.data.rewards import conditioned_reader, open_rewards, rewarded_reader
-from moefold.data.sample import EodAnnotatedSamples, Sample, SampleSource
+from moefold.data.sample import EodAnnotatedSamples, ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
-from moefold.data.sft import PackedConversations, ScaledMembers, open_conversations, pack_conversations
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
-from moefold.data.streaming import StreamingSampler
-from moefold.data.tasks import open_task
-from moefold.data.text_source import Corpus, python_docs_corpus, text_corpus
 from moefold.data.token_file import (
-    TokenFile,
     TokenFileSet,
     TokenFileStream,
     build_token_file_set,
-    document_ends_path,
     read_npy_header,
     token_files,
 )
-from moefold.data.token_tokenizer import compare_tokenizers
-from moefold.data.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    OffsetTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    report_notes,
-)
+from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moefold.data.text_source import TextSource
 
 logger = logging.getLogger(__name__)
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
@@ -183,6 +158,8 @@ def prepare(
     if data.kind == "tokens" and data.corrupt == "fatal":
         files = token_files(data)
         TokenFileStream(files, vocab_size=vocab_size).probe()
+        from moefold.data.token_tokenizer import compare_tokenizers
+
         if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
             logger.warning("%s", note)
     opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, is_first=True)
@@ -213,6 +190,8 @@ class _DatasetBuilder:
         data = self.data
         tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
         if data.weights:
+            from moefold.data.mixture import Mixture
+
             paths = (data.path,) if isinstance(data.path, str) else data.path
             parts = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
             return Dataset(
@@ -227,6 +206,8 @@ class _DatasetBuilder:
         if data.has_conversations:
             return self._conversations(tokenizer)
         if data.kind == "task":
+            from moefold.data.tasks import open_task
+
             training_problems, held_out = open_task(data, tokenizer, seq_len=self.seq_len, seed=self.seed)
             return Dataset(training_problems, held_out or NoSamples(), tokenizer)
         if data.kind == "prompts":
@@ -266,34 +247,25 @@ class _DatasetBuilder:
         if data.kind == "tokens":
             files = token_files(data, self._skipped) if self.token_file_set is None else self.token_file_set.files(data)
         else:
-            is_table = data.kind == "huggingface"
-            texts = text_tables(data, split, self._skipped) if is_table else _corpus(data, self._skipped)
+            from moefold.data.cache import cached_tokens
+
+            texts = _texts(data, split, self._skipped)
             self.cached_path = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
             files = (read_npy_header(self.cached_path),)
         lost = () if self.token_file_set is None else self.token_file_set.dropped
         stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=lost, is_indexed=data.document_index)
         if data.packing == "best_fit":
-            return self._best_fit(stream, files)
+            from moefold.data.best_fit import recipe_best_fit
+
+            packed_documents = recipe_best_fit(data, stream, files, seq_len=self.seq_len, cache_dir=self.cache_dir)
+            if self.is_first:
+                logger.warning("%s", packed_documents.counts.describe(self.seq_len + 1))
+            return packed_documents
         check_enough_tokens(len(stream), seq_len=self.seq_len)
         if data.document_index:
             return IndexAnnotatedSamples(stream, self.seq_len)
         packed = PackedSamples(stream, self.seq_len)
         return packed if data.document_end < 0 else EodAnnotatedSamples(packed, data.document_end)
-
-    def _best_fit(self, stream: TokenFileStream, files: Sequence[TokenFile]) -> BestFitSamples:
-        data = self.data
-        paths = [file.path for file in files]
-        boundaries: DocumentBoundaries = EndTokenBoundaries(stream, data.document_end)
-        if data.document_index:
-            paths += [document_ends_path(file.path) for file in files]
-            boundaries = IndexBoundaries(stream)
-        pad_id = max(0, data.document_end)
-        samples = open_best_fit(
-            stream, boundaries, paths, seq_len=self.seq_len, pad_id=pad_id, cache_dir=self.cache_dir
-        )
-        if self.is_first:
-            logger.warning("%s", samples.counts.describe(self.seq_len + 1))
-        return samples
 
     def _all_of(self, source: SampleSource) -> Split:
         return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
@@ -313,59 +285,32 @@ class _DatasetBuilder:
         source = self._source(tokenizer, self.data.validation_split)
         return Split(source, IndexRanges((range(len(source)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION)
 
-    def _stream(self, tokenizer: Tokenizer) -> StreamingSampler:
+    def _stream(self, tokenizer: Tokenizer) -> Sampler:
+        from moefold.data.huggingface import text_tables
+        from moefold.data.streaming import StreamingSampler
+
         texts = text_tables(self.data, self.data.split, self._skipped)
         order_key = self._order_key
         document_end = self.data.document_end
         return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
     def _conversations(self, tokenizer: Tokenizer) -> Dataset:
-        assert isinstance(tokenizer, ByteTokenizer | JsonTokenizer)
-        is_preference = self.data.kind == "preference"
-        reader = preference_reader(self.align) if is_preference else None
-        method = chosen_in(self.align, AlignmentPart)
-        if isinstance(method, RewardPromptPart):
-            reader = conditioned_reader(method)
-        elif isinstance(method, RewardPart) and self.data.skip_bad_rows:
-            reader = rewarded_reader(method.reward)
-        conversations = open_conversations(
+        from moefold.data.conversations import open_samples
+
+        offsets = cast(OffsetTokenizer, tokenizer)
+        training, validation, reference = open_samples(
             self.data,
-            tokenizer,
+            self.align,
+            offsets,
             self._skipped,
-            reader=reader,
+            seq_len=self.seq_len,
             cache_dir=self.cache_dir,
-            shows_progress=self.is_first,
+            is_first=self.is_first,
         )
-        pad_id = tokenizer.separator_id or 0
-        reference = None
-        training: PackedConversations | PackedPairs
-        validation: PackedConversations | PackedPairs
-        if is_preference:
-            training, validation = pack_pairs(
-                self.data, self.align, conversations, seq_len=self.seq_len, pad_id=pad_id, reports=self.is_first
-            )
-            reference = training.reference
-        else:
-            training, validation = pack_conversations(
-                self.data,
-                conversations,
-                seq_len=self.seq_len,
-                pad_id=pad_id,
-                reports=self.is_first,
-                select=self._reward_selection(tokenizer),
-            )
         held_out = Split(
             validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
         return Dataset(self._all_of(training), held_out, tokenizer, reference)
-
-    def _reward_selection(self, tokenizer: OffsetTokenizer) -> Callable[[NDArray[np.int64]], ScaledMembers] | None:
-        """Return what filters or weights conversations by their rewards, if the recipe does."""
-        method = chosen_in(self.align, AlignmentPart)
-        if not isinstance(method, RewardSelectionPart):
-            return None
-        rewards = open_rewards(self.data, method.reward, tokenizer, self._skipped, cache_dir=self.cache_dir)
-        return partial(method.select, rewards)
 
 
 def check_no_data_path(data: DataConfig) -> None:
@@ -386,7 +331,13 @@ def check_enough_tokens(num_tokens: int, *, seq_len: int) -> None:
         )
 
 
-def _corpus(data: DataConfig, skipped: Set[Path]) -> Corpus:
+def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "TextSource":
+    if data.kind == "huggingface":
+        from moefold.data.huggingface import text_tables
+
+        return text_tables(data, split, skipped)
+    from moefold.data.text_source import python_docs_corpus, text_corpus
+
     if data.kind == "text":
         return text_corpus(data.path, skipped)
     check_no_data_path(data)

@@ -1,6 +1,6 @@
-"""Readers of JSON lines, JSON arrays, .npy arrays and parquet columns, with file and line (row) in every error.
+"""Readers of JSON lines, JSON arrays and parquet columns, with file and line (row) in every error.
 
-Files are untrusted: arrays are memory-mapped and never unpickled, and line lengths are limited. A file is opened here
+Files are untrusted: line lengths are limited. A file is opened here
 and given to the packages as an open file, so that no character of its name is a pattern, a URL or an option to them.
 """
 
@@ -12,8 +12,6 @@ import lzma
 import re
 import shutil
 import tempfile
-import tokenize
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,22 +20,18 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, cast
 
-import numpy as np
-
 from moefold.bounded_read import (
     LongLineError,
     bounded_lines,
-    check_regular_file,
     open_regular,
     parse_json,
 )
 from moefold.config.suggestions import closest_match
 from moefold.data.json_stream import JsonStream, text_blocks
+from moefold.data.source_listing import COMPRESSION_SUFFIXES
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PROBE_BYTES = 1 << 12
 _ARRAY_START = re.compile(rb"\s*\[(?:\s*(?:\{|null|\]|$)|[ \t\r]*\n)")
@@ -56,11 +50,6 @@ class JsonlRecord:
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
-
-
-def is_jsonl(path: Path) -> bool:
-    """Return whether a file's suffix is one of JSON lines."""
-    return path.name.lower().endswith(SUFFIXES)
 
 
 def open_lines(path: Path) -> BinaryIO:
@@ -263,38 +252,6 @@ def json_type_name(value: object) -> str:
     """Return the name of a value's type in JSON, with an article."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-_INVALID_FILE_ERRORS = (
-    EOFError,
-    MemoryError,
-    OSError,
-    OverflowError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-)
-"""Exceptions that numpy raises on invalid files: Python's own tokenizer reads the header."""
-
-
-def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
-    """Memory-map an array read-only; reads its header only.
-
-    Raises:
-        ValueError: the file cannot be read, is not a complete array of plain numbers, or is an archive of several.
-    """
-    try:
-        check_regular_file(path)
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except _INVALID_FILE_ERRORS as error:
-        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from error
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ValueError("it is an archive of arrays, not one array")
-    return array
 
 
 _BATCH_ROWS = 1024

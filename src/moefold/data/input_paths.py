@@ -8,12 +8,15 @@ from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
 from moefold.errors import ConfigError
-from moefold.hub import TOKENIZER_PATTERNS, is_hub_url, snapshot
-from moefold.remote_copy import local_copy
-from moefold.remote_path import RemotePath, is_remote
+from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75
 """Minimum similarity (0 to 1) to a missing name for a suggestion."""
+TOKENIZER_PATTERNS = (
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.*"),
+    *("merges.txt", "config.json", "generation_config.json"),
+)
+"""Files that are fetched where only the tokenizer is read."""
 _HUB_KIND_BY_KEY: dict[str, HubKind] = {
     "data.path": "dataset",
     "INPUT": "dataset",
@@ -78,9 +81,13 @@ def existing_path(key: str, name: str) -> Path:
 
 def _fetched(key: str, name: str) -> Path:
     """Copy remote files, or files on the hub, to this machine."""
+    from moefold.remote_copy import local_copy
+
     try:
-        if is_hub_url(name):
+        if name.startswith(HUB_SCHEME):
             patterns = TOKENIZER_PATTERNS if "tokenizer" in key else ()
+            from moefold.hub import snapshot
+
             return snapshot(name, _HUB_KIND_BY_KEY.get(key, "model"), patterns=patterns)
         if "tokenizer" not in key:
             return local_copy(name.rstrip("/"))

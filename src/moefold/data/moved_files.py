@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.data.input_paths import SKIPPED, has_same_content, is_below
-from moefold.data.source_listing import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from moefold.data.table_rows import table_suffix
+from moefold.data.source_listing import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, table_suffix
 from moefold.remote_path import is_remote
 
 LOCATION_KEYS = ("path", "tokenizer", "chat_template")

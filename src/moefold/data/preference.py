@@ -5,7 +5,6 @@ prefix, and {"prompt", "completion", "label"}; each text is a message or a list 
 """
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.data.rewards import prompt_hash
-from moefold.data.sample import Sample
+from moefold.data.sample import ReferenceLogProbs, Sample
 from moefold.data.sft import (
     ConversationReader,
     ConversationToRender,
@@ -52,21 +51,6 @@ def _is_labelled(align: AlignConfig) -> bool:
     """Return whether rows are completions with a label, not pairs."""
     method = chosen_in(align, AlignmentPart)
     return isinstance(method, PreferencePart) and method.labelled
-
-
-class ReferenceLogProbs:
-    """Log-probabilities of the sequences of each pair under the reference model, once they are known.
-
-    `values` is float64 [pairs, 2]: sums over the targets of both sequences, of which there are `num_targets`.
-    """
-
-    def __init__(self, num_targets: NDArray[np.int64]) -> None:
-        self._num_targets = num_targets
-        self.values: NDArray[np.float64] = np.zeros(num_targets.shape)
-
-    def fill_uniform(self, vocab_size: int) -> None:
-        """Take for the reference the law in which every token is equally probable, for a comparison without a pass."""
-        self.values = self._num_targets.astype(np.float64) * -math.log(vocab_size)
 
 
 class PackedPairs:

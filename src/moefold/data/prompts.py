@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from moefold.config.data import DataConfig
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_messages
+from moefold.data.conversation_tokens import SkippedRows
 from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
-from moefold.data.skipped_rows import SkippedRows
 from moefold.data.tasks import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, reject_nul
 from moefold.errors import ConfigError

@@ -19,8 +19,7 @@ import numpy as np
 from moefold.bounded_read import read_json
 from moefold.config.model import ModelConfig
 from moefold.config.train import TrainConfig
-from moefold.data.file_formats import map_npy
-from moefold.data.shard_reader import ShardReader, TokenArraySpec
+from moefold.data.shard_reader import ShardReader, TokenArraySpec, map_npy
 from moefold.errors import ConfigError
 
 TRACE_FOLDER = "routing"

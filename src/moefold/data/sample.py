@@ -4,6 +4,7 @@ A source of samples that implements `annotated_sample` next to `sample` (an `Ann
 attention masks and the weighted mean of the loss follow from it.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -299,3 +300,18 @@ class EodAnnotatedSamples:
     def dropped_samples(self) -> list[range]:
         """Ranges of the dropped samples of the source."""
         return self._source.dropped_samples if isinstance(self._source, DroppableSource) else []
+
+
+class ReferenceLogProbs:
+    """Log-probabilities of the sequences of each pair under the reference model, once they are known.
+
+    `values` is float64 [pairs, 2]: sums over the targets of both sequences, of which there are `num_targets`.
+    """
+
+    def __init__(self, num_targets: NDArray[np.int64]) -> None:
+        self._num_targets = num_targets
+        self.values: NDArray[np.float64] = np.zeros(num_targets.shape)
+
+    def fill_uniform(self, vocab_size: int) -> None:
+        """Take for the reference the law in which every token is equally probable, for a comparison without a pass."""
+        self.values = self._num_targets.astype(np.float64) * -math.log(vocab_size)

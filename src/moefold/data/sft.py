@@ -20,13 +20,19 @@ from moefold.config.data import DataConfig
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
-from moefold.data.conversation_tokens import RowReport, TokenizedConversation, stored_notes, tokenize_conversations
-from moefold.data.file_formats import JsonlRecord, is_jsonl, jsonl_records
+from moefold.data.conversation_tokens import (
+    RowReport,
+    SkippedRows,
+    TokenizedConversation,
+    stored_notes,
+    tokenize_conversations,
+)
+from moefold.data.file_formats import JsonlRecord, jsonl_records
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
 from moefold.data.sample import Sample
 from moefold.data.shard_reader import ShardReader
-from moefold.data.skipped_rows import SkippedRows
+from moefold.data.source_listing import is_jsonl
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
 from moefold.data.worker_pool import ReadProgress

@@ -4,14 +4,17 @@ With memory mapping, a page that is gone kills the process by SIGBUS, which name
 """
 
 import os
+import tokenize
+import zipfile
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.bounded_read import check_regular_file
 from moefold.errors import ConfigError, RunError
 
 _ENDS_DTYPE = np.dtype("<i8")
@@ -233,3 +236,35 @@ class DocumentEnds:
         if before != num_tokens:
             raise ValueError(f"it ends at {before}, not at {num_tokens}")
         return last_of_block
+
+
+_INVALID_FILE_ERRORS = (
+    EOFError,
+    MemoryError,
+    OSError,
+    OverflowError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+)
+"""Exceptions that numpy raises on invalid files: Python's own tokenizer reads the header."""
+
+
+def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
+    """Memory-map an array read-only; reads its header only.
+
+    Raises:
+        ValueError: the file cannot be read, is not a complete array of plain numbers, or is an archive of several.
+    """
+    try:
+        check_regular_file(path)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except _INVALID_FILE_ERRORS as error:
+        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError("it is an archive of arrays, not one array")
+    return array

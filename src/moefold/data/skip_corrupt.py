@@ -13,12 +13,9 @@ from pathlib import Path
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.cache_dir import cache_folders, entry_key, write_json_entry
 from moefold.config.data import DataConfig
-from moefold.data.file_formats import ColumnError, jsonl_records
 from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
-from moefold.data.table_folder import check_rows_readable
-from moefold.data.text_source import TextFile, check_decodable
 from moefold.data.token_file import open_document_ends, read_header
 from moefold.errors import ConfigError, format_list
 
@@ -107,6 +104,10 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
     Raises:
         ColumnError: it is readable, and lacks the column of the recipe.
     """
+    from moefold.data.file_formats import ColumnError, jsonl_records
+    from moefold.data.table_folder import check_rows_readable
+    from moefold.data.text_source import TextFile, check_decodable
+
     try:
         if data.kind == "text":
             check_decodable(TextFile(file, file.stat().st_size, file.stat().st_mtime_ns, is_named=False))

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from moefold.config.data import DataConfig
-from moefold.data.file_formats import is_jsonl
 from moefold.data.input_paths import ENDS_SUFFIXES, existing_path, files_below, name_below
-from moefold.data.text_source import python_docs_corpus
 from moefold.remote_path import is_remote
 
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 TOKEN_SUFFIXES = (".bin", ".npy")
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -25,6 +25,8 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
         ConfigError: a path is missing.
     """
     if data.kind == "python-docs":
+        from moefold.data.text_source import python_docs_corpus
+
         return [(file.path.name, file.path) for file in python_docs_corpus().files]
     if data.kind in ("synthetic", "program", "task"):
         return []
@@ -68,3 +70,13 @@ def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
         return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix in ENDS_SUFFIXES)
     return not data.reads_rows or is_jsonl(file)
+
+
+def is_jsonl(path: Path) -> bool:
+    """Return whether a file's suffix is one of JSON lines."""
+    return path.name.lower().endswith(JSONL_SUFFIXES)
+
+
+def table_suffix(path: Path) -> str:
+    """Return the suffix of a file, ignoring a suffix of compression."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix

@@ -14,7 +14,8 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json, read_text
 from moefold.config.suggestions import closest_match
 from moefold.data.input_paths import files_below
-from moefold.data.table_rows import FOLDER_SUFFIXES, table_suffix, text_rows
+from moefold.data.source_listing import table_suffix
+from moefold.data.table_rows import FOLDER_SUFFIXES, text_rows
 from moefold.errors import ConfigError
 
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")

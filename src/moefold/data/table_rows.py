@@ -13,7 +13,6 @@ from typing import Any
 
 from moefold.bounded_read import MAX_LINE_BYTES, parse_json
 from moefold.data.file_formats import (
-    COMPRESSION_SUFFIXES,
     ColumnError,
     column_text,
     column_values,
@@ -28,6 +27,7 @@ from moefold.data.file_formats import (
     unknown_column_message,
 )
 from moefold.data.json_stream import JsonStream, text_blocks
+from moefold.data.source_listing import table_suffix
 from moefold.errors import ConfigError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -40,11 +40,6 @@ _END = "\0end of file"
 _INNER_LINE_END = re.compile(r"(?<=\r)(?!\n)")
 _LONG_LINE_CHARACTERS = 1 << 18
 """Characters of a first line that need not be whole in the first block of a file."""
-
-
-def table_suffix(path: Path) -> str:
-    """Return the suffix of a file, ignoring a suffix of compression."""
-    return path.with_suffix("").suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
 
 
 def text_rows(file: Path, column: str, start: int = 0) -> Iterator[tuple[int, str]]:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.data import DataConfig
 from moefold.data.bin_formats import MEGATRON_SUFFIX, read_bin_layout, read_megatron_index
-from moefold.data.file_formats import map_npy
 from moefold.data.input_paths import (
     ENDS_SUFFIX,
     check_no_duplicates,
@@ -34,6 +33,7 @@ from moefold.data.shard_reader import (
     OutOfVocabError,
     ShardReader,
     TokenArraySpec,
+    map_npy,
     open_ends_file,
 )
 from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from moefold.data.token_file import TokenFile, read_tokenize_info
-from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer
+from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
 
 

@@ -26,29 +26,23 @@ from moefold.bounded_read import (
     read_json,
 )
 from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
+from moefold.data.conversation_tokens import SkippedRows
 from moefold.data.file_formats import (
     JsonlRecord,
     column_text,
     column_values,
     is_json_array,
-    is_jsonl,
     jsonl_records,
     open_parquet,
     parse_line,
     unknown_column_message,
 )
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
-from moefold.data.skipped_rows import SkippedRows
+from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    OffsetTokenizer,
-    encode_documents,
-    reject_nul,
-    report_notes,
-)
+from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, encode_documents, reject_nul, report_notes
+from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.data.worker_pool import ReadProgress, run_tasks
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file

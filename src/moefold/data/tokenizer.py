@@ -1,9 +1,8 @@
-"""Tokenizers: UTF-8 bytes, any tokenizer.json, or decimal numbers for data without text."""
+"""Tokenizers: UTF-8 bytes, a tokenizer.json (`tokenizer_folder`), or decimal numbers for data without text."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,12 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
-from moefold.data.tokenizer_folder import read_tokenizer_folder, translate_tokenizer_errors
-from moefold.data.tokenizer_process import TokenizerLimits
 from moefold.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-_CANNOT_ENCODE = "cannot make tokens of a text"
 
 
 @dataclass(frozen=True)
@@ -119,77 +115,6 @@ class ByteTokenizer:
         return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
 
-class JsonTokenizer:
-    """The tokenizer of a folder: a tokenizer.json of the `tokenizers` package and the files next to it.
-
-    Documents are separated by the declared end-of-text token (`TokenizerFolder.end_of_text`). Special tokens that occur
-    in the text become their ids. It runs in a subprocess with limited memory and time, since the files may be a
-    stranger's.
-    """
-
-    def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
-        """Load a tokenizer.json, or a folder with one.
-
-        Args:
-            path: the file or the folder.
-            limits: resource limits of the subprocess that runs it; None for the defaults.
-
-        Raises:
-            ConfigError: the file is missing or is not a tokenizer.
-        """
-        self._limits = limits
-        self.folder = read_tokenizer_folder(path, limits)
-        """What the files declare."""
-        self._file = self.folder.file
-        self._process = self.folder.process
-        self.vocab_size = self.folder.vocab_size
-        if not self.vocab_size:
-            raise ConfigError(
-                f"data.tokenizer={str(self._file)!r} has an empty vocabulary; name a trained tokenizer.json"
-            )
-        self.added_ids = np.array(self.folder.added_ids, dtype=np.int64)
-        self.bos_id: int | None = self.folder.token_id("bos_token")
-        self.separator_id: int | None
-        self.separator_id, note = self.folder.end_of_text()
-        self.notes = (*self.folder.notes, *([note] if note else []))
-        with translate_tokenizer_errors(self._file, "cannot be compared with others"):
-            self.identity = f"{self._process.content_hash()} separator={self.separator_id}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the path: another process starts its own subprocess."""
-        return JsonTokenizer, (self._file, self._limits)
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the ids of a text, [tokens], without added special tokens."""
-        return self.encode_batch([text])[0]
-
-    def encode_start(self, text: str) -> NDArray[np.int64]:
-        """Return the ids of a text that begins a document, [tokens], with the special tokens of the post-processor."""
-        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
-            return next(self._process.encode([text], start=True))[0]
-
-    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Return the ids of several texts, on all cores."""
-        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
-            return [ids for ids, _ in self._process.encode(texts)]
-
-    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return the ids of several texts, and the character range of each id, on all cores."""
-        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
-            return list(self._process.encode(texts, offsets=True))
-
-    def decode(self, ids: ArrayLike) -> str:
-        """Return the text of ids, including special tokens."""
-        flat = np.asarray(ids, dtype=np.int64).reshape(-1)
-        with translate_tokenizer_errors(self._file, "cannot make text of tokens"):
-            return self._process.decode(flat)
-
-    def token_table(self) -> TokenTable:
-        """Return what each id writes; takes about a second for a large vocabulary."""
-        with translate_tokenizer_errors(self._file, "cannot list its tokens"):
-            return TokenTable(*self._process.pieces())
-
-
 class NumberTokenizer:
     """Ids written as decimal numbers separated by spaces, for data without text."""
 
@@ -250,6 +175,8 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     if data.tokenizer == "bytes":
         tokenizer = ByteTokenizer()
     else:
+        from moefold.data.tokenizer_folder import JsonTokenizer
+
         tokenizer = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer))
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(

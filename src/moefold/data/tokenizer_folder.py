@@ -16,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from moefold.bounded_read import (
     MAX_CONFIG_BYTES,
     MAX_TEMPLATE_BYTES,
@@ -24,10 +27,12 @@ from moefold.bounded_read import (
     read_json,
     read_text,
 )
+from moefold.data.tokenizer import TokenTable
 from moefold.data.tokenizer_classes import PLAIN, ClassTable, TokenizerClass
 from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess
 from moefold.errors import ConfigError
 
+_CANNOT_ENCODE = "cannot make tokens of a text"
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TOKENS_MAP_FILE = "special_tokens_map.json"
@@ -327,3 +332,74 @@ def has_same_content_hash(first: Path, second: Path) -> bool:
     """
     ours, theirs = (read_tokenizer_folder(path).process.content_hash() for path in (first, second))
     return ours == theirs
+
+
+class JsonTokenizer:
+    """The tokenizer of a folder: a tokenizer.json of the `tokenizers` package and the files next to it.
+
+    Documents are separated by the declared end-of-text token (`TokenizerFolder.end_of_text`). Special tokens that occur
+    in the text become their ids. It runs in a subprocess with limited memory and time, since the files may be a
+    stranger's.
+    """
+
+    def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
+        """Load a tokenizer.json, or a folder with one.
+
+        Args:
+            path: the file or the folder.
+            limits: resource limits of the subprocess that runs it; None for the defaults.
+
+        Raises:
+            ConfigError: the file is missing or is not a tokenizer.
+        """
+        self._limits = limits
+        self.folder = read_tokenizer_folder(path, limits)
+        """What the files declare."""
+        self._file = self.folder.file
+        self._process = self.folder.process
+        self.vocab_size = self.folder.vocab_size
+        if not self.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer={str(self._file)!r} has an empty vocabulary; name a trained tokenizer.json"
+            )
+        self.added_ids = np.array(self.folder.added_ids, dtype=np.int64)
+        self.bos_id: int | None = self.folder.token_id("bos_token")
+        self.separator_id: int | None
+        self.separator_id, note = self.folder.end_of_text()
+        self.notes = (*self.folder.notes, *([note] if note else []))
+        with translate_tokenizer_errors(self._file, "cannot be compared with others"):
+            self.identity = f"{self._process.content_hash()} separator={self.separator_id}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path: another process starts its own subprocess."""
+        return JsonTokenizer, (self._file, self._limits)
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text, [tokens], without added special tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_start(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text that begins a document, [tokens], with the special tokens of the post-processor."""
+        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
+            return next(self._process.encode([text], start=True))[0]
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """Return the ids of several texts, on all cores."""
+        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
+            return [ids for ids, _ in self._process.encode(texts)]
+
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Return the ids of several texts, and the character range of each id, on all cores."""
+        with translate_tokenizer_errors(self._file, _CANNOT_ENCODE):
+            return list(self._process.encode(texts, offsets=True))
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Return the text of ids, including special tokens."""
+        flat = np.asarray(ids, dtype=np.int64).reshape(-1)
+        with translate_tokenizer_errors(self._file, "cannot make text of tokens"):
+            return self._process.decode(flat)
+
+    def token_table(self) -> TokenTable:
+        """Return what each id writes; takes about a second for a large vocabulary."""
+        with translate_tokenizer_errors(self._file, "cannot list its tokens"):
+            return TokenTable(*self._process.pieces())

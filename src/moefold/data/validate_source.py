@@ -6,12 +6,12 @@ from moefold.bounded_read import open_regular, parse_json
 from moefold.config.data import DataConfig
 from moefold.data.chat import load_chat_template
 from moefold.data.dataset import check_enough_tokens, check_no_data_path
-from moefold.data.file_formats import is_jsonl
 from moefold.data.huggingface import check_package, text_tables
 from moefold.data.input_paths import data_paths, files_below
 from moefold.data.sampler import split_samples
 from moefold.data.sft import conversation_files
 from moefold.data.skip_corrupt import skipped_files
+from moefold.data.source_listing import is_jsonl
 from moefold.data.tasks import open_task
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files

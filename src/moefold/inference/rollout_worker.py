@@ -18,7 +18,7 @@ from moefold.inference.text import open_tokenizer
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.rl.reward import Reward
-from moefold.rl.rollout import Group
+from moefold.rl.rollout import RolloutGroup
 from moefold.rl.statistics import mean_rewards
 
 ROUNDS_OF_SLOTS = 8
@@ -65,7 +65,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
     return 0
 
 
-def _write(file: TextIO, groups: Sequence[Group], collector: RolloutCollector) -> None:
+def _write(file: TextIO, groups: Sequence[RolloutGroup], collector: RolloutCollector) -> None:
     for group in groups:
         for record in rollout_records(group, collector.completion_text):
             # Nothing adjusts rewards here.
@@ -84,7 +84,7 @@ class RolloutSummary:
         self._num_truncated = 0
         self._rollout_s = 0.0
 
-    def add(self, groups: Sequence[Group], rollout_s: float) -> None:
+    def add(self, groups: Sequence[RolloutGroup], rollout_s: float) -> None:
         """Add the groups of all ranks."""
         self._rollout_s += rollout_s
         for group in groups:

@@ -19,7 +19,7 @@ from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.text import has_stop_string
 from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
-from moefold.rl.rollout import Group, Rollout
+from moefold.rl.rollout import Rollout, RolloutGroup
 
 Adjust = Callable[[NDArray[np.float64], Sequence[Rollout]], NDArray[np.float64]]
 """Returns the rewards of a group from its scores."""
@@ -43,7 +43,7 @@ class StopRule:
 class CollectedRollouts:
     """Groups of all ranks."""
 
-    groups: list[Group]
+    groups: list[RolloutGroup]
     """In the order of the prompts."""
     failures: list[FailedReward]
     rollout_s: float
@@ -132,10 +132,10 @@ class RolloutCollector:
         of_ranks = current_world().all_gather_object((self._shard.rank, own, own_s))
         rollout_s = max(seconds for _, _, seconds in of_ranks)
         reward_s = max(0.0, time.perf_counter() - started_s - rollout_s)
-        by_shard: dict[int, tuple[list[Group], list[FailedReward]]] = {
+        by_shard: dict[int, tuple[list[RolloutGroup], list[FailedReward]]] = {
             shard: found for shard, found, _ in of_ranks if found is not None
         }
-        found_groups: list[Group] = []
+        found_groups: list[RolloutGroup] = []
         failures: list[FailedReward] = []
         shards: list[int] = []
         for shard in sorted(by_shard):
@@ -178,13 +178,13 @@ class RolloutCollector:
 
     def _score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], group_size: int, adjust: Adjust
-    ) -> list[Group]:
+    ) -> list[RolloutGroup]:
         of_prompt = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
         texts = [[self.completion_text(rollout) for rollout in group] for group in of_prompt]
         ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
         scores = self._reward.score(prompts, texts, ids, self._groups.recorder.note_progress)
         return [
-            Group(prompt, group, score.total, adjust(score.total, group), score.parts)
+            RolloutGroup(prompt, group, score.total, adjust(score.total, group), score.parts)
             for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)
         ]
 
@@ -204,7 +204,7 @@ def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> S
     return StopRule(eos_ids | turn_ids, mark)
 
 
-def rollout_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
+def rollout_records(group: RolloutGroup, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
     """Return one record for each rollout of a group, with TRL's columns of scored completions and the prompt's columns.
 
     The completion of a conversation is a list of one message.
@@ -235,7 +235,7 @@ def _number(score: float) -> float | None:
     return None if np.isnan(score) else float(score)
 
 
-def token_records(group: Group, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
+def token_records(group: RolloutGroup, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:
     """Return the records of `rollout_records` with the ids of prompt and completion, and the sampler's log-probs."""
     return [
         {

@@ -13,6 +13,7 @@ from moefold.checkpoint.checkpoint_dir import (
     read_meta,
     skipped_checkpoints,
 )
+from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -20,7 +21,6 @@ from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, inspect_fold
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
-from moefold.convert.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.data.input_paths import existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.data.tokenizer_folder import TEMPLATE_FILE, tokenizer_file

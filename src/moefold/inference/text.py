@@ -8,16 +8,16 @@ import numpy as np
 
 from moefold.bounded_read import MAX_TEXT_BYTES
 from moefold.bounded_read import read_text as read_bounded
+from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
 from moefold.config.data import DataConfig
-from moefold.convert.run_tokenizer import other_tokenizer_reason
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import reject_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
 from moefold.data.token_tokenizer import compare_tokenizers
-from moefold.data.tokenizer import JsonTokenizer, NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
-from moefold.data.tokenizer_folder import tokenizer_file
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
+from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 

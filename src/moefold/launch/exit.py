@@ -24,14 +24,6 @@ def hard_exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-EXIT_FAILED = 1
-"""Exit status of a command that ran with a negative result, or of a failed rank."""
-EXIT_USER_ERROR = 2
-"""Exit status for settings that cannot work; a message has been printed."""
-SIGNAL_STATUS = 128
-"""Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
-
-
 OOM_ERROR_NAMES = ("OutOfMemoryError", "_ArrayMemoryError")
 """Class names of the out-of-memory errors of torch and numpy."""
 OOM_MESSAGES = (

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-import torch.distributed as dist
-
-from moefold.errors import ConfigError, RunError
+from moefold.comm.collectives import is_collective_error
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.processes import handle_stop_signals
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit, oom_message
+from moefold.launch.exit import hard_exit, oom_message
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.single_reporter import SingleReporter
 from moefold.launch.watchdog import Watchdog
@@ -24,9 +23,6 @@ NONZERO_RANK_DELAY_S = 0.7
 
 ROOT_CAUSE_WAIT_S = 5.0
 """Delay before a rank whose collective failed reports it, so that the rank that caused the failure is named first."""
-
-BACKEND_NAMES = ("gloo", "NCCL")
-"""Names that occur in the message of every failed collective, by which the error is recognised."""
 
 
 class RankErrorHandler:
@@ -166,12 +162,3 @@ def _find_run_error(error: BaseException | None) -> RunError | None:
     while error is not None and not isinstance(error, RunError):
         error = error.__cause__
     return error
-
-
-def is_collective_error(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is a failed collective: a symptom of the loss of another rank."""
-    while error is not None:
-        if isinstance(error, dist.DistError) or any(name in str(error) for name in BACKEND_NAMES):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

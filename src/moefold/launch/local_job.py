@@ -24,11 +24,10 @@ from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from moefold.errors import RunError
+from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, RunError
 from moefold.file_lock import FileLock, open_lock_file
 from moefold.host.processes import STOP_SIGNALS, block_signals, handle_stop_signals, signal_on_parent_death
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS
 from moefold.launch.failure import RankErrorHandler
 from moefold.terminal import escape_log_lines
 

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from moefold.errors import ConfigError
+from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError
 from moefold.host.listen import listen
 from moefold.host.processes import signal_on_parent_death
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import has_no_gpu
-from moefold.launch.exit import EXIT_FAILED, SIGNAL_STATUS, hard_exit
+from moefold.launch.exit import hard_exit
 from moefold.launch.meet_server import MeetServer
 from moefold.launch.signed_lines import SECRET_VARIABLE
 from moefold.terminal import print_escaped
@@ -50,7 +50,7 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
     listener = listen(HOST, 0)
     secret = secrets.token_hex(32)
     port = int(listener.getsockname()[1])
-    sites: list[_Site] = []
+    sites: list[_SiteProcess] = []
     for environment in environments[:count]:
         sites.append(_fork(main, sites, port, listener, environment | {SECRET_VARIABLE: secret}))
     return asyncio.run(_Sites(sites, min_members).run(listener, secret.encode()))
@@ -91,7 +91,7 @@ def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv
     return [{GPUS_VARIABLE: ",".join(gpus[number * num_ranks : (number + 1) * num_ranks])} for number in range(count)]
 
 
-class _Site:
+class _SiteProcess:
     """A child process and the read ends of its output."""
 
     def __init__(self, number: int, pid: int, out: int, err: int) -> None:
@@ -104,8 +104,8 @@ class _Site:
 
 
 def _fork(
-    main: SiteMain, before: Sequence[_Site], port: int, listener: socket.socket, environment: dict[str, str]
-) -> _Site:
+    main: SiteMain, before: Sequence[_SiteProcess], port: int, listener: socket.socket, environment: dict[str, str]
+) -> _SiteProcess:
     """Start the next site in a child process.
 
     Args:
@@ -125,7 +125,7 @@ def _fork(
     if pid:
         os.close(out_write)
         os.close(err_write)
-        return _Site(number, pid, out_read, err_read)
+        return _SiteProcess(number, pid, out_read, err_read)
     status = EXIT_FAILED
     try:
         listener.close()
@@ -164,7 +164,7 @@ class _Sites:
         min_members: fewest sites of a round.
     """
 
-    def __init__(self, sites: Sequence[_Site], min_members: int) -> None:
+    def __init__(self, sites: Sequence[_SiteProcess], min_members: int) -> None:
         self._sites = sites
         self._min_members = min_members
         self._received: list[int] = []
@@ -192,7 +192,7 @@ class _Sites:
             if site.status is None:
                 os.kill(site.pid, number)
 
-    async def _wait(self, site: _Site, server: MeetServer) -> None:
+    async def _wait(self, site: _SiteProcess, server: MeetServer) -> None:
         """Pass the output of a site on until it closes, wait for its end, and tell the meeting point."""
         await asyncio.gather(*(_pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
         _, status = await asyncio.to_thread(os.waitpid, site.pid, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from moefold.host.listen import is_loopback
 from moefold.launch.signed_lines import Message
-from moefold.launch.site_round import Asked, Ballot, Round, estimate_grace_s, pair_members
+from moefold.launch.site_round import Asked, Ballot, MeetingRound, estimate_grace_s, pair_members
 
 SILENT_S = 30.0
 """A site counts as lost this long after its last message."""
@@ -66,7 +66,7 @@ class Meeting:
         self._clock = clock
         self._sites: dict[int, _Site] = {}
         self._has_started = False
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, MeetingRound] = {}
         self._store: dict[str, str] = {}
         self._store_bytes = 0
         self._name = secrets.token_hex(4)
@@ -341,7 +341,7 @@ class Meeting:
         site.is_joining = False
         # The state that it was given has arrived.
         self._gifts.pop(number, None)
-        round_ = self._rounds.setdefault(index, Round(self._clock()))
+        round_ = self._rounds.setdefault(index, MeetingRound(self._clock()))
         for old in sorted(self._rounds)[:-MAX_KEPT_ROUNDS]:
             if old != index:
                 del self._rounds[old]
@@ -362,7 +362,7 @@ class Meeting:
             return round_.answers[number]
         return self._missed(number) or {"skip": f"it came after round {index} was over"}
 
-    def _try_close(self, index: int, round_: Round) -> None:
+    def _try_close(self, index: int, round_: MeetingRound) -> None:
         """Choose the members of a round once every living site has asked for it, or the wait is over."""
         living = self.living
         asked = {number: ask for number, ask in round_.asked.items() if number in living}
@@ -394,7 +394,7 @@ class Meeting:
             round_.answers[giver] = round_.answers[giver] | self._assign_joining_site(index, [giver])
         self._forget_keys()
 
-    def _wait_s(self, round_: Round, asked: Mapping[int, Asked]) -> float:
+    def _wait_s(self, round_: MeetingRound, asked: Mapping[int, Asked]) -> float:
         """Return how long a round waits for sites after the first one has asked: grace time, once a quorum is here."""
         timeout_s = round_.timeout_s
         settings = self._sites[min(asked)].settings
@@ -406,7 +406,7 @@ class Meeting:
         return timeout_s if grace_s is None else min(grace_s, timeout_s)
 
     def _answer_members(
-        self, index: int, round_: Round, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
+        self, index: int, round_: MeetingRound, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
     ) -> bool:
         """Set the answers to the members of a round; return whether it is refused as their weights differ."""
         settings = self._sites[members[0]].settings

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_snapshot
 from moefold.comm.job_link import JobLink, JobSplit
-from moefold.errors import ConfigError, RunError
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.listen import is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import missing_gpu_message
-from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, hard_exit
+from moefold.launch.exit import hard_exit
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
 from moefold.launch.regroup import LostRankError, report_lost

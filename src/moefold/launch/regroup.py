@@ -59,7 +59,7 @@ class NoLossError(Exception):
 
 
 @dataclass(frozen=True)
-class Generation:
+class RankGeneration:
     """The ranks that train together until one of them is lost."""
 
     number: int
@@ -143,7 +143,7 @@ class Regroup:
         self._poll_s = max(POLL_S, rank_env.world_size / 5000)
         self._connection: dist.Store | None = None
         self._group_stores: list[_GenerationStore] = []
-        self.current = Generation(0, tuple(range(rank_env.world_size)))
+        self.current = RankGeneration(0, tuple(range(rank_env.world_size)))
 
     def open_first_store(self) -> dist.Store:
         """Connect to the job's store after the rendezvous, and return the store of the first generation's groups."""
@@ -207,7 +207,7 @@ class Regroup:
         """Return whether a member of the current generation is lost."""
         return not self.lost().isdisjoint(self.current.members)
 
-    def next(self, facts: Any, choose: ChooseMembers) -> Generation:
+    def next(self, facts: Any, choose: ChooseMembers) -> RankGeneration:
         """Agree with the other survivors on the next generation; it becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.
@@ -240,7 +240,7 @@ class Regroup:
         found = json.loads(self._store.get(key))
         if "refused" in found:
             raise RunError(found["refused"])
-        self.current = Generation(**{name: _as_tuple(value) for name, value in found.items()})
+        self.current = RankGeneration(**{name: _as_tuple(value) for name, value in found.items()})
         if self._rank not in self.current.ranks:
             raise RunError(
                 f"rank {self._rank} did not arrive in time when the ranks regrouped, and the others went on without it"
@@ -356,7 +356,7 @@ class Regroup:
             self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
             return
         spares = tuple(rank for rank in survivors if rank not in members)
-        found = Generation(self.current.number + 1, tuple(members), spares, lost, plan)
+        found = RankGeneration(self.current.number + 1, tuple(members), spares, lost, plan)
         self._store.compare_set(key, "", json.dumps(asdict(found)))
 
     def _arrived(self, number: int) -> dict[int, Any]:

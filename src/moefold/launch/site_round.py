@@ -41,7 +41,7 @@ class Ballot:
 
 
 @dataclass
-class Round:
+class MeetingRound:
     """One round: the questions of the sites, and the answers once it is closed."""
 
     opened_s: float
@@ -82,7 +82,7 @@ def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[in
     return [tuple(sorted(order[first : first + 2])) for first in range(0, len(order) - 1, 2)]
 
 
-def estimate_grace_s(rounds: Iterable[Round]) -> float | None:
+def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
     """Return how long a round waits for late sites after the first one; None if too few rounds are known.
 
     Median plus three median absolute deviations of the delay of the last site in past rounds. To leave a site out loses

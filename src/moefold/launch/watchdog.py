@@ -24,17 +24,19 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from moefold.comm.flight_recorder import (
+    FILE_BYTES,
     FlightRecorder,
     FlightSnapshot,
+    decode_snapshot,
     format_ranks,
     read_snapshot,
 )
 from moefold.comm.torch_compat import abort_process_groups
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import EXIT_FAILED, EXIT_USER_ERROR, hard_exit
+from moefold.launch.exit import hard_exit
 from moefold.launch.hang_diagnosis import RankReport, describe_activity, format_diagnosis
-from moefold.launch.local_peer import LocalPeer
 from moefold.launch.regroup import lost_ranks, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.single_reporter import SingleReporter
@@ -592,3 +594,22 @@ def _source_location(thread_id: int | None) -> tuple[str, bool]:
     is_waiting = "distributed" in path.parts or (path.parent.name == "comm" and innermost.name.lstrip("_") == "wait")
     is_waiting = is_waiting or any(caller.name == run_with_timeout.__name__ for caller in stack)
     return f"{'/'.join(path.parts[-2:])}:{innermost.lineno} {innermost.name}", is_waiting
+
+
+class LocalPeer:
+    """Another rank of this machine and its flight record, which stays open after the rank died."""
+
+    def __init__(self, process: ProcessId, file: str) -> None:
+        self.process = process
+        self._record_file = None
+        with suppress(OSError):
+            self._record_file = Path(file).open("rb", buffering=0) if file else None  # noqa: SIM115 - open until exit
+
+    def describe(self) -> tuple[str, dict[str, Any] | None]:
+        """Return the process state and, unless the rank is alive, its last flight-recorder snapshot."""
+        state = self.process.state()
+        if state == ALIVE or self._record_file is None:
+            return state, None
+        self._record_file.seek(0)
+        snapshot = decode_snapshot(self._record_file.read(FILE_BYTES))
+        return state, None if snapshot is None else snapshot.to_json()

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from moefold.bounded_read import open_regular, parse_json
-from moefold.data.routing_trace import MANIFEST, TRACE_FOLDER, RoutingTrace
 from moefold.errors import ConfigError
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
@@ -308,6 +307,8 @@ def read_balance(run_dir: Path) -> ExpertBalance:
     source = COUNTS_FILE
     if counts is None or not len(counts.steps):
         counts = _count_trace(run_dir)
+        from moefold.data.routing_trace import TRACE_FOLDER
+
         source = f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
         steps = counts.steps
@@ -342,6 +343,8 @@ def _max_over_mean(counts: Array) -> Array:
 
 def _count_trace(run_dir: Path) -> ExpertCounts | None:
     """Return the expert counts of a run's routing trace; None without a trace."""
+    from moefold.data.routing_trace import MANIFEST, TRACE_FOLDER, RoutingTrace
+
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():
         return None
     trace = RoutingTrace(run_dir, "run")

@@ -6,6 +6,7 @@ truncated by a rollback or a resume.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
@@ -13,14 +14,63 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from moefold.config.metrics import MetricsConfig
-from moefold.metrics.auxiliary import AuxiliaryOutputs
+from moefold.errors import ConfigError
 from moefold.metrics.step_metrics import METRICS_FILE, StepMetrics, read_records
-from moefold.metrics.tracker import Tracker, tracker_starters
 
+if TYPE_CHECKING:
+    from moefold.metrics.tracker import Tracker
+
+logger = logging.getLogger(__name__)
 EVAL_LOSS = "eval_loss"
+Result = TypeVar("Result")
+
+
+class AuxiliaryOutputs:
+    """Metrics, faults, trackers and plots of a run, which may fail while the training and its checkpoints go on.
+
+    A full disk, a folder that is gone or a tracker that raises must not cost the state of a run: the first failure of
+    an output is reported in one line, and nothing more is written to it until the next start.
+
+    Args:
+        report: shows the line.
+    """
+
+    def __init__(self, report: Callable[[str], None] = logger.warning) -> None:
+        self._report = report
+        self._failed: set[str] = set()
+        self.rejects_settings = False
+        """Whether a ConfigError is raised: before the first step, when the user can correct it and nothing is lost."""
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether an output is left out."""
+        return name in self._failed
+
+    def attempt(
+        self, name: str, write: Callable[[], Result], errors: tuple[type[Exception], ...] = (Exception,)
+    ) -> Result | None:
+        """Call a function that writes to an output, unless that has failed before; return its result, or None.
+
+        Args:
+            name: the output, for the message: a file of the run folder, or a tracker.
+            write: must not communicate with other ranks, unless `errors` excludes the errors of that.
+            errors: the failures that are reported; others are raised.
+        """
+        if name in self._failed:
+            return None
+        try:
+            return write()
+        except errors as error:
+            if self.rejects_settings and isinstance(error, ConfigError):
+                raise
+            self._failed.add(name)
+            self._report(
+                f"warning: {name} cannot be written any more ({_one_line(error)}): the run goes on without it, and "
+                "saves its checkpoints as ever; the next start writes it again"
+            )
+        return None
 
 
 class MetricsWriter:
@@ -51,11 +101,13 @@ class MetricsWriter:
         self.removed_lines = 0
         self._file: TextIO | None = None
         outputs.attempt(METRICS_FILE, lambda: self._open(resume_step))
-        self._trackers = {
-            name: tracker
-            for name, start in tracker_starters(run_dir, metrics, resume_step=resume_step, config=config or {}).items()
-            if (tracker := outputs.attempt(name, start)) is not None
-        }
+        self._trackers: dict[str, Tracker] = {}
+        if metrics.tensorboard or metrics.wandb:
+            from moefold.metrics.tracker import tracker_starters
+
+            starters = tracker_starters(run_dir, metrics, resume_step=resume_step, config=config or {})
+            started = {name: outputs.attempt(name, start) for name, start in starters.items()}
+            self._trackers = {name: tracker for name, tracker in started.items() if tracker is not None}
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step, flush to the operating system, and log it to the trackers."""
@@ -85,7 +137,7 @@ class MetricsWriter:
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
 
-    def _track(self, log: Callable[[Tracker], None]) -> None:
+    def _track(self, log: "Callable[[Tracker], None]") -> None:
         for name, tracker in self._trackers.items():
             self._outputs.attempt(name, partial(log, tracker))
 
@@ -186,3 +238,9 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_json_value(part) for key, part in value.items()}
     return [to_json_value(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,21 +1,18 @@
-"""Causal self-attention with grouped queries (GQA, arXiv:2305.13245), within documents and sliding windows."""
+"""Attention of a layer: what all its kinds share, and causal softmax attention within documents and windows."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
-from moefold.model.indexer import Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
-from moefold.model.local_param import local_param
 from moefold.model.lora import LowRankAdapters
-from moefold.model.norm import FullWidthQKNorm, HeadL2Norm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import (
@@ -31,6 +28,7 @@ from moefold.ops.block_attention import (
     fold_in_sinks,
     sink_gradient,
 )
+from moefold.ops.decode import HeadWeights
 from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
@@ -138,6 +136,12 @@ class TokenMixer(nn.Module, ABC):
     `kernels`.
     """
 
+    selects_keys: ClassVar[bool] = False
+    """Whether each query attends to selected keys: `forward` then takes a `Selection`, and a decoder sets
+    `selected_keys`."""
+    caches_latents: ClassVar[bool] = False
+    """Whether a decoder may set `latent_cache`, which caches latents instead of keys and values."""
+
     def __init__(self) -> None:
         super().__init__()
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
@@ -157,6 +161,22 @@ class TokenMixer(nn.Module, ABC):
         Returns:
             [S/(cp*tp), B, H].
         """
+
+    def set_tp_rank(self, rank: int, tp: int) -> None:
+        """Set which of the `tp` ranks that share the heads this one is; no effect where each has heads of its own."""
+
+    @property
+    def fused_refusal(self) -> str:
+        """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
+        return "a layer of another class"
+
+    def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
+        """Yield each other reason against that kernel, and whether it holds; a later one may presume the earlier."""
+        yield from ()
+
+    def fused_weights(self, like: Tensor) -> HeadWeights:
+        """Return the weights for rows of the dtype of a tensor, where no `fused_obstacles` hold."""
+        raise NotImplementedError
 
 
 class SelfAttention(TokenMixer):
@@ -181,159 +201,9 @@ class SelfAttention(TokenMixer):
         self.core_attention = CausalAttention(self.window, chunk_size)
 
 
-class Attention(SelfAttention):
-    """Grouped-query attention: QKV projections, RoPE, core attention, output projection.
-
-    `parallelize` also sets `kv_rows`, the rows of wk and wv for this rank's query heads, where tp exceeds the number of
-    query groups.
-
-    Args:
-        cfg: sizes, norms, biases and sinks.
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
-    """
-
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__(window)
-        head = cfg.head_size
-        hidden = cfg.hidden_size
-        query = cfg.num_attention_heads * head
-        key_value = cfg.num_query_groups * head
-        self.head_size = head
-        self.wq = nn.Parameter(torch.empty(query, hidden))
-        self.wk = nn.Parameter(torch.empty(key_value, hidden))
-        self.wv = nn.Parameter(torch.empty(key_value, hidden))
-        self.wo = nn.Parameter(torch.empty(hidden, query))
-        self.bq = nn.Parameter(torch.empty(query)) if cfg.qkv_bias else None
-        self.bk = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
-        self.bv = nn.Parameter(torch.empty(key_value)) if cfg.qkv_bias else None
-        self.bo = nn.Parameter(torch.empty(hidden)) if cfg.attention_output_bias else None
-        self.sinks = nn.Parameter(torch.empty(cfg.num_attention_heads)) if cfg.attention_sinks else None
-        gates = cfg.num_attention_heads * cfg.softmax_attention.gate_size
-        self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
-        self.gates_whole_heads = cfg.softmax_attention.gate_size == 1
-        self.query_norm = _head_norm(cfg, query)
-        self.key_norm = _head_norm(cfg, key_value)
-        self.kv_rows = slice(None)
-        self.scale = cfg.attention_scale or None
-        self.norm_after_rope = cfg.qk_norm_after_rope
-        self.normalizes_nope = cfg.qk_norm_nope
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope | NoRope,
-        documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
-    ) -> Tensor:
-        """Compute grouped-query attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
-        columns = [
-            self._shard_of(self.wq, self.bq, slice(None), x.dtype),
-            self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
-            self._shard_of(self.wv, self.bv, self.kv_rows, x.dtype),
-        ]
-        if self.wg is not None:
-            columns.append((local_param(self.wg, x.dtype), None))
-        projected = self.sequence_parallel.all_gather_linear(
-            x, columns, self.wgrad_store, self.kernels.linear_backend, int(self.gates_whole_heads)
-        )
-        if self.lora is not None:
-            names = ("wq", "wk", "wv", "wg")[: len(projected)]
-            rows = {"wk": self.kv_rows, "wv": self.kv_rows}
-            projected = self.lora.add_columns(projected, x, names, self.sequence_parallel, rows)
-        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in projected[:3])
-        query, key = self._normalize_and_rotate(query, key, rope)
-        attended = self._attend(x, (query, key, value), rope, documents, selection)
-        if self.wg is not None:
-            attended = gate_heads(attended, projected[3])
-        wo = local_param(self.wo, x.dtype)
-        heads = attended.flatten(2)
-        out = self.sequence_parallel.linear_reduce_scatter(heads, wo, self.wgrad_store, self.kernels.linear_backend)
-        if self.lora is not None:
-            out = self.lora.add_row(out, heads, "wo", self.sequence_parallel)
-        return out if self.bo is None else out + local_param(self.bo, x.dtype)
-
-    def _attend(
-        self,
-        x: Tensor,
-        heads: tuple[Tensor, Tensor, Tensor],
-        rope: Rope | NoRope,
-        documents: PackedDocuments | None,
-        selection: Selection | None = None,
-    ) -> Tensor:
-        """Compute the core attention of queries, keys and values, [S/cp, B, heads of this rank, D] each.
-
-        Args:
-            x: input of the layer, [S/(cp*tp), B, H].
-            heads: queries, keys and values.
-            rope: of the positions of this rank's context shard.
-            documents: see `CoreAttention`.
-            selection: of sparse attention, if several layers share it.
-        """
-        return self.core_attention(*heads, documents, self._local_sinks(x), self.scale)
-
-    def _local_sinks(self, x: Tensor) -> Tensor | None:
-        """Return the sinks of this rank's heads in the type of x."""
-        return None if self.sinks is None else local_param(self.sinks, x.dtype)
-
-    def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope | NoRope) -> tuple[Tensor, Tensor]:
-        """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
-        if isinstance(rope, NoRope):
-            if self.normalizes_nope:
-                query, key = self._normalize(query, key)
-            return rope.scale_queries(query), key
-        if self.norm_after_rope:
-            return self._normalize(rope(query), rope(key))
-        fused = self.kernels.qk_norm_rope
-        if fused is not None and isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
-            weights = self.query_norm.local_weight(query), self.key_norm.local_weight(key)
-            return fused(
-                query,
-                key,
-                weights,
-                self.query_norm.eps,
-                (rope.cos, rope.sin),
-                is_interleaved=rope.is_interleaved,
-            )
-        query, key = self._normalize(query, key)
-        return rope(query), rope(key)
-
-    def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply QK norm, if there is one, to [S, B, heads, D] each."""
-        if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
-            return self.query_norm(query, slice(None)), self.key_norm(key, self.kv_rows)
-        if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
-            return self.query_norm(query), self.key_norm(key)
-        if isinstance(self.query_norm, HeadL2Norm) and isinstance(self.key_norm, HeadL2Norm):
-            return self.query_norm(query), self.key_norm(key)
-        return query, key
-
-    @staticmethod
-    def _shard_of(
-        weight: Tensor, bias: Tensor | None, weight_rows: slice, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of this rank's heads."""
-        weight = local_param(weight, dtype)
-        bias = None if bias is None else local_param(bias, dtype)
-        if weight_rows == slice(None):
-            # A slice of everything would cost its backward pass a tensor of zeros and a copy.
-            return weight, bias
-        return weight[weight_rows], None if bias is None else bias[weight_rows]
-
-
 def gate_heads(attended_SBAD: Tensor, gate: Tensor) -> Tensor:
     """Multiply the heads by the sigmoid of gates, [S, B, A * D] of each dim or [S, B, A] of each head."""
     return attended_SBAD * sigmoid(gate.unflatten(-1, (attended_SBAD.shape[2], -1)))
-
-
-def _head_norm(cfg: ModelConfig, width: int) -> nn.Module | None:
-    norm = cfg.softmax_attention.qk_norm
-    if norm is None:
-        return None
-    if norm.over_all_heads:
-        return FullWidthQKNorm(width, cfg.norm_eps)
-    if not norm.has_weight:
-        return HeadL2Norm(cfg.norm_eps)
-    return RMSNorm(cfg.head_size, cfg.norm_eps, zero_centered=cfg.zero_centered_norms)
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256

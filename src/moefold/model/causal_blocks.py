@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from moefold.ops.block_attention import (
     fold_in_sinks,
     merge_lse_,
 )
+
+
+@runtime_checkable
+class TakesKernel(Protocol):
+    """Core attention that a kernel of the device may compute, where it supports the tensors."""
+
+    kernel: Any
 
 
 @runtime_checkable

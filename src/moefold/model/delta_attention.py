@@ -1,4 +1,4 @@
-"""Linear attention by the delta rule with decays: Gated DeltaNet and Kimi Delta Attention."""
+"""Linear attention by the delta rule with decays: what its kinds share."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import AttentionFrame
+from moefold.config.groups.linear_attention import DeltaRulePart
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens, StateShapes
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
@@ -23,22 +24,19 @@ class DeltaAttention(LinearAttention):
     the gate, and declares their weights.
 
     Args:
-        cfg: sizes.
-        window: 0.
+        part: sizes.
+        frame: of the model.
     """
 
     dt_bias: nn.Parameter
 
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
+    def __init__(self, part: DeltaRulePart, frame: AttentionFrame) -> None:
         super().__init__()
-        assert not window, "linear attention has no window"
-        hidden = cfg.hidden_size
-        heads = cfg.linear_num_value_heads
-        key = cfg.linear_num_key_heads * cfg.linear_key_head_dim
-        value = heads * cfg.linear_value_head_dim
-        taps = cfg.linear_conv_kernel
-        self.key_head_dim = cfg.linear_key_head_dim
-        self.value_head_dim = cfg.linear_value_head_dim
+        hidden = frame.hidden_size
+        heads = part.num_value_heads
+        key, value, taps = part.key_width, part.value_width, part.conv_kernel
+        self.key_head_dim = part.key_head_dim
+        self.value_head_dim = part.value_head_dim
         self.decay_bound = 0.0
         self.wq = nn.Parameter(torch.empty(key, hidden))
         self.wk = nn.Parameter(torch.empty(key, hidden))
@@ -49,7 +47,7 @@ class DeltaAttention(LinearAttention):
         self.conv_k = nn.Parameter(torch.empty(key, taps))
         self.conv_v = nn.Parameter(torch.empty(value, taps))
         self.a_log = nn.Parameter(torch.empty(heads))
-        self.norm = RMSNorm(cfg.linear_value_head_dim, cfg.norm_eps)
+        self.norm = RMSNorm(part.value_head_dim, frame.norm_eps)
 
     @abstractmethod
     def activate_gate(self, gate: Tensor) -> Tensor:
@@ -100,61 +98,3 @@ class DeltaAttention(LinearAttention):
         if self.decay_bound:
             return self.decay_bound * (rate_A1 * logits).sigmoid(), strength
         return -rate_A1 * F.softplus(logits), strength
-
-
-class GatedDeltaNet(DeltaAttention):
-    """Gated DeltaNet (arXiv:2412.06464): a decay for each head, a = wa x, and the gate SiLU(wg x)."""
-
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__(cfg, window)
-        heads = cfg.linear_num_value_heads
-        self.wg = nn.Parameter(torch.empty(heads * cfg.linear_value_head_dim, cfg.hidden_size))
-        self.wa = nn.Parameter(torch.empty(heads, cfg.hidden_size))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, the gate, a and b; see base class."""
-        return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb, num_unquantized=2))
-
-    def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return SiLU of the gate."""
-        return F.silu(gate)
-
-
-class KimiDeltaAttention(DeltaAttention):
-    """Kimi Delta Attention (arXiv:2510.26692): a decay for each key channel, and the gate sigmoid of a projection.
-
-    Decays and gate are projected through low ranks, a = wa_up wa_down x and the gate wg_up wg_down x, or directly, wa x
-    and wg x (`linear_full_rank_gates`).
-    """
-
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__(cfg, window)
-        hidden = cfg.hidden_size
-        channels = cfg.linear_num_value_heads * cfg.linear_key_head_dim
-        value = cfg.linear_num_value_heads * cfg.linear_value_head_dim
-        rank = 0 if cfg.linear_full_rank_gates else cfg.linear_value_head_dim
-        self.decay_bound = cfg.linear_decay_bound
-        self.wa = None if rank else nn.Parameter(torch.empty(channels, hidden))
-        self.wg = None if rank else nn.Parameter(torch.empty(value, hidden))
-        self.wa_down = nn.Parameter(torch.empty(rank, hidden)) if rank else None
-        self.wa_up = nn.Parameter(torch.empty(channels, rank)) if rank else None
-        self.wg_down = nn.Parameter(torch.empty(rank, hidden)) if rank else None
-        self.wg_up = nn.Parameter(torch.empty(value, rank)) if rank else None
-        self.dt_bias = nn.Parameter(torch.empty(channels))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, the gate, a and b; the ranks of tp compute low ranks of their own tokens, and gather them."""
-        if self.wa is not None and self.wg is not None:
-            return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb, num_unquantized=2))
-        q, k, v, b = self.column_linear(x, self.wq, self.wk, self.wv, self.wb, num_unquantized=1)
-        parts = []
-        for down, up in ((self.wg_down, self.wg_up), (self.wa_down, self.wa_up)):
-            assert down is not None
-            assert up is not None
-            parts.append(self.low_rank_linear(x, down, up))
-        return q, k, v, *parts, b
-
-    def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return the sigmoid of the gate."""
-        return gate.sigmoid()

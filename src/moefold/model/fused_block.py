@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.torch_compat import has_forward_hooks
-from moefold.model.attention import Attention
-from moefold.model.linear_attention import LinearAttention
+from moefold.model.attention import TokenMixer
 from moefold.model.local_param import local_param
-from moefold.model.mla import LatentAttention
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
@@ -19,15 +17,10 @@ from moefold.model.moe.router import RouterOverride
 from moefold.model.moe.token_group import TokenColumns, TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import CurrentPass, PagedAttention
-from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
-from moefold.model.tp_interface import NoSequenceParallel
 from moefold.model.transformer import Block
 from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
 
-ATTENTION_PARAMETERS = frozenset(
-    ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight")
-)
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
 )
@@ -52,13 +45,11 @@ def fused_unsupported_reason(block: nn.Module) -> str:
 def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
     """Yield each reason against a layer and whether it holds; a later one may presume that the earlier do not."""
     attention = getattr(block, "attention", None)
-    yield "linear attention", isinstance(attention, LinearAttention)
-    yield "sparse attention", isinstance(attention, SparseAttention | SparseLatentAttention)
-    yield "latent attention", isinstance(attention, LatentAttention)
-    is_known = type(block) is Block and type(attention) is Attention
-    yield "a layer of another class", not is_known
+    refusal = attention.fused_refusal if isinstance(attention, TokenMixer) else ""
+    yield refusal, bool(refusal)
+    yield "a layer of another class", type(block) is not Block
     assert isinstance(block, Block)
-    assert isinstance(attention, Attention)
+    attention = block.attention
     kernel = attention.kernels.decode
     yield "no kernels in C, as of run.kernels='plain', float64, no compiler or no AVX", kernel is None
     assert kernel is not None
@@ -68,17 +59,7 @@ def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
     yield "no RoPE", not block.has_rope
     yield "interleaved RoPE", block.is_rope_interleaved
     yield "model.residual_multiplier", block.residual_multiplier != 1
-    yield "model.attention_multiplier", attention.scale is not None
-    yield "attention in chunks", bool(attention.chunk_size)
-    yield "QK norm after RoPE", attention.norm_after_rope
-    head_norms = attention.query_norm, attention.key_norm
-    yield "QK norm of all heads", any(norm is not None and type(norm) is not RMSNorm for norm in head_norms)
-    yield f"heads wider than {kernel.max_head_dim}", attention.head_size > kernel.max_head_dim
-    yield "tensor parallelism", not isinstance(attention.sequence_parallel, NoSequenceParallel)
-    yield "heads of several ranks", attention.kv_rows != slice(None)
-    parameters = {name for name, _ in attention.named_parameters()}
-    yield "a gate of attention", "wg" in parameters
-    yield "parameters of attention that it does not know", bool(parameters - ATTENTION_PARAMETERS)
+    yield from attention.fused_obstacles()
     yield from _unsupported_ffn(block.ffn, kernel)
     kernels = attention.kernels
     parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.linear_backend, kernels.gemm
@@ -180,8 +161,8 @@ class FusedBlock:
         """Return the layer with its pages, which this call allocates."""
         weights = layer_weights(self._block, like)
         self._chooses = weights.routing is not None
-        num_groups = len(weights.key.weight) // weights.head_dim
-        return self._decode_pass.layer(weights, *self._cache.kernel_pages(num_groups, weights.head_dim, like))
+        num_groups = len(weights.attention.key.weight) // weights.attention.head_dim
+        return self._decode_pass.layer(weights, *self._cache.kernel_pages(num_groups, weights.attention.head_dim, like))
 
 
 def _has_no_choices(override: RouterOverride | None) -> bool:
@@ -203,24 +184,17 @@ def _unrecorded(ffn: nn.Module) -> Iterator[None]:
 
 def layer_weights(block: Block, like: Tensor) -> LayerWeights:
     """Return the weights of a layer for rows of the dtype of a tensor."""
-    dtype = like.dtype
-    attention = block.attention
-    assert isinstance(attention, Attention)
     assert isinstance(block.attention_norm, RMSNorm)
     assert isinstance(block.ffn_norm, RMSNorm)
-
-    def linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = dtype) -> LinearWeights:
-        return LinearWeights(local_param(weight, dtype), None if bias is None else local_param(bias, dtype))
-
-    query_norm, key_norm = (
-        norm if isinstance(norm, RMSNorm) else None for norm in (attention.query_norm, attention.key_norm)
-    )
     router = None
     experts = None
     top_k = 0
     routing = None
     if isinstance(ffn := block.ffn, MoELayer):
-        router = linear(ffn.router.weight, ffn.router.bias, torch.float32)
+        bias = ffn.router.bias
+        router = LinearWeights(
+            local_param(ffn.router.weight, torch.float32), None if bias is None else local_param(bias, torch.float32)
+        )
         matrix_dtype = ffn.experts.ops.weight_dtype(like)
         gate, up, down = (local_param(weight, matrix_dtype) for weight in ffn.experts.computed_weights)
         experts = gate, up, down
@@ -229,19 +203,10 @@ def layer_weights(block: Block, like: Tensor) -> LayerWeights:
         is_known = kernels.decode is not None and kernels.decode.replaces(kernels.router_softmax)
         routing = ffn.router.softmax_routing() if is_known and ffn.shared is None else None
     return LayerWeights(
-        query=linear(attention.wq, attention.bq),
-        key=linear(attention.wk, attention.bk),
-        value=linear(attention.wv, attention.bv),
-        output=linear(attention.wo, attention.bo),
+        attention=block.attention.fused_weights(like),
         attention_norm=block.attention_norm.local_weight(like),
         ffn_norm=block.ffn_norm.local_weight(like),
-        query_norm=None if query_norm is None else query_norm.local_weight(like),
-        key_norm=None if key_norm is None else key_norm.local_weight(like),
-        sinks=None if attention.sinks is None else local_param(attention.sinks, dtype),
-        head_dim=attention.head_size,
-        window=attention.window,
         eps=block.attention_norm.eps,
-        query_key_eps=0.0 if query_norm is None else query_norm.eps,
         router=router,
         experts=experts,
         top_k=top_k,

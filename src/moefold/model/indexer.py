@@ -2,6 +2,13 @@
 
 The indexer learns from the KL divergence of its softmax from the attention probabilities alone: its inputs and its
 target are detached, and a selection has no gradient.
+
+Two stages (`train.indexer_stage`). warmup: attention is dense, all weights but the indexer's are frozen, and the
+indexer learns the attention probabilities over all visible keys. sparse: each query attends to its selected keys, the
+model learns from the language-model loss alone and the indexer from the attention probabilities over these keys alone.
+
+A layer without an indexer attends to the keys that the nearest layer before it with one selected, and that indexer
+learns from both layers' probabilities (`model.index_pattern`, arXiv:2603.12201).
 """
 
 from dataclasses import replace
@@ -11,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.model import ModelConfig
+from moefold.config.groups.indexer import IndexerPart
 from moefold.model.local_param import local_param
 from moefold.model.moe.losses import attach_aux_loss
 from moefold.model.norm import LayerNorm
@@ -93,20 +100,20 @@ class LightningIndexer(nn.Module):
     keys. `parallelize` replaces `sequence_parallel` and `keys` (context parallelism).
 
     Args:
-        cfg: sizes.
+        part: sizes.
         query_width: width of the input of the queries: the query latent, or the hidden state.
+        hidden: width of the residual stream.
         window: sliding window of the layer; 0: none.
     """
 
-    def __init__(self, cfg: ModelConfig, query_width: int, window: int) -> None:
+    def __init__(self, part: IndexerPart, query_width: int, hidden: int, window: int) -> None:
         super().__init__()
-        heads = cfg.index_heads
-        head_dim = cfg.index_head_dim
+        heads, head_dim = part.heads, part.head_dim
         self.wq = nn.Parameter(torch.empty(heads * head_dim, query_width))
-        self.wk = nn.Parameter(torch.empty(head_dim, cfg.hidden_size))
-        self.weights_proj = nn.Parameter(torch.empty(heads, cfg.hidden_size))
+        self.wk = nn.Parameter(torch.empty(head_dim, hidden))
+        self.weights_proj = nn.Parameter(torch.empty(heads, hidden))
         self.key_norm = LayerNorm(head_dim, INDEX_NORM_EPS)
-        self.top_k = cfg.index_topk
+        self.top_k = part.topk
         self.sliding_window = window
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.keys: KeyGather = WholeKeys()
@@ -118,7 +125,7 @@ class LightningIndexer(nn.Module):
         self._loss_scale = 1.0
         self._head_dim = head_dim
         self._weight_scale = (heads * head_dim) ** -0.5
-        self._is_interleaved = cfg.index_rope_interleaved
+        self._is_interleaved = part.rope_interleaved
 
     def set_training(self, stage: IndexerStage, coefficient: float, num_micro_batches: int) -> None:
         """Set the stage, the coefficient of each layer's loss, and the number of micro-batches of a global batch."""

@@ -8,8 +8,7 @@ from torch import Tensor
 from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
-from moefold.ops.decode import DecodeKernel
-from moefold.ops.decode_choice import DecodeChoice
+from moefold.ops.decode import DecodeChoice, DecodeKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel

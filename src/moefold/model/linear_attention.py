@@ -1,8 +1,7 @@
 """Base class of the layers of kind L: training over whole sequences or segments of them, decoding from cached states.
 
-The recurrences are in `ops/linear_attention.py`, the layers in `delta_attention.py`, `gated_linear_attention.py` and
-`short_convolution.py`. A rank computes whole heads of whole sequences, or under context parallelism of some segments of
-them, whose initial states come from `SequenceSegments`.
+The recurrences are in `ops/linear_attention.py`, the layers in `parts/attention/`. A rank computes whole heads of whole
+sequences, or under context parallelism of some segments of them, whose initial states come from `SequenceSegments`.
 """
 
 from abc import ABC, abstractmethod
@@ -131,6 +130,11 @@ class LinearAttention(TokenMixer):
         super().__init__()
         self.segments: SequenceSegments = WholeSequence()
         self.state_cache: StateCacheProtocol | None = None
+
+    @property
+    def fused_refusal(self) -> str:
+        """See base class."""
+        return "linear attention"
 
     @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -7,6 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+MISMATCH = "mismatch_mean"
+"""Metric of sampled tokens whose limit is rl.mismatch_limit."""
+
 
 @dataclass(frozen=True)
 class LossMetric:

@@ -55,11 +55,12 @@ class FullWidthQKNorm(nn.Module):
     `parallelize` replaces `sum_of_squares` where tensor parallelism shards the heads.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.size = size
         self.eps = eps
+        self.num_heads = num_heads
         self.sum_of_squares: Callable[[Tensor], Tensor] = _identity
 
     def forward(self, x: Tensor, weight_slice: slice) -> Tensor:

@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from moefold.config.find import is_built_in
+from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.norm import NormPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
@@ -24,7 +25,14 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
     """
     part = layer.attention
     with names_failure(part, "build"):
-        module: TokenMixer = part.build(model)
+        module: TokenMixer = part.build(
+            AttentionFrame(
+                hidden_size=layer.hidden_size,
+                norm_eps=model.norm_eps,
+                zero_centered_norms=model.zero_centered_norms,
+                score_factor=model.rope.scaling.score_factor,
+            )
+        )
     _check_parameters(part, module, partial(part.params, layer.hidden_size))
     return module
 

@@ -3,16 +3,14 @@
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.rope_scaling import RopeScalingPart
-from moefold.config.model import ModelConfig
+from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.part import describe_part
 from moefold.errors import ConfigError
 from moefold.ops.rope import NO_ROPE, NoRope, Rope, RopeKernel
 
 
 def build_rope(
-    cfg: ModelConfig,
+    settings: RopeSettings,
     positions: Tensor,
     dtype: torch.dtype,
     kernel: RopeKernel | None = None,
@@ -22,7 +20,7 @@ def build_rope(
     """Build the RoPE of tokens at the given positions.
 
     Args:
-        cfg: sizes, base and scaling.
+        settings: sizes, base and scaling.
         positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
         dtype: dtype of the result; angles are computed in float64.
         kernel: fused RoPE kernel; None: PyTorch operations.
@@ -31,38 +29,38 @@ def build_rope(
         seq_len: as of `rope_frequencies`.
     """
     if frequencies is None:
-        frequencies = rope_frequencies(cfg, seq_len).to(positions.device)
+        frequencies = rope_frequencies(settings, seq_len).to(positions.device)
     positions_SB = positions.unsqueeze(1) if positions.dim() == 1 else positions
     angles = positions_SB.to(torch.float64)[:, :, None, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    scale = chosen_in(cfg, RopeScalingPart).rotated_factor(seq_len)
+    scale = settings.scaling.rotated_factor(seq_len)
     cos = (scale * angles.cos()).to(dtype)
     sin = (scale * angles.sin()).to(dtype)
-    return Rope(cos, sin, cfg.rope_interleaved, kernel, _temperature_without_rope(cfg, positions_SB, dtype))
+    return Rope(cos, sin, settings.interleaved, kernel, _temperature_without_rope(settings, positions_SB, dtype))
 
 
-def _temperature_without_rope(cfg: ModelConfig, positions_SB: Tensor, dtype: torch.dtype) -> NoRope:
+def _temperature_without_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> NoRope:
     """Return the attention temperature of layers without RoPE at some positions (arXiv:2501.19399, Llama 4)."""
-    if not cfg.nope_temperature_scale:
+    if not settings.temperature_scale:
         return NO_ROPE
-    steps_SB = (positions_SB + 1) // cfg.nope_temperature_tokens
-    scale_SB = 1 + cfg.nope_temperature_scale * steps_SB.to(torch.float64).log1p()
+    steps_SB = (positions_SB + 1) // settings.temperature_tokens
+    scale_SB = 1 + settings.temperature_scale * steps_SB.to(torch.float64).log1p()
     return NoRope(scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32)))
 
 
-def rope_frequencies(cfg: ModelConfig, seq_len: int = 0) -> Tensor:
+def rope_frequencies(settings: RopeSettings, seq_len: int = 0) -> Tensor:
     """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling.
 
     Args:
-        cfg: sizes, base and scaling.
+        settings: sizes, base and scaling.
         seq_len: tokens of the longest sequence, see `RopeScalingPart`.
 
     Raises:
         ConfigError: a scaling from outside has another number of frequencies.
     """
-    part = chosen_in(cfg, RopeScalingPart)
-    frequencies = part.frequencies(cfg.rope_theta, cfg.rotary_dim, seq_len)
-    pairs = -(-cfg.rotary_dim // 2)
+    part = settings.scaling
+    frequencies = part.frequencies(settings.theta, settings.rotary_dim, seq_len)
+    pairs = -(-settings.rotary_dim // 2)
     if len(frequencies) != pairs:
         raise ConfigError(f"{describe_part(part)} has {len(frequencies)} frequencies for {pairs} pairs of dims")
     return frequencies

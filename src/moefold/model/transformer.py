@@ -26,7 +26,6 @@ from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
 from moefold.model.part_modules import build_attention, build_norm
 from moefold.model.rope import build_rope, rope_frequencies
-from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
@@ -60,7 +59,7 @@ class Block(nn.Module):
         self.ffn: nn.Module = layer.ffn.build(cfg, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.has_rope = layer.attention.has_rope
-        self.is_rope_interleaved = model.rope_interleaved
+        self.is_rope_interleaved = model.rope.interleaved
         self.shared_selection: int | None = None
         """Number of the layer that selects the keys of this one, if layers share selections."""
         if shares_selections(model) and layer.attention.selector is not None:
@@ -129,8 +128,8 @@ class Block(nn.Module):
 
     def _selection_with_loss(self, selection: Selection | None) -> Selection | None:
         """Return a selection that takes the loss of a frozen layer's indexer."""
-        is_sparse = isinstance(self.attention, SparseAttention | SparseLatentAttention)
-        return Selection() if self.is_frozen and is_sparse and selection is None else selection
+        is_needed = self.is_frozen and self.attention.selects_keys and selection is None
+        return Selection() if is_needed else selection
 
     def _connected(self, source: Tensor, output: LayerOutput, selection: Selection | None) -> LayerOutput:
         """Return the output of the layer; of a frozen one with the loss of its indexer, and connected to its input."""
@@ -329,7 +328,7 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model, self.cfg.train.seq_len).to(positions.device)
+            self._rope_frequencies = rope_frequencies(self.cfg.model.rope, self.cfg.train.seq_len).to(positions.device)
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
@@ -475,7 +474,9 @@ class Transformer(nn.Module):
 
     def _build_rope(self, positions: Tensor) -> Rope:
         seq_len = self.cfg.train.seq_len
-        return build_rope(self.cfg.model, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len)
+        return build_rope(
+            self.cfg.model.rope, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len
+        )
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Return the MoE layers of this stage by their number in the whole model."""

@@ -13,11 +13,9 @@ from moefold.config.groups.objective import ObjectivePart, PolicyTokens
 from moefold.model.head import ModelOutput
 from moefold.model.loss import SoftmaxOptions
 from moefold.model.loss_function import weighted_sum
-from moefold.model.loss_metrics import LossMetric
+from moefold.model.loss_metrics import MISMATCH, LossMetric
 from moefold.objectives.sequences import Sequences
 
-MISMATCH = "mismatch_mean"
-"""Metric whose limit is rl.mismatch_limit."""
 FRAME_METRICS = (
     LossMetric("entropy", "mean"),
     LossMetric("ratio_max", "max"),

@@ -1,30 +1,40 @@
 """The loss function that a recipe asks for."""
 
+from typing import TYPE_CHECKING
+
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in, readers
+from moefold.config.find import find_group
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
-from moefold.config.groups.correction import CorrectionPart
-from moefold.config.groups.kl import KlPart
-from moefold.config.groups.objective import ObjectivePart
 from moefold.config.rl import RLConfig
 from moefold.model.loss_function import LossFunction, NextTokenLoss
-from moefold.objectives.policy import PolicyGradientLoss
-from moefold.objectives.preference import PreferenceLoss
+
+if TYPE_CHECKING:
+    from moefold.objectives.policy import PolicyGradientLoss
 
 
 def recipe_loss(align: AlignConfig) -> LossFunction:
     """Return the loss of the [align] section; next-token prediction if it asks for none."""
     method = chosen_in(align, AlignmentPart)
-    return PreferenceLoss(method=method) if isinstance(method, PreferencePart) else NextTokenLoss()
+    if not isinstance(method, PreferencePart):
+        return NextTokenLoss()
+    from moefold.objectives.preference import PreferenceLoss
+
+    return PreferenceLoss(method=method)
 
 
-def policy_loss(rl: RLConfig, temperature: float = 1.0) -> PolicyGradientLoss:
+def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":
     """Return the loss of reinforcement learning.
 
     Args:
         rl: the [rl] section.
         temperature: rollout.temperature.
     """
+    from moefold.config.groups.correction import CorrectionPart
+    from moefold.config.groups.kl import KlPart
+    from moefold.config.groups.objective import ObjectivePart
+    from moefold.objectives.policy import PolicyGradientLoss
+
     return PolicyGradientLoss(
         objective=chosen_in(rl, ObjectivePart),
         correction=chosen_in(rl, CorrectionPart),
@@ -36,7 +46,7 @@ def policy_loss(rl: RLConfig, temperature: float = 1.0) -> PolicyGradientLoss:
 
 def policy_loss_keys() -> frozenset[str]:
     """Return the recipe keys that only the loss of reinforcement learning reads."""
-    groups = (ObjectivePart, CorrectionPart, KlPart)
+    groups = tuple(map(find_group, ("objective", "correction", "kl")))
     read = (key for key, owners in readers().items() if any(group in groups for group, _ in owners))
     return frozenset((*(group.key for group in groups), *read))
 

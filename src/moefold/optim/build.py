@@ -15,7 +15,7 @@ from moefold.config.part import describe_part, names_failure
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import ConfigError
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OptimizerRun:
     stage: Group | None
     """The ranks that together hold the parameters of this rank's stage; None: a measurement without ranks."""
     lr: float
-    """Learning rate of the first step; `optim.param_groups.set_learning_rate` sets it before each."""
+    """Learning rate of the first step; `optim.states.set_learning_rate` sets it before each."""
     seed: int
     """Seed of the run."""
     state_store: StateStore | None = None

@@ -36,7 +36,7 @@ from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer_round import OuterNorms, PendingRound, bits_to_float, dot, exact_square, float_to_bits, mix
 from moefold.optim.owned_experts import select_owned
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore
 from moefold.topology.fragments import fragment_of
 
 STATES = ("weights", "momentum", "residual")

@@ -21,31 +21,8 @@ from torch.distributed.tensor import DTensor
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
 from moefold.offload.backend import CopyEngine
+from moefold.optim.states import StateStore
 from moefold.terminal import format_bytes
-
-
-class StateStore:
-    """Store of optimizer moments, and the access of a step to them. This base class keeps them on the device."""
-
-    def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Allocate a moment of a parameter, sharded like the parameter."""
-        return torch.zeros_like(like, dtype=dtype)
-
-    def is_offloaded(self, moment: Tensor) -> bool:
-        """Return whether a moment is off the device between steps."""
-        return False
-
-    def zero(self, moment: Tensor) -> None:
-        """Zero a moment in place, between two steps."""
-        local_tensor(moment).zero_()
-
-    def prefetch(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Yield the moments of one parameter after the other as local tensors on the device, to be changed in place.
-
-        The changes are written back by the end of the iteration.
-        """
-        for moments_of_param in moments:
-            yield [local_tensor(moment) for moment in moments_of_param]
 
 
 class PinnedStore(StateStore):

@@ -3,12 +3,12 @@
 A state is a tensor in `optimizer.state[parameter]`, of the shape and the sharding of the parameter, or the step count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moefold.optim.state_offload import StateStore
+from moefold.model.local_param import local_tensor
 
 STEP = "step"
 """State key of the number of updates since the moments were zero."""
@@ -63,3 +63,49 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
     for state in optimizer.state.values():
         if STEP in state:
             state[STEP].fill_(step)
+
+
+class StateStore:
+    """Store of optimizer moments, and the access of a step to them. This base class keeps them on the device."""
+
+    def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Allocate a moment of a parameter, sharded like the parameter."""
+        return torch.zeros_like(like, dtype=dtype)
+
+    def is_offloaded(self, moment: Tensor) -> bool:
+        """Return whether a moment is off the device between steps."""
+        return False
+
+    def zero(self, moment: Tensor) -> None:
+        """Zero a moment in place, between two steps."""
+        local_tensor(moment).zero_()
+
+    def prefetch(self, moments: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+        """Yield the moments of one parameter after the other as local tensors on the device, to be changed in place.
+
+        The changes are written back by the end of the iteration.
+        """
+        for moments_of_param in moments:
+            yield [local_tensor(moment) for moment in moments_of_param]
+
+
+EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
+
+
+def group_by_decay(parameters: Mapping[str, nn.Parameter]) -> dict[bool, list[nn.Parameter]]:
+    """Return the parameters with weight decay (True), and norms, sinks and biases (False); never without a group."""
+    groups: dict[bool, list[nn.Parameter]] = {}
+    if not parameters:
+        # A pipeline stage may have none, in the warm-up of indexers, but torch requires a group.
+        groups[False] = []
+    for name, parameter in parameters.items():
+        # Biases of experts have two dims: one row per expert.
+        decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
+        groups.setdefault(decays, []).append(parameter)
+    return groups
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all param groups for the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -6,6 +6,8 @@ full sequence. Keys and values are sent with their own G/tp heads, not expanded 
 document bounds of the full sample, so each rank knows which keys its own queries attend to.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,9 @@ from moefold.model.causal_blocks import zigzag
 from moefold.model.indexer import LightningIndexer
 from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention, PlanOptions, nodes_of_round
+
+if TYPE_CHECKING:
+    from moefold.parallel.planned_attention import AttentionPlanner
 
 
 def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups: ParallelGroups) -> None:
@@ -33,7 +37,7 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
     for module in stage.modules():
         if isinstance(module, SelfAttention):
             if planner is not None:
-                module.core_attention = PlannedAttention(planner, module.window)
+                module.core_attention = planner.core_attention(module.window)
             else:
                 module.core_attention = context_parallel_attention(context, cp, module.window, module.chunk_size)
             module.attends_in_blocks = planner is not None or (cp.size > 1 and not context.shards_heads)
@@ -43,15 +47,17 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
             module.keys = ContextKeys(context, cp)
 
 
-def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> AttentionPlanner | None:
+def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "AttentionPlanner | None":
     """Return what the layers plan their attention with; None: they do not, or there is nothing to send."""
     part = chosen_in(parallel, ContextPart)
     moves_work = part.balances_hosts and (parallel.attention_pool or groups.attn.dp_cp.size) > 1
     if not part.is_planned or not (groups.attn.cp.size > 1 or moves_work or parallel.placement == "balanced"):
         return None
+    from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, nodes_of_round
+
     if not part.balances_hosts:
-        return AttentionPlanner(groups, PlanOptions())
-    options = PlanOptions(
+        return AttentionPlanner(groups, AttentionPlanOptions())
+    options = AttentionPlanOptions(
         tolerance=parallel.attention_tolerance,
         block=parallel.attention_block,
         pool=parallel.attention_pool,

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
-from moefold.config.chosen import chosen, part_of_kind
+from moefold.config.chosen import DispatchSections, chosen, part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import names_failure
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
-from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 from moefold.model.transformer import Transformer
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.tensor_parallel import local_positions
 
 
@@ -88,7 +90,39 @@ def apply_expert_parallel(
     is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():
         layer.micro_batch_group = micro_batch_group
-        layer.dispatcher = (
-            ValidatingDispatcher(dispatcher, groups.moe, number, groups.device) if is_checked else dispatcher
-        )
+        layer.dispatcher = dispatcher
+        if is_checked:
+            from moefold.model.moe.dispatch.validating import ValidatingDispatcher
+
+            layer.dispatcher = ValidatingDispatcher(dispatcher, groups.moe, number, groups.device)
         layer.experts.bias_slice = bias_slice
+
+
+def local_receive_load(model: ParallelModel, parallel: ParallelConfig, moe: MoEConfig) -> Tensor:
+    """Return this rank's largest receive load since the last call in its slot, zeros in the other slots, [ranks].
+
+    [0] if the dispatcher always has room.
+    """
+    world = model.groups.world
+    has_buffer = chosen(DispatchSections(parallel, moe), DispatcherPart).room(1) is not None
+    loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
+    load = largest_receive_load(layer.dispatcher for layer in model.moe_layers().values())
+    if load is not None:
+        loads[world.rank] = load
+    return loads
+
+
+def check_receive_loads(loads: Tensor, parallel: ParallelConfig, moe: MoEConfig, step: str) -> None:
+    """Stop the run if a rank was to receive more than it has room for: the results of this pass are void.
+
+    Args:
+        loads: of all ranks, on the host.
+        step: what was computed, for the message.
+
+    Raises:
+        RunError: a load is above 1.
+    """
+    if not loads.numel() or float(loads.max()) <= 1:
+        return
+    overflow = chosen(DispatchSections(parallel, moe), DispatcherPart).overflow(float(loads.max()))
+    raise RunError(f"{step} is void: rank {int(loads.argmax())} {overflow}")

@@ -27,7 +27,7 @@ from torch.export import register_dataclass
 from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.shared_exchange import SharedExchange, open_shared_exchange
+from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.comm.torch_compat import (
     init_fsdp_root,
     remove_fsdp_forward_hooks,

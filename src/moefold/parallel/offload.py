@@ -14,7 +14,8 @@ from moefold.model.transformer import Transformer
 from moefold.offload.activations import GIB, ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
-from moefold.optim.state_offload import MmapStore, PinnedStore, StateStore
+from moefold.optim.state_offload import MmapStore, PinnedStore
+from moefold.optim.states import StateStore
 from moefold.parallel.layer_parts import forward_method, wrap_part
 
 

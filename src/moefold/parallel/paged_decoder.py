@@ -21,13 +21,11 @@ from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supp
 from moefold.model.head import Head
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.local_param import CastCopies
-from moefold.model.mla import LatentAttention
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
 from moefold.model.paged_selection import PagedSelection
 from moefold.model.recurrent_cache import RecurrentStates
-from moefold.model.sparse_attention import SparseAttention, SparseLatentAttention
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -196,13 +194,13 @@ class PagedDecoder:
             states = RecurrentStates(self._pass)
             self._state_caches.append(states)
             self._replace(module, "state_cache", states)
-        if isinstance(module, SparseAttention | SparseLatentAttention):
+        if isinstance(module, SelfAttention) and module.selects_keys:
             cache = PagedSelection(self._pass, self._size.num_pages, self._size.page_positions)
             self._add_cache(module, "selected_keys", cache)
         # Duck typing: any attention or feed-forward layer may have these attributes.
         if isinstance(window := getattr(module, "window", None), int):
             arguments = self._pass, self._size.num_pages, self._size.page_positions, window
-            if isinstance(module, LatentAttention) and self._size.kind == "latents":
+            if isinstance(module, SelfAttention) and module.caches_latents and self._size.kind == "latents":
                 self._add_cache(module, "latent_cache", PagedLatents(*arguments))
             else:
                 kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None

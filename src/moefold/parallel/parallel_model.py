@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
@@ -11,17 +11,14 @@ from moefold.config.schema import Config
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
-from moefold.offload.activations import ActivationOffload
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.batch import Batch
-from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
-from moefold.parallel.graphed_micro_batch import GraphedAccumulation
-from moefold.parallel.overlapped_schedule import OverlappedAccumulation
-from moefold.parallel.pipeline import PipelineRunner
-from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
 from moefold.topology.pipeline_layout import StagePlan
+
+if TYPE_CHECKING:
+    from moefold.offload.activations import ActivationOffload
 
 
 class StepRunner(Protocol):
@@ -49,7 +46,7 @@ class ParallelModel:
     """Sequence positions of this rank, int64 [S/cp]."""
     message: str = ""
     """How the open choices of the recipe were resolved; empty if it left nothing open."""
-    offload: ActivationOffload | None = None
+    offload: "ActivationOffload | None" = None
     """Activation offload between the passes; None without offload."""
     cast_copies: CastCopies = field(default_factory=CastCopies)
     """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
@@ -69,6 +66,11 @@ class ParallelModel:
                 found.setdefault(name, parameter)
         return found
 
+    @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank that learn, by their names in the full model."""
+        return {name: parameter for name, parameter in self.named_parameters.items() if parameter.requires_grad}
+
     @cached_property
     def named_buffers(self) -> dict[str, Tensor]:
         """All buffers of this rank by their names in the full model; not sharded."""
@@ -85,6 +87,8 @@ class ParallelModel:
         if cfg.trains_adapters_only:
             sum_replicated_gradients(self.named_parameters, self.groups.moe.etp, "etp")
         if cfg.model.last_stage_needs_embedding and not cfg.freezes_weights:
+            from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
+
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
         return loss
 
@@ -108,10 +112,17 @@ class ParallelModel:
 def make_runner(stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> StepRunner:
     """Make the runner of a mapping: a pipeline, or gradient accumulation, with or without overlapped micro-batches."""
     if groups.layout.pp > 1:
+        from moefold.parallel.pipeline import PipelineRunner
+
         return PipelineRunner(stages, stage_plan, groups, cfg)
     (stage,) = stages
     if cfg.parallel.overlap_experts:
+        from moefold.parallel.overlapped_schedule import OverlappedAccumulation
+
         return OverlappedAccumulation(stage, cfg.num_micro_batches, cfg.parallel.zero, groups)
     if cfg.run.cuda_graphs == "full":
+        from moefold.parallel.cuda_graphs import CudaGraphRecorders
+        from moefold.parallel.graphed_micro_batch import GraphedAccumulation
+
         return GraphedAccumulation(stage, cfg.num_micro_batches, groups.recorder, CudaGraphRecorders())
     return Accumulation(stage, cfg.num_micro_batches, cfg.parallel.zero)

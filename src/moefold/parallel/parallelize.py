@@ -1,10 +1,15 @@
 """Build the stages of a rank and apply the parallel axes to them, in the order of the calls."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
@@ -15,13 +20,12 @@ from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
+from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
 from moefold.model.transformer import Transformer
 from moefold.objectives.recipe_loss import recipe_loss
-from moefold.offload.activations import ActivationOffload
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
-from moefold.parallel.cuda_graphs import CudaGraphRecorders
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher, select_dispatcher
 from moefold.parallel.fsdp import (
     keep_full_precision,
@@ -30,16 +34,14 @@ from moefold.parallel.fsdp import (
     shard_data_parallel,
     shard_model_parallel,
 )
-from moefold.parallel.graphed_modules import apply_cuda_graphs
-from moefold.parallel.kernel_choices import recall_choices
-from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.parallel_model import ParallelModel, make_runner
-from moefold.parallel.phases import record_phases
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.validate.cuda_graphs import check_cuda_graphs_device, check_graphed_loss
+
+if TYPE_CHECKING:
+    from moefold.offload.activations import ActivationOffload
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ShardedStages:
     stage_plan: StagePlan
     positions: Tensor
     message: str
-    offload: ActivationOffload | None
+    offload: "ActivationOffload | None"
     weight_cache: WeightCache
     autotuner: Autotuner
 
@@ -66,16 +68,23 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         loss: the loss of the last stage; None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
-    check_cuda_graphs_device(cfg.run, groups.device.type)
     loss = recipe_loss(cfg.align) if loss is None else loss
-    check_graphed_loss(cfg.run, [metric.name for metric in metrics_of(loss)])
+    if cfg.run.uses_cuda_graphs:
+        from moefold.validate.cuda_graphs import check_cuda_graphs_device, check_graphed_loss
+
+        check_cuda_graphs_device(cfg.run, groups.device.type)
+        check_graphed_loss(cfg.run, [metric.name for metric in metrics_of(loss)])
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for stage in sharded.stages:
         stage.set_loss(loss)
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
-    recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
+    recalled = ""
+    if sharded.autotuner.is_enabled:
+        from moefold.parallel.kernel_choices import recall_choices
+
+        recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
     message = "; ".join(filter(None, (sharded.message, recalled, recompute_message)))
     return ParallelModel(
         sharded.stages,
@@ -102,6 +111,19 @@ def freeze_all_but_indexers(stage: Transformer) -> None:
     stage.requires_grad_(False)
     for indexer in stage.indexers().values():
         indexer.requires_grad_(True)
+
+
+def _module_graphs(cfg: Config, weight_cache: WeightCache) -> Callable[[Transformer], None] | None:
+    """Return what captures attention and routers of a stage in CUDA graphs; None if the recipe captures none."""
+    if cfg.run.cuda_graphs not in ("attention", "attention_router"):
+        return None
+    from moefold.parallel.cuda_graphs import CudaGraphRecorders
+    from moefold.parallel.graphed_modules import apply_cuda_graphs
+
+    has_router = cfg.run.cuda_graphs == "attention_router"
+    return partial(
+        apply_cuda_graphs, weight_cache=weight_cache, make_recorder=CudaGraphRecorders(), has_router=has_router
+    )
 
 
 def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: bool) -> ShardedStages:
@@ -137,8 +159,12 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         cfg = replace(cfg, run=run, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
     dispatcher = build_dispatcher(selection.part, groups.moe, dispatch_sizes(cfg))
-    offload = open_offload(cfg.train, groups.device, groups.rank) if for_training else None
-    recorders = CudaGraphRecorders()
+    offload: ActivationOffload | None = None
+    if for_training and cfg.train.offload:
+        from moefold.parallel.offload import open_offload
+
+        offload = open_offload(cfg.train, groups.device, groups.rank)
+    graph_modules = _module_graphs(cfg, kernels.weight_cache) if for_training else None
     for stage in stages:
         stage.to(master_weight_dtype(cfg.run) if for_training else stage.dtype)
         for layer in stage.moe_layers().values():
@@ -154,10 +180,11 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         if for_training and not cfg.trains_indexers_only:
             apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
         if offload is not None and not cfg.trains_indexers_only:
+            from moefold.parallel.offload import apply_offload
+
             apply_offload(stage, cfg.train.offload, offload)
-        if for_training and cfg.run.cuda_graphs in ("attention", "attention_router"):
-            has_router = cfg.run.cuda_graphs == "attention_router"
-            apply_cuda_graphs(stage, kernels.weight_cache, recorders, has_router=has_router)
+        if graph_modules is not None:
+            graph_modules(stage)
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
         # FSDP reads which parameters are frozen.
@@ -171,3 +198,41 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
     return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache, kernels.autotuner)
+
+
+def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:
+    """Record when a micro-batch enters the stage, and when its gradient does.
+
+    Overlapped passes do not call `forward`; their runner records the phases itself.
+    """
+    wrap_method(stage, "forward", _PhaseRecorder(stage, recorder).wrap)
+
+
+class _PhaseRecorder:
+    """Counts the micro-batches of a step, in order of execution."""
+
+    def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
+        self._stage = stage
+        self._recorder = recorder
+        self._step = -1
+        self._count = 0
+
+    def wrap(self, forward: Function) -> Function:
+        return wrap_calls(forward, self._begin)
+
+    def _begin(self, *args: Any, **kwargs: Any) -> CallContext | None:
+        if not self._stage.training:
+            self._recorder.set_phase("evaluation")
+            return None
+        if self._step != self._recorder.step:
+            self._step = self._recorder.step
+            self._count = 0
+        number = self._count
+        self._count += 1
+        self._recorder.set_phase(f"forward of micro-batch {number}")
+
+        def on_end(output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: self._recorder.set_phase(f"backward of micro-batch {number}"))
+
+        return CallContext(nullcontext, on_end)

@@ -29,7 +29,7 @@ from moefold.topology.token_placement import Integers, Placement, RoundShape, do
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class AttentionPlanOptions:
     """Options of `plan_attention`, which describes them."""
 
     tolerance: float | None = None
@@ -234,13 +234,17 @@ class AttentionPlanner:
         options: how a round is planned.
     """
 
-    def __init__(self, groups: ParallelGroups, options: PlanOptions) -> None:
+    def __init__(self, groups: ParallelGroups, options: AttentionPlanOptions) -> None:
         self._cp = groups.attn.cp
         self._dp_cp = groups.attn.dp_cp
         self._members = members_of_round(groups)
         self._options = options
         self.statistics = AttentionStatistics()
         self._without_documents: dict[object, RankTasks] = {}
+
+    def core_attention(self, window: int) -> "PlannedAttention":
+        """Return the core attention of a layer with this sliding window; 0: none."""
+        return PlannedAttention(self, window)
 
     def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
         """Return this rank's tasks for a micro-batch.

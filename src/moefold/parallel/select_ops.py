@@ -7,52 +7,33 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.cost.fp8_estimate import estimate_fp8
-from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
-from moefold.model.causal_blocks import TakesBlockKernel
+from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
 from moefold.model.kernels import Kernels, RoutingKernel
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
-from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
-from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
-from moefold.ops.decode_choice import DecodeChoice
-from moefold.ops.flash_attention_3 import use_flash_attention_3
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.measured_attention import MeasuredBlockAttention
-from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
-from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
-from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
-from moefold.parallel.planned_attention import PlannedAttention
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
-    from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
+    from moefold.ops.measured_attention import MeasuredBlockAttention
 
 logger = logging.getLogger(__name__)
-
-MIN_FP8_CAPABILITY = (8, 9)
-"""First compute capability whose tensor cores support e4m3: Ada, then Hopper."""
-BLOCKWISE_SCALED_MM_CAPABILITY = (9, 0)
-"""The only compute capability for which torch's `scaled_mm` takes blocks of 128: Hopper."""
-WHOLE_BLOCK_SIZES = (512, 384, 256)
-"""Sizes of the self-test of `scaled_mm` with blocks of 128: rows of three blocks, whose scales are padded to four."""
-MIN_MX_CAPABILITY = (10, 0)
-"""First compute capability whose tensor cores support scales of blocks of 32 and 16 values: Blackwell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +59,17 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     is_measured = device.type == "cuda" and not is_plain and not cfg.run.deterministic
     autotuner = Autotuner(is_enabled=is_measured, num_ranks=cfg.parallel.world_size)
     kernels = _uncompiled_kernels(cfg, device, autotuner, is_plain=is_plain)
-    message = "; ".join(filter(None, (kernels.message, use_flash_attention_3(device))))
+    flash_attention = ""
+    if device.type == "cuda":
+        from moefold.ops.flash_attention_3 import use_flash_attention_3
+
+        flash_attention = use_flash_attention_3(device)
+    message = "; ".join(filter(None, (kernels.message, flash_attention)))
     kernels = replace(kernels, message=message, autotuner=autotuner)
     if cfg.run.compile == "none":
         return kernels
+    from moefold.ops.compiled import CompiledQKNormRope, CompiledSwiGLU, inductor_unsupported_reason
+
     reason = inductor_unsupported_reason(device.type)
     if reason:
         raise ConfigError(f"run.compile={cfg.run.compile!r} cannot run: {reason}; set run.compile='none'")
@@ -92,7 +80,9 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
 
 def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner, *, is_plain: bool) -> SelectedKernels:
     if cfg.train.quantizes_gemms:
-        return _low_precision_kernels(cfg, device, autotuner)
+        from moefold.parallel.low_precision import low_precision_kernels
+
+        return low_precision_kernels(cfg, device, autotuner)
     if is_plain:
         return SelectedKernels()
     check_kernel_device(cfg.run, device.type)
@@ -107,7 +97,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
     from moefold.ops.triton.experts import TritonExpertOps
 
     expert_ops = TritonExpertOps(autotuner)
-    kernels = _triton_kernels(cfg.run, cfg.model, cfg.parallel, cfg.moe, device, autotuner)
+    kernels = triton_kernels(cfg.run, cfg.model, cfg.parallel, cfg.moe, device, autotuner)
     return replace(
         kernels,
         expert_ops=expert_ops,
@@ -116,7 +106,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
     )
 
 
-def _triton_kernels(
+def triton_kernels(
     run: RunConfig,
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -160,7 +150,7 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         if not isinstance(module, SelfAttention):
             continue
         core = module.core_attention
-        if isinstance(core, CausalAttention | PlannedAttention):
+        if isinstance(core, TakesKernel):
             core.kernel = kernels.attention
         if isinstance(core, TakesBlockKernel):
             core.block_kernel = kernels.block_attention
@@ -188,6 +178,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.router import CSoftmax
     from moefold.ops.cpu.swiglu import CSwiGLU
+    from moefold.ops.decode import DecodeChoice
 
     has_linear = cfg.model.has_linear_attention
     names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode")
@@ -257,7 +248,7 @@ def uses_c_kernels(kernels: Kernels) -> bool:
 
 def _block_attention(
     run: RunConfig, model: ModelConfig, parallel: ParallelConfig, device: torch.device, autotuner: Autotuner
-) -> tuple[MeasuredBlockAttention | None, str]:
+) -> tuple["MeasuredBlockAttention | None", str]:
     """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
 
     Where flash attention is faster, that computes them.
@@ -267,6 +258,9 @@ def _block_attention(
     needs_lse = not chosen_in(parallel, ContextPart).shards_heads if parallel.cp > 1 else model.attention_sinks
     if device.type != "cuda" or run.deterministic or not needs_lse:
         return None, ""
+    from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
+    from moefold.ops.measured_attention import MeasuredBlockAttention
+
     reason = probe_cudnn_attention(device)
     if reason:
         return None, f"; flash attention for blocks, as {reason}"
@@ -278,93 +272,6 @@ def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | 
     from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
 
     reason = fused_router_unsupported_reason(model, moe)
-    return (None, f", but plain routing, as {reason}") if reason else (FusedRouting(model), "")
-
-
-def _low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotuner) -> SelectedKernels:
-    name = cfg.train.precision
-    if name != "fp8-blockwise":
-        return _scaled_mm_kernels(cfg.run, QUANT_FORMATS[name], device)
-    reason = fp8_unsupported_reason(cfg.run, device)
-    if not reason:
-        from moefold.ops.triton.fp8_gemm import Fp8ExpertOps
-
-        weight_cache = WeightCache(
-            is_enabled=caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
-        )
-        expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache, autotuner)
-        kernels = _triton_kernels(cfg.run, cfg.model, cfg.parallel, cfg.moe, device, autotuner)
-        linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
-        choices = f"train.precision={name!r}: on the tensor cores{dense_message}{kernels.message}"
-        return replace(
-            kernels,
-            expert_ops=expert_ops,
-            linear_backend=linear_backend,
-            swiglu=expert_ops,
-            message=f"{choices}; {estimate_fp8(cfg).message}",
-            weight_cache=weight_cache,
-        )
-    return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)
-
-
-def select_fp8_linear(expert_ops: "Fp8ExpertOps", device: torch.device, dtype: torch.dtype) -> tuple["Fp8Linear", str]:
-    """Select cuBLAS for dense layers on Hopper, where it is faster and agrees with the emulation; with a message."""
-    from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
-    from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
-
-    kernels = Fp8Linear(expert_ops)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != BLOCKWISE_SCALED_MM_CAPABILITY:
-        return kernels, ""
-    # The tested one measures nothing: it is cuBLAS in every product.
-    tested = ScaledMMFp8Linear(Fp8ExpertOps(expert_ops.block_size))
-    reason = scaled_mm_unsupported_reason(tested, QUANT_FORMATS["fp8-blockwise"], device, dtype, WHOLE_BLOCK_SIZES)
-    if reason:
-        return kernels, f", dense layers without cuBLAS, as {reason}"
-    return ScaledMMFp8Linear(expert_ops), ""
-
-
-def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.device) -> SelectedKernels:
-    """Select torch's scaled GEMMs for a format if the device supports them and they pass the self-test."""
-    reason = tensor_core_unsupported_reason(run, device, MIN_MX_CAPABILITY)
-    if reason:
-        return _emulated_kernels(EmulatedLinear(quant_format), reason)
-    return verified_kernels(ScaledMMLinear(quant_format), device, getattr(torch, run.dtype))
-
-
-def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
-    """Select the device's scaled GEMMs if they agree with the emulation, else the emulation, with a warning."""
-    name = linear_backend.quant_format.name
-    reason = scaled_mm_unsupported_reason(linear_backend, linear_backend.quant_format, device, dtype)
-    if reason:
-        # Each rank tests its own device; the log message is rank 0's.
-        logger.warning("train.precision=%r is simulated on %s: %s", name, device, reason)
-        return _emulated_kernels(EmulatedLinear(linear_backend.quant_format), reason)
-    message = f"train.precision={name!r}: on the tensor cores, one expert after another"
-    return SelectedKernels(expert_ops=EmulatedExpertOps(linear_backend), linear_backend=linear_backend, message=message)
-
-
-def _emulated_kernels(linear_backend: EmulatedLinear, reason: str) -> SelectedKernels:
-    message = (
-        f"train.precision={linear_backend.quant_format.name!r}: simulated, at the speed of float32 at best, as {reason}"
-    )
-    return SelectedKernels(expert_ops=EmulatedExpertOps(linear_backend), linear_backend=linear_backend, message=message)
-
-
-def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:
-    """Return why GEMMs of `fp8-blockwise` are emulated here; empty if our kernels compute them."""
-    return tensor_core_unsupported_reason(run, device, MIN_FP8_CAPABILITY) or triton_unsupported_reason(
-        run, device.type
-    )
-
-
-def tensor_core_unsupported_reason(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
-    """Return why low-precision tensor cores are not used here; empty if recipe and device allow them."""
-    if run.kernels == "plain":
-        return "run.kernels='plain'"
-    if device.type != "cuda":
-        return f"{device.type} has no tensor cores for it"
-    if run.dtype == "float64":
-        return "run.dtype='float64' is beyond their float32 sums"
-    if torch.cuda.get_device_capability(device) < capability:
-        return "the GPU has no tensor cores for it"
-    return ""
+    if reason or model.routed is None:
+        return None, f", but plain routing, as {reason}" if reason else ""
+    return FusedRouting(model.routed, chosen(RoutingSections(model, moe), RouterScorePart)), ""

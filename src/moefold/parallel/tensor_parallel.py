@@ -28,9 +28,8 @@ from moefold.comm.collectives import (
     ring_reduce_scatter,
 )
 from moefold.comm.groups import Group
-from moefold.config.model import ModelConfig
 from moefold.config.param_spec import shard_rows
-from moefold.model.attention import Attention
+from moefold.model.attention import TokenMixer
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
 from moefold.model.loss import VocabRange, cross_entropy
@@ -50,16 +49,10 @@ def apply_tensor_parallel(stage: Transformer, tp: Group) -> None:
     set_on_modules(stage, "sequence_parallel", sequence_parallel)
     set_on_modules(stage, "vocab_parallel", TPVocabParallel(tp, stage.cfg.model.vocab_size))
     for module in stage.modules():
-        if isinstance(module, Attention):
-            module.kv_rows = kv_rows(stage.cfg.model, tp)
-            _apply_tp_qk_norm(module, stage.cfg.model, tp)
-
-
-def _apply_tp_qk_norm(attention: Attention, cfg: ModelConfig, tp: Group) -> None:
-    heads = ((attention.query_norm, cfg.num_attention_heads), (attention.key_norm, cfg.num_query_groups))
-    for norm, num_heads in heads:
-        if isinstance(norm, FullWidthQKNorm):
-            norm.sum_of_squares = TPSumOfSquares(tp, num_heads)
+        if isinstance(module, TokenMixer):
+            module.set_tp_rank(tp.rank, tp.size)
+        if isinstance(module, FullWidthQKNorm):
+            module.sum_of_squares = TPSumOfSquares(tp, module.num_heads)
 
 
 class SequenceParallelTokens(SequenceParallel):
@@ -151,18 +144,6 @@ class _GatherVocab(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(-1, *ctx.shard), None, None
-
-
-def kv_rows(cfg: ModelConfig, tp: Group) -> slice:
-    """Return the rows of the local wk and wv that the query heads of this rank attend to.
-
-    If tp divides the query groups, these are all local rows. If tp is larger, wk and wv are replicated, and
-    tp / num_query_groups neighbouring ranks share one group.
-    """
-    if cfg.num_query_groups % tp.size == 0:
-        return slice(None)
-    group = tp.rank * cfg.num_query_groups // tp.size
-    return slice(group * cfg.head_size, (group + 1) * cfg.head_size)
 
 
 class TPSumOfSquares:

@@ -112,7 +112,7 @@ class DeviceMeasurements:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class FittedTime:
     """One measured time and what the cost model says with the fitted device."""
 
     name: str
@@ -149,23 +149,23 @@ def fit_device(base: Device, measured: DeviceMeasurements, name: str) -> Device:
     return replace(device, links=tuple(_fitted_links(base.links, measured)))
 
 
-def predictions(device: Device, measured: DeviceMeasurements) -> Iterator[Prediction]:
+def predictions(device: Device, measured: DeviceMeasurements) -> Iterator[FittedTime]:
     """Yield what the cost model predicts for each measurement."""
     for gemm in measured.gemms:
         cost = _gemm_cost(device, gemm.dtype)
         shape = f"{gemm.rows} x {gemm.depth} x {gemm.columns}"
-        yield Prediction(f"GEMM {gemm.dtype} {shape}", gemm.seconds, cost.matmul_s(gemm.rows, gemm.columns, gemm.depth))
+        yield FittedTime(f"GEMM {gemm.dtype} {shape}", gemm.seconds, cost.matmul_s(gemm.rows, gemm.columns, gemm.depth))
     experts = measured.experts
-    yield Prediction(f"experts {measured.dtype}", experts.seconds, _experts_s(device, measured))
+    yield FittedTime(f"experts {measured.dtype}", experts.seconds, _experts_s(device, measured))
     for core in measured.attention:
         forward_s, backward_s = attention_core_s(device, measured.dtype, core.flops, core.seq_len, core.head_size)
-        yield Prediction(f"attention {core.seq_len} forward", core.forward_s, forward_s)
-        yield Prediction(f"attention {core.seq_len} backward", core.backward_s, backward_s)
+        yield FittedTime(f"attention {core.seq_len} forward", core.forward_s, forward_s)
+        yield FittedTime(f"attention {core.seq_len} backward", core.backward_s, backward_s)
     for one in measured.collectives:
         seconds_of = all_gather_s if one.kind == "all-gather" else all_to_all_s
         predicted_s = seconds_of(device, RankGroup(one.size, one.stride), one.num_bytes)
         ranks = f"{one.size} ranks" if one.stride == 1 else f"{one.size} ranks {one.stride} apart"
-        yield Prediction(f"{one.kind} {one.num_bytes / 2**20:g} MiB, {ranks}", one.seconds, predicted_s)
+        yield FittedTime(f"{one.kind} {one.num_bytes / 2**20:g} MiB, {ranks}", one.seconds, predicted_s)
 
 
 def device_toml(device: Device, comments: Sequence[str]) -> str:

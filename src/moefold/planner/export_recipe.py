@@ -18,7 +18,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.search.space import HOST
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stages import RecipeStageSplitter, placed_ranks
 from moefold.recipe import load_config
 from moefold.topology.pipeline_layout import even_stages, format_layout
 from moefold.validate.config import check_config
@@ -65,7 +65,9 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     )
     if m.pp > 1 and cfg.parallel.pipeline_layout in ("", "auto"):
         # Write the priced stages: "auto" would also consider how tp and ep shard the weights.
-        parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(m.pp * m.vpp)
+        parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(
+            placed_ranks(m.schedule, m.pp, m.vpp)
+        )
         is_even = parts == even_stages(cfg.model.num_layers, cfg.model.mtp_layers, m.pp * m.vpp)
         if cfg.parallel.pipeline_layout == "auto" or not is_even:
             cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))

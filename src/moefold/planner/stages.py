@@ -1,22 +1,17 @@
-"""Pipeline stages as the runtime would split and place them, for pricing. Torch-free.
-
-The layers are split evenly if the chunks divide them, and balanced by FLOPs otherwise.
-"""
+"""Pipeline stages as the runtime would split and place them, for pricing. Torch-free."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.split_units import split_units
 from moefold.cost.stage_partition import fastest_stages
-from moefold.cost.stages import stage_parts
 from moefold.planner.model_spec import ModelSpec, feed_forward_flops, mixer_flops
-from moefold.topology.pipeline_layout import StageParts, even_stages
+from moefold.topology.pipeline_layout import StageParts, parse_layout
 from moefold.topology.schedules import schedule_named
-from moefold.topology.selection_groups import stage_starts
 
 
 def build_chunk(
@@ -31,79 +26,63 @@ def build_chunk(
 
 
 @lru_cache(maxsize=4096)
-def split_stages(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> tuple[ModelChunk, ...]:
-    """Split a model into chunks in model order; some are empty if there are more chunks than layers."""
+def split_stages(
+    model_spec: ModelSpec, ranks: tuple[int, ...], seq_len: int, *, as_megatron: bool = False
+) -> tuple[ModelChunk, ...]:
+    """Split a model without a recipe into stages in model order.
+
+    Args:
+        model_spec: the model.
+        ranks: the pipeline rank of each stage.
+        seq_len: tokens of a sample.
+        as_megatron: as Megatron-Core does by default: even stages where the layers, or the layers, the embedding and
+            the loss divide.
+    """
+    bounds = _unit_bounds(model_spec, ranks, seq_len, as_megatron=as_megatron)
     layers = len(model_spec.layers)
-    bounds = (
-        _even_bounds(layers, num_chunks)
-        if layers % num_chunks == 0 and not model_spec.mtp_layers
-        else _balanced_bounds(model_spec, num_chunks, seq_len)
-    )
-    last = num_chunks - 1
+    last = len(ranks) - 1
     return tuple(
         build_chunk(
             model_spec,
-            range(bounds[i], bounds[i + 1]),
+            range(max(bounds[i] - 1, 0), min(bounds[i + 1] - 1, layers)),
             has_embedding=i == 0,
             has_loss=i == last,
             num_mtp_layers=model_spec.mtp_layers if i == last else 0,
         )
-        for i in range(num_chunks)
+        for i in range(len(ranks))
     )
 
 
-def _even_bounds(num_layers: int, num_chunks: int) -> list[int]:
-    return [i * num_layers // num_chunks for i in range(num_chunks + 1)]
-
-
-def _balanced_bounds(model_spec: ModelSpec, num_chunks: int, seq_len: int) -> list[int]:
-    """Return the bounds of balanced chunks, by bisection of the smallest limit under which packing fits."""
+def _unit_bounds(model_spec: ModelSpec, ranks: tuple[int, ...], seq_len: int, *, as_megatron: bool) -> list[int]:
+    """Return the bounds of the stages in the list of units: the embedding, the layers, the loss."""
+    layers = len(model_spec.layers)
+    stages = len(ranks)
+    if as_megatron and not model_spec.mtp_layers:
+        if layers % stages == 0:
+            return [0, *(1 + i * layers // stages for i in range(1, stages)), layers + 2]
+        if (layers + 2) % stages == 0:
+            return [i * (layers + 2) // stages for i in range(stages + 1)]
     kinds = [
         (mixer_flops(kind.mixer, seq_len, causal=True) if kind.mixer else 0.0)
         + (feed_forward_flops(kind.feed_forward, model_spec.hidden_size) if kind.feed_forward else 0.0)
         for kind in model_spec.kinds
     ]
-    weights = [kinds[kind] for kind in model_spec.layers]
     head = 2.0 * model_spec.hidden_size * model_spec.vocab_size
     end = head + model_spec.mtp_layers * (kinds[model_spec.mtp_layer_kind] + head)
-    low = max(max(weights), end)
-    high = sum(weights) + end
-    for _ in range(40):
-        middle = (low + high) / 2
-        if len(_pack_bounds(weights, end, middle)) - 1 <= num_chunks:
-            high = middle
-        else:
-            low = middle
-    bounds = _pack_bounds(weights, end, high * (1 + 1e-9))
-    # Unused chunks stay empty at the front, where the embedding is.
-    return [0] * (num_chunks + 1 - len(bounds)) + bounds
+    return split_units([0.0, *(kinds[kind] for kind in model_spec.layers), end], ranks)
 
 
-def _pack_bounds(layer_flops: list[float], end_flops: float, max_flops: float) -> list[int]:
-    """Return the bounds of chunks, filled from the last layer to the first, the head's chunk first."""
-    bounds = [len(layer_flops)]
-    headroom = max_flops - end_flops
-    for i in range(len(layer_flops) - 1, -1, -1):
-        if layer_flops[i] > headroom:
-            bounds.append(i + 1)
-            headroom = max_flops
-        headroom -= layer_flops[i]
-    return [*reversed([*bounds, 0])]
+StageSplitter = Callable[[tuple[int, ...]], tuple[ModelChunk, ...]]
+"""Function that returns the chunks of a pipeline, in model order, from the rank of each (`placed_ranks`)."""
 
 
-StageSplitter = Callable[[int], tuple[ModelChunk, ...]]
-"""Function that returns the chunks of a pipeline, in model order, from their number."""
-
-
-def make_stage_splitter(model_spec: ModelSpec, seq_len: int) -> StageSplitter:
+def make_stage_splitter(model_spec: ModelSpec, seq_len: int, *, as_megatron: bool = False) -> StageSplitter:
     """Return the splitter of a model without a recipe."""
-    return lambda chunks: split_stages(model_spec, chunks, seq_len)
+    return lambda ranks: split_stages(model_spec, ranks, seq_len, as_megatron=as_megatron)
 
 
 class RecipeStageSplitter:
-    """Splitter by a recipe's `parallel.pipeline_layout`; without one, even if the layers divide, balanced otherwise.
-
-    Balanced also where an even split would part layers that share a selection of keys.
+    """Splitter by a recipe's `parallel.pipeline_layout`; without one, balanced by rank, as the planner writes it.
 
     Args:
         cfg: the recipe; of its mapping only the layout counts.
@@ -113,12 +92,12 @@ class RecipeStageSplitter:
     def __init__(self, cfg: Config, model_spec: ModelSpec) -> None:
         self._cfg = cfg
         self._model_spec = model_spec
-        self._cache: dict[int, tuple[ModelChunk, ...]] = {}
+        self._cache: dict[tuple[int, ...], tuple[ModelChunk, ...]] = {}
 
-    def __call__(self, num_chunks: int) -> tuple[ModelChunk, ...]:
-        """Return the given number of chunks."""
-        if num_chunks not in self._cache:
-            self._cache[num_chunks] = tuple(
+    def __call__(self, ranks: tuple[int, ...]) -> tuple[ModelChunk, ...]:
+        """Return the chunks of stages on the given ranks."""
+        if ranks not in self._cache:
+            self._cache[ranks] = tuple(
                 build_chunk(
                     self._model_spec,
                     parts.layers,
@@ -126,30 +105,22 @@ class RecipeStageSplitter:
                     has_loss=parts.has_loss,
                     num_mtp_layers=parts.num_mtp_layers,
                 )
-                for parts in self.parts(num_chunks)
+                for parts in self.parts(ranks)
             )
-        return self._cache[num_chunks]
+        return self._cache[ranks]
 
-    def parts(self, num_chunks: int) -> tuple[StageParts, ...]:
+    def parts(self, ranks: tuple[int, ...]) -> tuple[StageParts, ...]:
         """Return the chunks as `StageParts`; balancing uses the weights of the whole model, not of a shard."""
         cfg = self._cfg
         layout = cfg.parallel.pipeline_layout
-        if not layout and not self._splits_evenly(num_chunks):
-            layout = "auto"
-        if layout in ("", "auto") and num_chunks == 1:
-            layout = ""
-        uncut = replace(cfg, parallel=ParallelConfig(world_size=num_chunks, pp=num_chunks, pipeline_layout=layout))
-        return (
-            fastest_stages(uncut.model, uncut.parallel, uncut.train, uncut.lora)
-            if layout == "auto"
-            else stage_parts(uncut)
-        )
+        if layout not in ("", "auto"):
+            return parse_layout(layout)
+        return fastest_stages(cfg.model, ParallelConfig(), cfg.train, cfg.lora, ranks)
 
-    def _splits_evenly(self, num_chunks: int) -> bool:
-        model = self._cfg.model
-        if model.num_layers % num_chunks or model.mtp_layers:
-            return False
-        return all(stage.layers.start in stage_starts(model) for stage in even_stages(model.num_layers, 0, num_chunks))
+
+def placed_ranks(schedule: str | Part, pp: int, vpp: int) -> tuple[int, ...]:
+    """Return the pipeline rank of each stage, in model order; a "v" schedule has two stages on a rank."""
+    return schedule_named(schedule).stage_ranks(pp, vpp)[: pp * vpp]
 
 
 def chunks_of_rank(

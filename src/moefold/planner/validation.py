@@ -209,7 +209,7 @@ def _parse_overlap(row: PublishedRow, gpu: str, num_expert_ranks: int) -> bool:
     Megatron-Bridge's recipes enable it if the all-to-all leaves the NVLink domain.
     """
     if "overlap" in row.method_and_note:
-        return "no overlap" not in row.method_and_note
+        return not re.search(r"no (\w+ )?overlap|overlap[a-z]*\W+(is )?(off|disabled|none)\b", row.method_and_note)
     return (
         "Megatron-Bridge" in row["method"]
         and row.release >= (26, 0)

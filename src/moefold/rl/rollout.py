@@ -59,7 +59,7 @@ class SampledRouting:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RolloutGroup:
     """The rollouts of one prompt with their rewards."""
 
     prompt: Prompt
@@ -98,7 +98,7 @@ class TrainingRollout:
     """Weight of each of its tokens in the loss; 0: not trained on."""
 
 
-def weigh_rollouts(groups: Sequence[Group], rl: RLConfig, max_tokens: int) -> list[TrainingRollout]:
+def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int) -> list[TrainingRollout]:
     """Return the rollouts of one optimizer step with advantages and token weights.
 
     The denominators are counts over the whole step, so a loss does not depend on mapping, packing or micro-batches.

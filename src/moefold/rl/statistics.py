@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.rl.rollout import Group
+from moefold.rl.rollout import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RoundStatistics:
     wait_s: float = 0.0
     """Of waiting for new weights, on ranks that only sample."""
 
-    def add(self, groups: Sequence[Group], rollout_s: float, reward_s: float) -> Self:
+    def add(self, groups: Sequence[RolloutGroup], rollout_s: float, reward_s: float) -> Self:
         """Return the statistics with further groups."""
         return replace(
             self,
@@ -41,7 +41,7 @@ class RoundStatistics:
             reward_s=self.reward_s + reward_s,
         )
 
-    def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         """Return the metrics of the groups that a step trains on.
 
         Rewards are what the reward function returned, or the weighted sum of several. `solved` is the fraction of
@@ -74,7 +74,7 @@ def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[st
     """Return the mean of what each of several reward functions returned; None for a function without a number.
 
     Args:
-        scores: `Group.parts` of some groups.
+        scores: `RolloutGroup.parts` of some groups.
 
     Returns:
         Means by name; None with one function.

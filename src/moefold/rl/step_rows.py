@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from moefold.config.schema import Config
 from moefold.data.sample import SampleBatch, stack_samples
-from moefold.rl.rollout import Group, empty_sample, pack_rollouts, weigh_rollouts
+from moefold.rl.rollout import RolloutGroup, empty_sample, pack_rollouts, weigh_rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class StepRows:
     num_micro_batches: int
 
 
-def pack_step(groups: Sequence[Group], cfg: Config, pad_id: int, dp_rank: int) -> StepRows:
+def pack_step(groups: Sequence[RolloutGroup], cfg: Config, pad_id: int, dp_rank: int) -> StepRows:
     """Pack the rollouts of one step and return the rows of one rank; the packing is the same under every mapping.
 
     Args:
@@ -40,7 +40,7 @@ def pack_step(groups: Sequence[Group], cfg: Config, pad_id: int, dp_rank: int) -
     return StepRows(stack_samples(samples[first : first + per_rank], seq_len), first, count)
 
 
-def split_steps(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+def split_steps(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
     """Return the groups of each optimizer step of a round."""
     per_step = len(groups) // updates
     return [groups[i : i + per_step] for i in range(0, len(groups), per_step)]

@@ -18,7 +18,7 @@ from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
-from moefold.rl.rollout import Group, Rollout, SampledRouting
+from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import StepRows
 
@@ -53,7 +53,7 @@ class Round:
     """Sampled tokens of the rollouts that are trained on."""
     statistics: RoundStatistics
     failures: tuple[FailedReward, ...] = ()
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[RolloutGroup, ...] | None = None
     """None on a rank that got only its rows from the ranks that sample."""
     steps: tuple[StepRows, ...] | None = None
     """The rows of this rank and their metrics, by step; None if they are made from the groups."""
@@ -80,7 +80,7 @@ class Round:
 
 
 def make_round(
-    groups: Sequence[Group],
+    groups: Sequence[RolloutGroup],
     *,
     version: int,
     prompts: Sequence[int],
@@ -249,7 +249,7 @@ def restore_table(
             of_round = slice(row - first, of_group.stop - first)
             parts = {name: arrays[f"{PARTS}{number}"][of_round, k] for k, name in enumerate(functions)}
             scores = arrays["scores"][of_group]
-            groups.append(Group(prompt, tuple(rollouts), scores, arrays["rewards"][of_group], parts))
+            groups.append(RolloutGroup(prompt, tuple(rollouts), scores, arrays["rewards"][of_group], parts))
             row = of_group.stop
         statistics = RoundStatistics(**{name: header[f"sampled_{name}"] for name in COUNTS})
         table.add(make_round(groups, version=header["version"], prompts=header["prompts"], statistics=statistics))

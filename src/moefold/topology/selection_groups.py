@@ -1,4 +1,4 @@
-"""Groups of layers of sparse attention that attend to one selection of keys (`model.index_pattern`). Torch-free."""
+"""Groups of layers on one pipeline stage: of one selection of keys, or joined by a shortcut. Torch-free."""
 
 from functools import lru_cache
 
@@ -27,12 +27,15 @@ def selection_sources(model: ModelConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def stage_starts(model: ModelConfig) -> tuple[int, ...]:
-    """Return the layers at which a pipeline stage may begin, which parts no group, and the number of layers."""
+    """Return the layers at which a pipeline stage may begin, which parts no group, and the number of layers.
+
+    With `model.moe_shortcut` a layer with experts and the next layer are a group too.
+    """
     starts = [model.num_layers]
     earliest = model.num_layers
     sources = selection_sources(model)
     for number in range(model.num_layers - 1, -1, -1):
         earliest = min(earliest, sources[number])
-        if earliest == number:
+        if earliest == number and not (number and model.moe_shortcut and model.layers[number - 1].ffn.is_routed):
             starts.append(number)
     return tuple(reversed(starts))

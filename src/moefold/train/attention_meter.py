@@ -1,6 +1,7 @@
 """Metrics of planned attention: balance of the work, rows that moved, and bytes."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.model.attention import SelfAttention
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention
-from moefold.parallel.replica_check import HostFact
+
+if TYPE_CHECKING:
+    from moefold.parallel.planned_attention import AttentionPlanner
+    from moefold.parallel.replica_check import HostFact
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,10 @@ class AttentionMeter:
     """
 
     def __init__(self, model: ParallelModel, parallel: ParallelConfig, train: TrainConfig) -> None:
-        planners: dict[int, AttentionPlanner] = {}
-        for stage in model.stages:
-            for module in stage.modules():
-                if isinstance(module, SelfAttention) and isinstance(module.core_attention, PlannedAttention):
-                    planners[id(module.core_attention.planner)] = module.core_attention.planner
-        self._planners = list(planners.values())
-        self._groups = model.groups
         # Equal on all ranks, also on those without softmax attention.
         context = chosen_in(parallel, ContextPart)
+        self._planners = _planners(model) if context.is_planned else []
+        self._groups = model.groups
         self._num_rounds = (
             train.num_micro_batches(parallel.dp) if context.is_planned and parallel.dp * parallel.cp > 1 else 0
         )
@@ -54,10 +52,14 @@ class AttentionMeter:
         for planner in self._planners:
             planner.statistics.reset()
 
-    def host_facts(self) -> list[HostFact]:
+    def host_facts(self) -> "list[HostFact]":
         """Return the checksums of the plans of this step, for the replica check."""
+        if not self._num_rounds:
+            return []
+        from moefold.parallel.replica_check import HostFact
+
         checksums = [planner.statistics.plans_crc for planner in self._planners]
-        return [HostFact("the attention plan", str(checksums), self._plan_axes)] if self._num_rounds else []
+        return [HostFact("the attention plan", str(checksums), self._plan_axes)]
 
     def local_statistics(self, device: torch.device) -> Tensor:
         """Return this rank's summands, [ranks + 1, micro-batches]: its pairs in its row; rows and bytes in the last.
@@ -83,3 +85,13 @@ class AttentionMeter:
         groups = [list(members) for members in self._groups.layout.attention.groups("dp", "cp")]
         pairs = sums[:-1][torch.tensor(groups)]
         return AttentionMetrics(float(pairs.amax(1).sum() / pairs.mean(1).sum()), int(sums[-1, 0]), int(sums[-1, 1]))
+
+
+def _planners(model: ParallelModel) -> "list[AttentionPlanner]":
+    """Return what plans the attention of the layers of this rank, each once."""
+    from moefold.parallel.planned_attention import PlannedAttention
+
+    modules = (module for stage in model.stages for module in stage.modules() if isinstance(module, SelfAttention))
+    cores = (module.core_attention for module in modules)
+    found = {id(core.planner): core.planner for core in cores if isinstance(core, PlannedAttention)}
+    return list(found.values())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
-from moefold.data import Sampler
 from moefold.data.sample import SampleBatch
+from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
-from moefold.train.round_placement import RoundPlacer
+
+if TYPE_CHECKING:
+    from moefold.train.round_placement import RoundPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -60,7 +65,12 @@ class BatchSharder:
         self._mtp_layers = cfg.model.mtp_layers
         self._vocab_size = cfg.model.vocab_size
         self._dp_group = groups.attn.dp
-        self._placer = RoundPlacer(cfg.parallel, cfg.train, groups)
+        self._placer: RoundPlacer | None = None
+        context = chosen_in(cfg.parallel, ContextPart)
+        if context.balances_hosts or context.moves_tokens:
+            from moefold.train import round_placement
+
+            self._placer = round_placement.RoundPlacer(cfg.parallel, cfg.train, groups)
         self._placement = cfg.parallel.placement
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
@@ -173,7 +183,7 @@ class BatchSharder:
             self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, count)
             for samples, weights in parts
         ]
-        return [self._placer.add_placement(batch) for batch in batches]
+        return batches if self._placer is None else [self._placer.add_placement(batch) for batch in batches]
 
     def count_inputs(self, samples: SampleBatch) -> InputCount:
         """Count the inputs of a global batch for `build_batch`; collective over dp.
@@ -219,7 +229,7 @@ class BatchSharder:
         if starts is not None:
             firsts = range(0, len(starts), self._micro_batch_size)
             bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
-        if self._placer.moves_tokens:
+        if self._placer is not None and self._placer.moves_tokens:
             if starts is None:
                 # Of a recipe, `validate/unused_planned.py` refuses the key; a Config made in Python has no given keys.
                 raise ConfigError(

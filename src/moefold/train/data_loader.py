@@ -22,14 +22,13 @@ from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.data import Dataset, ProgramData, Sampler, open_dataset
+from moefold.data.dataset import Dataset, ProgramData, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
-from moefold.data.preference import ReferenceLogProbs
+from moefold.data.sample import ReferenceLogProbs
+from moefold.data.sampler import Sampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
-from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
-from moefold.data.strided import StridedSampler
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.batch import Batch
@@ -164,7 +163,11 @@ class DataLoader:
             align=cfg.align,
         )
         sites = cfg.sites
-        self.train_sampler = StridedSampler(data.train, sites.count, sites.number) if sites.count > 1 else data.train
+        self.train_sampler = data.train
+        if sites.count > 1:
+            from moefold.data.strided import StridedSampler
+
+            self.train_sampler = StridedSampler(data.train, sites.count, sites.number)
         self.validation_sampler = data.validation
         self.reference = data.reference if isinstance(data, Dataset) else None
         self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
@@ -412,5 +415,7 @@ def _read_fingerprints(data: DataConfig) -> DataFingerprints:
     looks = fingerprint(data)
     if data.kind != "tokens" or SKIPPED not in looks.values():
         return DataFingerprints(looks)
+    from moefold.data.skip_corrupt import corrupt_files
+
     faults = corrupt_files(data)
     return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})

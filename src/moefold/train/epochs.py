@@ -12,7 +12,7 @@ from moefold.errors import ConfigError
 from moefold.train.log_lines import MIN_UNBOUNDED_SAMPLES
 
 if TYPE_CHECKING:
-    from moefold.data import ProgramData
+    from moefold.data.dataset import ProgramData
 
 
 def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> tuple[Config, str]:
@@ -61,8 +61,9 @@ def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
 def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> int:
     """Return the number of samples in an epoch of this job, of all its data-parallel ranks together."""
     # Lazy import: a wrong key is refused without numpy and the tokenizer.
-    from moefold.data import check_data, open_dataset, prepare
+    from moefold.data.dataset import open_dataset, prepare
     from moefold.data.strided import StridedSampler
+    from moefold.data.validate_source import check_data
 
     if program_data is not None:
         return len(program_data.train)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
+from moefold.comm.collectives import is_collective_error
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
 from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
@@ -25,9 +26,8 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
-from moefold.launch.failure import is_collective_error
 from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
-from moefold.launch.regroup import Generation, LostRankError, NoLossError, Regroup
+from moefold.launch.regroup import LostRankError, NoLossError, RankGeneration, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
 from moefold.recipe import after_loss, fitting_after_loss
@@ -44,7 +44,7 @@ MAX_COLLECTIONS = 8
 class Loss:
     """Ranks that were lost, for the log."""
 
-    generation: Generation
+    generation: RankGeneration
     """The generation without them."""
     activities: tuple[str, ...]
     """What each lost rank did."""

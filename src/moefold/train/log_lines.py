@@ -32,11 +32,9 @@ from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.errors import SIGNAL_STATUS
 from moefold.metrics.progress import format_count
 from moefold.optim.lr_schedule import continuation
-from moefold.topology.fragments import recipe_fragments, rounds_until
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
 MIN_UNBOUNDED_SAMPLES = 2**39
 """A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""
@@ -60,7 +58,7 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
         f"ranks  {_describe_ranks(cfg.run, cfg.parallel, device_type)}",
         *_loss_lines(cfg.train, device_type, cp=cfg.parallel.cp, vocab_rows=cfg.vocab_rows),
-        *([f"sample {_describe_sampling(cfg)}"] if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else []),
+        *(_sampling_lines(cfg) if cfg.is_rl else []),
         f"saves  {_describe_saves(cfg.checkpoint)}",
         *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
         *_warmup_lines(cfg.model, cfg.moe, cfg.train),
@@ -98,6 +96,8 @@ MIN_ROUNDS_OF_MOMENTUM = 100
 
 
 def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> str:
+    from moefold.topology.fragments import recipe_fragments, rounds_until
+
     count = recipe_fragments(model, sites)
     # The last round is one of all fragments.
     num_rounds = 1 + -(-(rounds_until(run, model, sites, run.steps) - 1) // count)
@@ -113,10 +113,14 @@ def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> s
     return text
 
 
-def _describe_sampling(cfg: Config) -> str:
+def _sampling_lines(cfg: Config) -> list[str]:
+    from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+
+    if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
+        return []
     ranks = cfg.rollout.ranks
     further = f"{ranks} further rank{'s' * (ranks > 1)}; " if ranks else ""
-    return f"{further}{_describe_mapping(rollout_config(cfg).parallel)}"
+    return [f"sample {further}{_describe_mapping(rollout_config(cfg).parallel)}"]
 
 
 def _describe_batch(

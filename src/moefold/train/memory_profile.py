@@ -19,7 +19,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes, dispatch_sizes
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
@@ -28,8 +28,7 @@ from moefold.optim.build import build_optimizer
 from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
-from moefold.optim.state_offload import StateStore
-from moefold.optim.states import is_moment
+from moefold.optim.states import StateStore, is_moment
 from moefold.parallel.batch import Batch
 from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize

@@ -1,19 +1,24 @@
-"""The outer optimizer of a model: what it averages, and how often each shard counts in its norms."""
+"""The outer optimizer of a model: what it averages, how often each shard counts in its norms, and its checkpoints."""
+
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import nn
 
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.checkpoint.save_load import load_entries
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import expert_names
+from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
-from moefold.optim.outer import OuterOptimizer
-from moefold.optim.state_offload import StateStore
-from moefold.optim.states import named_moments
+from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
+from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import num_replicas
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.topology.fragments import recipe_fragments
+from moefold.topology.fragments import fragments_due, recipe_fragments
 
 
 def make_outer_optimizer(
@@ -31,7 +36,7 @@ def make_outer_optimizer(
         optimizer: the inner optimizer, whose moments the sites may average.
         state_store: store of the outer states; None: on the device.
     """
-    parameters = trained_parameters(model)
+    parameters = model.trained_parameters
     averaged = dict(model.named_buffers)
     if sites.moments == "average":
         averaged |= {name: local_tensor(moment) for name, moment in named_moments(optimizer, parameters).items()}
@@ -50,6 +55,31 @@ def make_outer_optimizer(
     )
 
 
-def trained_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank that learn, by their names in the full model."""
-    return {name: parameter for name, parameter in model.named_parameters.items() if parameter.requires_grad}
+def load_outer_states(
+    outer: OuterOptimizer, path: Path, meta: CheckpointMeta, run: RunConfig, model: ModelConfig, sites: SitesConfig
+) -> None:
+    """Restore the outer optimizer from a checkpoint, or start it from the loaded weights; collective."""
+    if meta.sites is None:
+        outer.start()
+        return
+    outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, run, model, sites))
+
+
+def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
+    """Check that a checkpoint has the moments of the experts that the site trains.
+
+    Raises:
+        ConfigError: they are moments of other experts.
+    """
+    stored = (meta.sites or {}).get(EXPERT_OWNERS, 1), (meta.sites or {}).get(EXPERT_OWNER, 0)
+    found = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0
+    if stored == found:
+        return
+    theirs, ours = (
+        f"the experts of site {number} of {count}" if count > 1 else "all experts" for count, number in (stored, found)
+    )
+    raise ConfigError(
+        f"sites.experts={sites.experts!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "
+        f"and this site trains {ours}; resume with the same sites.experts, sites.count and sites.number, or begin a "
+        "new run from its weights with checkpoint.init_from"
+    )

@@ -32,7 +32,7 @@ from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutR
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
-from moefold.rl.rollout import Group, Rollout, SampledRouting, rollout_positions
+from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, rollout_positions
 from moefold.rl.step_rows import StepRows, pack_step, split_steps
 from moefold.rl.table import (
     TABLE_KEY,
@@ -84,7 +84,7 @@ class FailedRewardEvent:
 class RoundStep:
     """One optimizer step of a round of rollouts."""
 
-    groups: Sequence[Group]
+    groups: Sequence[RolloutGroup]
     """Empty on a rank that got only its rows from the ranks that sample."""
     batch: Batch
     """This rank's shard of its rollouts."""
@@ -161,7 +161,7 @@ class RolloutLoader(DataLoader):
         self._step = 0
         self._restarts = True
         self._metrics: dict[str, Any] = {}
-        self.round: Sequence[Group] = ()
+        self.round: Sequence[RolloutGroup] = ()
         """Groups of the last step's batch; with rollout.ranks on the first rank only."""
 
     def open(self, meta: CheckpointMeta | None) -> None:
@@ -377,7 +377,7 @@ class RolloutLoader(DataLoader):
         return self._round_steps(one, waited_s)
 
     def _fetch_routing(
-        self, sampled: SampledRouting | None, groups: Sequence[Group], rows: StepRows
+        self, sampled: SampledRouting | None, groups: Sequence[RolloutGroup], rows: StepRows
     ) -> BatchRouting | None:
         """Get the experts that were chosen for the rows of one step; None without replay. Collective."""
         if self._replay is None:
@@ -420,7 +420,7 @@ class RolloutLoader(DataLoader):
         ]
 
     def _round_step(
-        self, groups: Sequence[Group], rows: StepRows, metrics: dict[str, Any], routing: BatchRouting | None
+        self, groups: Sequence[RolloutGroup], rows: StepRows, metrics: dict[str, Any], routing: BatchRouting | None
     ) -> RoundStep:
         """Build the batch of one step of a round, before the first of them is trained; collective."""
         weights = rows.samples.weights

@@ -19,7 +19,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward
-from moefold.rl.rollout import Group, Rollout, SampledRouting, adjust_rewards
+from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, adjust_rewards
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.table import Round, make_round
 
@@ -113,8 +113,8 @@ class RoundSampler:
         rl = self._cfg.rl
         count = rl.updates * self._cfg.train.global_batch_size // rl.group_size
         assert sampler.prompts is not None
-        kept: list[Group] = []
-        equal: list[Group] = []
+        kept: list[RolloutGroup] = []
+        equal: list[RolloutGroup] = []
         prompts: list[int] = []
         failures: list[FailedReward] = []
         shard_of_prompt: dict[int, int] = {}

@@ -48,7 +48,7 @@ from moefold.validate.train import check_kernel_device
 from moefold.validate.unused import check_unused_keys
 
 if TYPE_CHECKING:
-    from moefold.data import ProgramData
+    from moefold.data.dataset import ProgramData
 
 
 def check_writable(run: RunConfig, checkpoint: CheckpointConfig) -> None:
@@ -81,7 +81,7 @@ def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) 
         ConfigError: a file is missing or empty, or the vocabulary is smaller than the tokenizer's.
     """
     # Lazy import: rejecting a wrong key must not need numpy and the tokenizer.
-    from moefold.data import check_data
+    from moefold.data.validate_source import check_data
 
     check_data(data, seq_len=train.seq_len, vocab_size=model.vocab_size)
 
@@ -398,7 +398,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     Raises:
         ConfigError: the data cannot be read, or the checkpoint does not fit the recipe.
     """
-    from moefold.data import prepare
+    from moefold.data.dataset import prepare
     from moefold.data.fingerprint import fingerprint
 
     cfg = setup.folder.cfg
@@ -421,7 +421,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
     if setup.resume is not None:
-        from moefold.convert.run_tokenizer import check_run_tokenizer
+        from moefold.checkpoint.run_tokenizer import check_run_tokenizer
 
         check_run_tokenizer(cfg.data, setup.resume)
 

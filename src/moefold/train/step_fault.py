@@ -8,12 +8,11 @@ from typing import Any
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, named_checkpoints, quick_validate
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config
-from moefold.data import Sampler
+from moefold.data.sampler import Sampler
 from moefold.errors import RunError, format_list
 from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout
 from moefold.train.train_step import StepResult
-from moefold.validate.mismatch import mismatch_advice
 
 MAX_LISTED_SAMPLES = 64
 """Maximum number of samples whose origin is listed in faults.jsonl; the sample range of the batch is always there."""
@@ -62,6 +61,8 @@ class StepFault:
         )[0]
         kept = f"nothing of the step was applied, and {safe}"
         if decision.reason == "mismatch":
+            from moefold.validate.mismatch import mismatch_advice
+
             worst = self.result.loss_metrics.get("mismatch_max", 0.0)
             rollouts = Path(self.cfg.run.dir) / MISMATCH_FILE
             return MismatchError(

@@ -3,41 +3,43 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import Group
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
-from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
-from moefold.objectives.policy import MISMATCH
+from moefold.model.loss_metrics import MISMATCH
 from moefold.optim.build import build_optimizer
 from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
-from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.lr_schedule import learning_rate
-from moefold.optim.owned_experts import OwnedExperts
-from moefold.optim.param_groups import set_learning_rate
-from moefold.optim.states import named_moments, reset_moments, set_step_count
+from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
+from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
 from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
-from moefold.parallel.memory_tracking import bytes_by_part, track_memory
-from moefold.parallel.offload import open_state_store
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck, samples_by_replica
-from moefold.parallel.router_replay_io import RouterReplayBuffer
 from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
-from moefold.train.forward_passes import ForwardPasses
-from moefold.train.metric_packer import MetricPacker
 from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
-from moefold.train.outer_state import make_outer_optimizer, trained_parameters
-from moefold.train.receive_check import check_receive_loads, local_receive_load
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDecision, StepGuard
+
+if TYPE_CHECKING:
+    from moefold.metrics.memory_tracker import MemoryTracker
+    from moefold.optim.gradient_delay import GradientDelay
+    from moefold.optim.outer import OuterOptimizer
+    from moefold.optim.owned_experts import OwnedExperts
+    from moefold.optim.states import StateStore
+    from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
+    from moefold.parallel.router_replay_io import RouterReplayBuffer
+    from moefold.train.forward_passes import ForwardPasses
+
 
 StopFlags = Callable[[], Sequence[bool]]
 STOP_POLL_EVERY = 8
@@ -88,7 +90,7 @@ class StepResult:
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the loss function by name: logged, not minimised."""
-    divergences: tuple[Divergence, ...] = ()
+    divergences: "tuple[Divergence, ...]" = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
 
 
@@ -161,30 +163,44 @@ class TrainingStep:
         self.model = model
         self.parameters = model.named_parameters
         self.buffers = model.named_buffers
-        state_store = open_state_store(cfg.train, model.groups.device)
-        trained = trained_parameters(model)
-        self._owned = OwnedExperts(trained, expert_names(cfg.model, cfg.lora), cfg.sites)
-        self.optimized = self._owned.parameters
+        state_store: StateStore | None = None
+        if cfg.train.offload_optimizer != "none":
+            from moefold.parallel.offload import open_state_store
+
+            state_store = open_state_store(cfg.train, model.groups.device)
+        self.optimized = model.trained_parameters
+        self._owned: OwnedExperts | None = None
+        if cfg.sites.owns_experts:
+            from moefold.optim import owned_experts
+
+            self._owned = owned_experts.OwnedExperts(self.optimized, expert_names(cfg.model, cfg.lora), cfg.sites)
+            self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
         self.optimizer = build_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
-        self.outer = (
-            make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
-            if cfg.sites.is_active
-            else None
-        )
-        self._delay = (
-            GradientDelay(self.optimizer, trained, cfg.train.delay_correction) if cfg.train.gradient_delay else None
-        )
-        self._passes = (
-            ForwardPasses(model, self.optimizer) if isinstance(self.optimizer, ForwardOnlyOptimizer) else None
-        )
+        self.outer: OuterOptimizer | None = None
+        if cfg.sites.is_active:
+            from moefold.train.outer_state import make_outer_optimizer
+
+            self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
+        self._delay: GradientDelay | None = None
+        if cfg.train.gradient_delay:
+            from moefold.optim import gradient_delay
+
+            self._delay = gradient_delay.GradientDelay(
+                self.optimizer, model.trained_parameters, cfg.train.delay_correction
+            )
+        self._passes: ForwardPasses | None = None
+        if isinstance(self.optimizer, ForwardOnlyOptimizer):
+            from moefold.train import forward_passes
+
+            self._passes = forward_passes.ForwardPasses(model, self.optimizer)
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
-        self.router_replay = (
-            RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.moe, cfg.train)
-            if cfg.moe.trace_every or cfg.moe.replay
-            else None
-        )
+        self.router_replay: RouterReplayBuffer | None = None
+        if cfg.moe.trace_every or cfg.moe.replay:
+            from moefold.parallel import router_replay_io
+
+            self.router_replay = router_replay_io.RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.moe, cfg.train)
         self._comm_timer = model.groups.world.comm_timer
         self._fsdp_hooks: FSDPCommHooks | None = None
         self._replica_checker: ReplicaCheck | None = None
@@ -194,12 +210,14 @@ class TrainingStep:
             self._comm_timer.is_on = faults.straggler_factor > 0
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, zero)
             if faults.replica_check_every:
-                self._replica_checker = ReplicaCheck(
+                from moefold.parallel import replica_check
+
+                self._replica_checker = replica_check.ReplicaCheck(
                     model,
                     named_moments(self.optimizer, self.optimized),
                     zero,
                     self._fsdp_hooks,
-                    samples_by_replica(cfg.parallel, cfg.train),
+                    replica_check.samples_by_replica(cfg.parallel, cfg.train),
                 )
         self._cfg = cfg
         self._moe_numbers = cfg.model.moe_layer_numbers
@@ -237,7 +255,7 @@ class TrainingStep:
         step: int,
         flags: StopFlags = lambda: (),
         data_s: float = 0.0,
-        host_facts: Callable[[], Sequence[HostFact]] = tuple,
+        host_facts: "Callable[[], Sequence[HostFact]]" = tuple,
         mismatch_limit: float | None = None,
     ) -> StepResult:
         """Train on this rank's shard of a global batch.
@@ -262,7 +280,8 @@ class TrainingStep:
         if replica_check is not None:
             replica_check.enable()
         loss, memory_tracker = self._tracked_forward_backward(batch, step)
-        self._owned.take_gradients()
+        if self._owned is not None:
+            self._owned.take_gradients()
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, step, flags(), data_s, memory_tracker)
@@ -294,7 +313,8 @@ class TrainingStep:
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self._owned.drop_gradients()
+        if self._owned is not None:
+            self._owned.drop_gradients()
 
     def reset_moments(self) -> None:
         """Zero the optimizer moments between two steps: the next update is the same as with a new optimizer; local.
@@ -333,8 +353,8 @@ class TrainingStep:
         return self._replica_checker is not None
 
     def divergences(
-        self, batch: Batch, step: int, rate: float, host_facts: Sequence[HostFact]
-    ) -> tuple[Divergence, ...]:
+        self, batch: Batch, step: int, rate: float, host_facts: "Sequence[HostFact]"
+    ) -> "tuple[Divergence, ...]":
         """Return the values that differ between ranks after a step although they should be equal; collective.
 
         Empty unless the recipe asks for replica checks.
@@ -347,16 +367,20 @@ class TrainingStep:
         """
         if self._replica_checker is None:
             return ()
+        from moefold.parallel.replica_check import HostFact
+
         position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
         return self._replica_checker.find_divergences(
             batch, (HostFact("the position of the run", position, ("world",)), *host_facts)
         )
 
-    def _tracked_forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, MemoryTracker | None]:
+    def _tracked_forward_backward(self, batch: Batch, step: int) -> "tuple[Tensor, MemoryTracker | None]":
         """Run forward and backward, with a memory tracker if the recipe measures this step."""
         every = self._cfg.metrics.memory_every
         if not every or step % every:
             return self.forward_backward(batch, step), None
+        from moefold.parallel.memory_tracking import track_memory
+
         tracked = batch.tensors(), self.outer_states, self.shared_memory, self.shared_weights
         with track_memory(self.model, self.optimizer, *tracked) as memory_tracker:
             return self.forward_backward(batch, step), memory_tracker
@@ -452,7 +476,7 @@ class TrainingStep:
         return loss if self._is_first_in_tp else torch.zeros_like(loss)
 
     def _all_reduce_metrics(
-        self, loss: Tensor, step: int, flags: Sequence[bool], data_s: float, memory_tracker: MemoryTracker | None
+        self, loss: Tensor, step: int, flags: Sequence[bool], data_s: float, memory_tracker: "MemoryTracker | None"
     ) -> ReducedMetrics:
         """Sum all metrics over the ranks, in one all-reduce."""
         world = self.model.groups.world
@@ -488,6 +512,8 @@ class TrainingStep:
         packer.add("receive loads", local_receive_load(self.model, self._cfg.parallel, self._cfg.moe))
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
+            from moefold.parallel.memory_tracking import bytes_by_part
+
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
         packer.add("perturbed losses", loss.new_zeros(0) if self._passes is None else self._passes.local_losses())
@@ -601,3 +627,25 @@ class TrainingStep:
             )
             for i, number in enumerate(self._moe_numbers)
         )
+
+
+class MetricPacker:
+    """Named tensors that one all-reduce sums over the ranks, in float64."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add this rank's summand; the same names and shapes on every rank."""
+        self._tensors[name] = tensor
+
+    def all_reduce(self, group: Group) -> Tensor:
+        """Sum all tensors over the members; the sums in one flat tensor, which `unpack` splits. Collective."""
+        return all_reduce_sum(torch.cat([tensor.flatten().double() for tensor in self._tensors.values()]), group)
+
+    def unpack(self, sums: Tensor) -> dict[str, Tensor]:
+        """Split the flat tensor, or a copy of it on the host, by name and shape."""
+        parts = sums.split([tensor.numel() for tensor in self._tensors.values()])
+        return {
+            name: part.view(tensor.shape) for (name, tensor), part in zip(self._tensors.items(), parts, strict=True)
+        }

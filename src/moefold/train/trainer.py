@@ -2,33 +2,35 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.job_link import JobLink
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
-from moefold.data import ProgramData
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
-from moefold.train.callbacks.kernel_choices import KernelChoices
-from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving
-from moefold.train.callbacks.reference import ReferencePass
-from moefold.train.callbacks.replica_check import ReplicaComparison, host_facts
+from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.callbacks.run_log import RunLog
-from moefold.train.callbacks.stragglers import StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
 from moefold.train.train_step import StepResult, TrainingStep
+
+if TYPE_CHECKING:
+    from moefold.comm.job_link import JobLink
+    from moefold.data.dataset import ProgramData
+    from moefold.parallel.replica_check import HostFact
 
 
 class Trainer:
@@ -41,9 +43,9 @@ class Trainer:
         messages: Sequence[str] = (),
         *,
         loss: LossFunction | None = None,
-        data: ProgramData | None = None,
+        data: "ProgramData | None" = None,
         callbacks: Sequence[Callback] = (),
-        link: JobLink | None = None,
+        link: "JobLink | None" = None,
         history: SaveHistory | None = None,
     ) -> None:
         """Build the model and open the data; collective.
@@ -79,7 +81,7 @@ class Trainer:
         self._further_callbacks = tuple(callbacks)
 
     def _open_loader(
-        self, model: ParallelModel, loss: LossFunction | None, data: ProgramData | None, link: JobLink | None
+        self, model: ParallelModel, loss: LossFunction | None, data: "ProgramData | None", link: "JobLink | None"
     ) -> DataLoader:
         if loss is None or not self._cfg.is_rl:
             return DataLoader(self._cfg, self._groups, model.positions, data)
@@ -162,7 +164,7 @@ class Trainer:
             self._position.step + 1,
             lambda: context.stop.flags,
             data_s,
-            lambda: host_facts(context),
+            lambda: _host_facts(context),
             self._data_loader.mismatch_limit,
         )
         step_time_s = clock() - started_s
@@ -245,20 +247,38 @@ class Trainer:
         return tuple(messages)
 
 
-def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
-    """Return the callbacks of a recipe in order.
+def _host_facts(context: TrainingContext) -> "list[HostFact]":
+    """Return what the replica check compares besides tensors."""
+    from moefold.train.callbacks.replica_check import host_facts
 
-    Sampling and the exchange between sites are imported by runs that use them: they are a tenth of the trainer's
-    modules.
-    """
+    return host_facts(context)
+
+
+def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
+    """Return the callbacks of a recipe in order. What a recipe does not ask for is not imported."""
     rounds: tuple[Callback, ...] = ()
     evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
     rollouts: tuple[Callback, ...] = ()
+    reference: tuple[Callback, ...] = ()
+    kernels: tuple[Callback, ...] = ()
+    replicas: tuple[Callback, ...] = ()
     if cfg.is_rl:
         from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
 
         evaluations = (RewardEvaluation(),)
         rollouts = (RolloutLogging(),)
+    if chosen_in(cfg.align, AlignmentPart).has_reference:
+        from moefold.train.callbacks.reference import ReferencePass
+
+        reference = (ReferencePass(),)
+    if groups.device.type == "cuda":
+        from moefold.train.callbacks.kernel_choices import KernelChoices
+
+        kernels = (KernelChoices(),)
+    if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
+        from moefold.train.callbacks.replica_check import ReplicaComparison
+
+        replicas = (ReplicaComparison(checkpointing),)
     if cfg.sites.is_active:
         from moefold.train.callbacks.site_evaluation import SiteEvaluation
         from moefold.train.callbacks.sites import SiteRounds
@@ -266,14 +286,14 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         rounds = (SiteRounds(cfg),)
         evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
     return (
-        KernelChoices(),
+        *kernels,
         *rounds,
-        ReferencePass(),
+        *reference,
         *evaluations,
         RoutingTraceSaving(),
         MetricsLogging(cfg, groups),
         *rollouts,
         StragglerDetection(),
-        ReplicaComparison(checkpointing),
+        *replicas,
         checkpointing,
     )

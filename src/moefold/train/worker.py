@@ -17,7 +17,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv

@@ -114,12 +114,7 @@ def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> It
     if text == "":
         return
     if text == "auto":
-        if num_stages > model.num_layers + 2:
-            yield (
-                f"parallel.pipeline_layout='auto' splits the embedding, model.num_layers={model.num_layers} layers "
-                f"and the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
-                f"model.num_layers={num_stages - 2}, or fewer stages"
-            )
+        yield from auto_layout_errors(model, parallel)
         return
     messages = list(
         validate_layout(text, num_layers=model.num_layers, num_mtp_layers=model.mtp_layers, num_stages=num_stages)
@@ -130,6 +125,17 @@ def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> It
     if messages or spec.virtual_stage_bounds[0] > parallel.virtual_stages or spec.is_for_one_mapping:
         return
     yield from _validate_no_empty_ranks(parallel, stage_ranks(parallel))
+
+
+def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Check that an automatic layout has a unit for each stage."""
+    num_stages = parallel.pp * parallel.virtual_stages
+    if num_stages > model.num_layers + 2:
+        yield (
+            f"parallel.pipeline_layout='auto' splits the embedding, model.num_layers={model.num_layers} layers "
+            f"and the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
+            f"model.num_layers={num_stages - 2}, or fewer stages"
+        )
 
 
 def check_schedule_file(parallel: ParallelConfig, train: TrainConfig) -> None:

@@ -39,12 +39,10 @@ def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_o
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and (is_balanced or not chosen_in(moe, DropScopePart).is_shared):
-            whose = (
-                "of a micro-batch, whose tokens are on all ranks" if is_balanced else "of one rank's part of a sample"
-            )
+            counted = "a micro-batch, whose tokens are on all ranks" if is_balanced else "one rank's part of a sample"
             yield (
-                f"{name} with moe.{key}={factor} would drop other tokens than placement='samples': a capacity is that "
-                f"{whose}; set {key}=0.0 (dropless), or {way_out}"
+                f"{name} with moe.{key}={factor} would drop other tokens than placement='samples': a capacity counts "
+                f"{counted}; set {key}=0.0 (dropless), or {way_out}"
             )
     if is_balanced and chosen_in(moe, ChoicePart).reads_micro_batch:
         yield (

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
+from moefold.topology.selection_groups import stage_starts
 
 KEY = "model.moe_shortcut=true"
 
@@ -31,24 +32,32 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             f"{model.num_layers}; choose 'MD' with an even number of layers"
         )
         return
-    yield from _validate_stages(model, parallel, is_routed)
+    yield from shortcut_stage_errors(model, parallel, parallel.pipeline_layout)
 
 
-def _validate_stages(model: ModelConfig, parallel: ParallelConfig, is_routed: list[bool]) -> Iterator[str]:
-    """Check that no pipeline stage ends with an MoE layer."""
-    num_stages = parallel.pp * parallel.virtual_stages
-    if num_stages == 1 or num_stages > model.num_layers:
+def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline_layout: str) -> Iterator[str]:
+    """Yield the errors of pipeline stages that end with an MoE layer, with this layout instead of the recipe's."""
+    if not model.moe_shortcut:
         return
-    if parallel.pipeline_layout == "auto":
-        yield (
-            f"parallel.pipeline_layout='auto' does not go with {KEY}, as it may part a layer M from the D after it; "
-            "write the layout out, or leave it out"
-        )
+    is_routed = [layer.ffn.is_routed for layer in model.layers]
+    num_stages = parallel.pp * parallel.virtual_stages
+    if num_stages == 1:
+        return
+    if pipeline_layout == "auto":
+        num_groups = len(stage_starts(model)) - 1
+        if num_stages > num_groups + 2:
+            yield (
+                f"{KEY} keeps a layer M and the D after it on one pipeline stage, and "
+                f"parallel.pp*parallel.virtual_stages={num_stages} stages are more than these {num_groups} groups of "
+                f"layers, the embedding and the loss; choose {num_groups + 2} or less"
+            )
+        return
+    if num_stages > model.num_layers:
         return
     stages: tuple[StageParts, ...] = even_stages(model.num_layers, model.mtp_layers, num_stages)
-    if parallel.pipeline_layout:
+    if pipeline_layout:
         try:
-            stages = parse_layout(parallel.pipeline_layout)
+            stages = parse_layout(pipeline_layout)
         except ValueError:
             return
     for number, stage in enumerate(stages):

@@ -19,7 +19,7 @@ def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     if not model.index_topk:
         return
     top_k = model.index_topk
-    rotated = model.rotary_dim
+    rotated = model.rope.rotary_dim
     if model.has_rope and model.index_head_dim < rotated:
         yield (
             f"model.index_head_dim={model.index_head_dim} must be at least {rotated}, the dims of a head that have "

@@ -12,7 +12,8 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.data import ProgramData, Sampler
+from moefold.data.dataset import ProgramData
+from moefold.data.sampler import Sampler
 from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights
@@ -28,6 +29,10 @@ from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
 """Share of the largest gradient of its layer up to which a gradient is zero but for rounding."""
+
+
+TENSOR_PARTS = ("initial", "gradients", "weights")
+"""Tensors of a record that are compared, in the order in which they are computed."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,32 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
     for part, of_tensors in _yardsticks(oracle).items():
         errors += _tensor_errors(part, getattr(oracle, part), of_tensors, [getattr(record, part) for record in ranks])
     return sorted(errors, key=lambda error: -error.error)
+
+
+def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[NamedError]:
+    """Sort differences so that the first one is nearest to the cause: tensors by part and layer, then numbers by step.
+
+    A wrong forward pass changes all later layers. A wrong backward pass, with the right losses in the first step,
+    changes the gradients of the layers before it, which then come last.
+
+    Args:
+        differences: what differs, of `compare_records`.
+        weights: names of parameters and buffers in the order of the model.
+    """
+    found = list(differences)
+    step_one = [error.name for error in found if error.name.startswith("step 1 ")]
+    direction = 1 if any(not name.startswith("step 1 grad_norm") for name in step_one) else -1
+    places = {name: number for number, name in enumerate(weights)}
+
+    def place(error: NamedError) -> tuple[int, int, int]:
+        part, name, *words = error.name.split()
+        if part in TENSOR_PARTS:
+            return TENSOR_PARTS.index(part), places.get(name, -1) * (1 if part == "initial" else direction), 0
+        if part != "step":
+            return len(TENSOR_PARTS) + 1, 0, 0
+        return len(TENSOR_PARTS), int(name), int(words[1]) if words[0] == "layer" else -1
+
+    return sorted(found, key=place)
 
 
 def zero_gradients(gradients: Weights) -> list[str]:

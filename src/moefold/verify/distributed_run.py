@@ -10,7 +10,7 @@ from moefold.comm.sharded_tensor import full_tensor
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
-from moefold.data import Dataset, ProgramData, open_dataset
+from moefold.data.dataset import Dataset, ProgramData, open_dataset
 from moefold.model.init import draw_adapter_outputs
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel

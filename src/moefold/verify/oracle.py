@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, chosen_in, read_key
+from moefold.config.field import Judged
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
 from moefold.config.groups.residual import ResidualFormula
@@ -32,6 +35,7 @@ from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
+from moefold.validate.unused import idle_keys
 from moefold.verify.no_formula import formula_of, no_formula
 from moefold.verify.oracle_attention import (
     apply_rope,
@@ -47,7 +51,6 @@ from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
 from moefold.verify.oracle_schedule import oracle_rate
 from moefold.verify.read_record import ReadRecord
-from moefold.verify.recipe_keys import unread_keys
 
 Weights = dict[str, Tensor]
 
@@ -187,14 +190,20 @@ class Oracle:
     def check_keys(self, *, has_rounds: bool = False) -> None:
         """Refuse a recipe with a key that is set and that no formula has read, after steps and an evaluation.
 
+        A key without effect in this recipe does not count: a preset may set it.
+
         Args:
             has_rounds: whether rounds of sites are compared as well.
 
         Raises:
             NoFormulaError: there is one.
         """
-        if unread := unread_keys(self._recipe, self.reads, has_rounds=has_rounds):
-            no_formula(format_list(unread))
+        counted = {None, Judged.ROUNDS} if has_rounds else {None}
+        if unread := [name for name in self.reads.unread(self._recipe) if judged().get(name) in counted]:
+            idle = idle_keys(self._recipe)
+            values = [f"{name}={attrgetter(name)(self._recipe)!r}" for name in unread if name not in idle]
+            if values:
+                no_formula(format_list(values))
 
     def _check_parameters(self) -> None:
         """Refuse parameters that no formula has read in a training pass."""

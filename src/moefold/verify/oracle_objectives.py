@@ -108,8 +108,7 @@ def preference_objective(loss: PreferenceLoss) -> OracleObjective:
             for pair in range((int(ids.max()) + 1) // 2):
                 share = of_row["weights"][ids == 2 * pair].sum()
                 first = _score(formula, law[row], of_row, 2 * pair)
-                is_desirable = "is_desirable" in of_row and bool(of_row["is_desirable"][pair])
-                total = total + share * formula.loss(OraclePairs(first, seconds, pair, is_desirable))
+                total = total + share * formula.loss(OraclePairs(first, seconds, pair, of_row))
         return total
 
     return objective

@@ -1,26 +1,26 @@
 """Shrink a recipe for `moefold verify`: the same parallel axes and code paths with sizes that fit a laptop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import lcm, prod
+from typing import Any
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import RoutingSections, chosen, chosen_in, with_part
+from moefold.config.chosen import LAYER_GROUPS, chosen_in, chosen_parts, with_part
 from moefold.config.data import DataConfig
+from moefold.config.groups.attention import AttentionPart, SpanPart
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.groups.rope_scaling import RopeScalingPart
-from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.layers import Layer, built_in_parts, with_layers_of
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.patterns import ATTENTION_KINDS, LAYER_KINDS, ROPE_KINDS, spell
+from moefold.config.part import Part, names_failure
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.config.small_sizes import SmallSizes
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
@@ -29,20 +29,10 @@ from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
 
-HEAD_SIZE = 8
-SHARD_WIDTH = 8
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
 MAX_ATTENTION_BLOCK = 2
 """Documents of small recipes have about as many tokens as the vocabulary."""
-MAX_WINDOW = 5
-"""Limit of the sliding window: well below the shortest sequence, and no divisor of it."""
-MAX_INDEX_TOPK = MAX_WINDOW - 1
-"""Limit of the selected keys: below the sliding window, so that a selection in a window leaves keys out."""
-MIN_MIXER_JITTER = 0.6
-"""Least sparsemixer_jitter: random logits differ by more than a trained router's, and few would be close."""
-MAX_CONV_KERNEL = 3
-"""Limit of the convolution of linear attention: a segment of the shortest sequence holds all earlier tokens of it."""
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
 MAX_LORA_RANK = 2
@@ -160,12 +150,35 @@ def _is_legal(cfg: Config) -> bool:
 
 
 def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
+    model = _small_layers(cfg.model, parallel)
+    train = _shrink_train(cfg.parallel, cfg.train, parallel)
+    to = SmallSizes(
+        tp=parallel.tp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        shards_heads=chosen_in(parallel, ContextPart).shards_heads,
+        num_groups=model.num_groups,
+        top_groups=model.top_groups,
+        large_seq_len=cfg.train.seq_len,
+        seq_len=train.seq_len,
+    )
+    model = replace(
+        model,
+        preset="",
+        hidden_size=lcm(to.head_dim * 4, parallel.etp, parallel.tp),
+        nope_temperature_tokens=min(model.nope_temperature_tokens, to.span),
+        # A vocabulary that tp does not divide stays one.
+        vocab_size=VOCAB_SHARD_SIZE * parallel.tp - (model.vocab_size % cfg.parallel.tp > 0),
+        mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
+        init_std=0.2,
+    )
     small = replace(
         cfg,
         parallel=_shrink_attention_plan(parallel),
-        model=_shrink_model(cfg.model, parallel, tp=cfg.parallel.tp),
+        model=model,
         moe=replace(cfg.moe, replay=""),
-        train=_shrink_train(cfg.parallel, cfg.train, parallel),
+        train=train,
         data=DataConfig(kind="synthetic", document_end=0 if cfg.data.has_documents else -1),
         align=AlignConfig(),
         rl=RLConfig(),
@@ -173,15 +186,20 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         reward=RewardConfig(),
         sites=SitesConfig(),
     )
-    scaling = chosen(small, RopeScalingPart).shrink(small.model.rotary_dim, cfg.train.seq_len, small.train.seq_len)
-    small = with_part(replace(small, lora=_shrink_adapters(cfg.lora, small.model)), scaling)
+    for part in _small_parts(cfg.model, to):
+        small = with_part(small, part)
+    to = replace(to, rotary_dim=small.model.rotary_dim)
+    for part in chosen_parts(small):
+        with names_failure(part, "shrink"):
+            small = with_part(small, part.shrink(to))
+    small = replace(small, lora=_shrink_adapters(cfg.lora, small.model))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.top_k
     if not moe.pad_to_capacity:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
         small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=eval_factor))
-    return with_part(small, chosen(small, DispatcherPart).shrink())
+    return small
 
 
 def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
@@ -201,10 +219,14 @@ def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
     )
 
 
-def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig:
+def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
+    """Return a model of few of its layers, of each kind at least one if the pipeline layout leaves room."""
+    attentions = [layer.attention for layer in model.layers]
+    kinds = [(type(part), part.span, part.has_rope) for part in attentions]
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
+    num_layers += stages * -(-max(0, len(set(kinds)) - num_layers) // stages)
     if model.moe_shortcut or shares_selections(model):
         # Each stage keeps a pair of layers.
         num_layers = 2 * stages
@@ -212,96 +234,55 @@ def _shrink_model(model: ModelConfig, p: ParallelConfig, tp: int) -> ModelConfig
     if p.pipeline_layout not in ("", "auto"):
         stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
         num_layers = sum(stage_sizes)
-    attention_pattern = _keep_kinds(spell(model.attention_pattern, ATTENTION_KINDS, model.num_layers), num_layers)
-    weights = model.softmax_attention.params(model.hidden_size)
-    key_value_heads = max(weight.tp_heads for weight in weights) or model.num_attention_heads
-    groups = p.tp if key_value_heads % p.tp == 0 else key_value_heads
-    if chosen_in(p, ContextPart).shards_heads:
-        groups = lcm(groups, p.cp * p.tp) if key_value_heads % (p.cp * p.tp) == 0 else groups
-    heads = lcm(groups, p.tp * p.cp) * min(2, model.num_attention_heads // key_value_heads)
-    num_experts = _num_experts(model, p)
-    return replace(
-        model,
-        sparsemixer_jitter=max(model.sparsemixer_jitter, MIN_MIXER_JITTER)
-        if chosen(RoutingSections(model, MoEConfig()), RouterScorePart).chooses
-        else model.sparsemixer_jitter,
-        preset="",
-        num_layers=num_layers,
-        layer_pattern="MD" if model.moe_shortcut else _shrink_layer_pattern(model, num_layers),
-        hidden_size=lcm(HEAD_SIZE * 4, p.etp, p.tp),
-        attention_pattern=attention_pattern,
-        sliding_window=min(model.sliding_window, MAX_WINDOW),
-        attention_chunk_size=min(model.attention_chunk_size, MAX_WINDOW),
-        rope_pattern=_keep_kinds(spell(model.rope_pattern, ROPE_KINDS, model.num_layers), num_layers),
-        nope_temperature_tokens=min(model.nope_temperature_tokens, MAX_WINDOW),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=HEAD_SIZE,
-        q_lora_rank=HEAD_SIZE + 4 if model.q_lora_rank else 0,
-        kv_lora_rank=HEAD_SIZE + 2,
-        qk_nope_head_dim=HEAD_SIZE - 2,
-        qk_rope_head_dim=HEAD_SIZE // 2,
-        v_head_dim=HEAD_SIZE,
-        linear_num_key_heads=p.tp,
-        linear_num_value_heads=p.tp * min(2, model.linear_num_value_heads // model.linear_num_key_heads),
-        linear_key_head_dim=HEAD_SIZE,
-        linear_value_head_dim=HEAD_SIZE + 2,
-        linear_conv_kernel=min(model.linear_conv_kernel, MAX_CONV_KERNEL),
-        index_topk=min(model.index_topk, MAX_INDEX_TOPK),
-        index_heads=min(model.index_heads, 3),
-        index_pattern=_shrink_index_pattern(attention_pattern, stage_sizes) if shares_selections(model) else "F",
-        index_head_dim=HEAD_SIZE + 2,
-        linear_gate_rank=min(model.linear_gate_rank, HEAD_SIZE),
-        ffn_hidden_size=SHARD_WIDTH * p.tp,
-        # A vocabulary that tp does not divide stays one.
-        vocab_size=VOCAB_SHARD_SIZE * p.tp - (model.vocab_size % tp > 0),
-        mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
-        num_experts=num_experts,
-        zero_experts=min(model.zero_experts, num_experts),
-        moe_ffn_hidden_size=SHARD_WIDTH * p.etp,
-        moe_hidden_size=lcm(HEAD_SIZE, p.etp) if model.moe_hidden_size else 0,
-        shared_expert_ffn_hidden_size=SHARD_WIDTH * p.tp if model.shared_expert_ffn_hidden_size else 0,
-        init_std=0.2,
-    )
+    kept = _keep_kinds(kinds, num_layers)
+    is_shared = [False] * num_layers
+    if shares_selections(model):
+        is_shared = _shared_selections([attentions[number] for number in kept], stage_sizes)
+    # The routed experts of a layer go with the dense layer after it.
+    networks = list(range(num_layers)) if model.moe_shortcut else _spread_kinds(model.layers, num_layers)
+    return with_layers_of(model, kept, networks, is_shared)
 
 
-def _num_experts(model: ModelConfig, p: ParallelConfig) -> int:
-    """Return the number of experts: enough for top_k of the selected groups, two per ep rank and two per group."""
-    step = lcm(p.ep, model.num_groups)
-    for_groups = 2 * model.num_groups if model.num_groups > 1 else 1
-    # Without groups 2 * top_k, so that the router has a choice.
-    for_top_k = -(-model.top_k * model.num_groups // model.top_groups) if model.num_groups > 1 else 2 * model.top_k
-    return min(model.num_experts, step * -(-max(for_top_k, for_groups, 2 * p.ep) // step))
+def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
+    """Return the numbers of the first layers, and after them of one layer of each kind that they lack.
 
-
-def _shrink_layer_pattern(model: ModelConfig, num_layers: int) -> str:
-    """Return a pattern of dense and MoE layers in the model's proportions, with both kinds if the model has both."""
-    kinds = spell(model.layer_pattern, LAYER_KINDS, model.num_layers)
-    picked = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
-    if num_layers > 1 and len(set(kinds)) == 2 and len(set(picked)) == 1:
-        picked[0] = next(letter for letter in kinds if letter != picked[0])
-    return "".join(picked)
-
-
-def _shrink_index_pattern(letters: str, stage_sizes: list[int]) -> str:
-    """Return a pattern in which layers share the selection of one with the same window before them on their stage."""
-    pattern = ""
-    for size in stage_sizes:
-        source = ""
-        for letter in letters[len(pattern) : len(pattern) + size]:
-            pattern += "S" if letter == source else "F"
-            source = source if letter == "L" else letter
-    return pattern
-
-
-def _keep_kinds(letters: str, num_layers: int) -> str:
-    """Return the letters of the first layers, at least one of each kind if there are enough layers.
-
-    Patterns of F and W alternate quickly; those with L or N may begin with several layers of one kind.
+    Full and windowed layers alternate quickly; linear layers and layers without RoPE may come after several others.
     """
-    kept = letters[:num_layers]
-    missing = "".join(letter for letter in dict.fromkeys(letters) if letter not in kept)
-    return kept[: num_layers - len(missing)] + missing if len(missing) < num_layers else kept
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    for length in range(count, 0, -1):
+        missing = [number for number in firsts if number >= length]
+        if length + len(missing) <= count:
+            return [number % len(kinds) for number in range(length)] + missing
+    return firsts[:count]
+
+
+def _spread_kinds(layers: Sequence[Layer], count: int) -> list[int]:
+    """Return layers with feed-forward networks in the proportions of the model, of two kinds if it has them."""
+    networks = [layer.ffn for layer in layers]
+    picked = [i * len(networks) // count for i in range(count)]
+    others = [number for number, network in enumerate(networks) if network != networks[picked[0]]]
+    if count > 1 and others and len({networks[number] for number in picked}) == 1:
+        picked[0] = others[0]
+    return picked
+
+
+def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequence[int]) -> list[bool]:
+    """Return which layers share the selection of one with the same span before them on their stage."""
+    shares: list[bool] = []
+    for size in stage_sizes:
+        spans: list[SpanPart | None] = []
+        for attention in attentions[len(shares) : len(shares) + size]:
+            shares.append(not attention.is_recurrent and attention.span in spans)
+            spans = spans if attention.is_recurrent else [attention.span]
+    return shares
+
+
+def _small_parts(model: ModelConfig, to: SmallSizes) -> Iterator[Part]:
+    """Yield the parts of all kinds of layers with small sizes, at last the attention that the model has."""
+    for group in LAYER_GROUPS:
+        yield from (part.shrink(to) for part in built_in_parts(model, group))
+    with names_failure(model.softmax_attention, "shrink"):
+        yield model.softmax_attention.shrink(to)
 
 
 def _shrink_train(parallel: ParallelConfig, train: TrainConfig, p: ParallelConfig) -> TrainConfig:

@@ -8,7 +8,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams

@@ -7,8 +7,8 @@ import torch
 
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from tests.model.moe.layers import moe_router
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -74,7 +74,7 @@ def test_same_experts_and_weights_as_transformers(name):
     torch.manual_seed(0)
     theirs, sizes = ROUTERS[name]()
     torch.nn.init.normal_(theirs.weight, std=0.2)
-    ours = Router(ModelConfig(hidden_size=H, **sizes), MoEConfig())
+    ours = moe_router(ModelConfig(hidden_size=H, **sizes), MoEConfig())
     ours.weight.data = theirs.weight.data.clone()
     if ours.expert_bias is not None:
         ours.expert_bias.copy_(theirs.e_score_correction_bias)

@@ -6,6 +6,7 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
+from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
 
 SIZES = {"hidden_size": 6, "num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
@@ -54,7 +55,7 @@ def _looks_ahead(layer: MoELayer) -> bool:
 def test_a_rule_looks_ahead_where_it_is_said_to_and_nowhere_else(rule):
     changes, moe, trains_causally, evaluates_causally = RULES[rule]
     model = ModelConfig(**SIZES | changes)
-    layer = MoELayer(model, MoEConfig(**{"aux_loss": 0.0} | moe), loss_scale=1.0).double()
+    layer = moe_layer(model, MoEConfig(**{"aux_loss": 0.0} | moe), loss_scale=1.0).double()
     layer.load_state_dict(make_weights(model), strict=False)
     found = {}
     for is_training in (True, False):

@@ -13,6 +13,7 @@ from moefold.config.moe import MoEConfig
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns
+from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights, moe_reference, swiglu
 
 MODEL = ModelConfig(hidden_size=6, num_experts=4, top_k=2, moe_ffn_hidden_size=8)
@@ -21,7 +22,7 @@ S, B = 8, 3
 
 
 def _layer(model: ModelConfig, moe: MoEConfig, loss_scale: float = 1.0, shared: nn.Module | None = None) -> MoELayer:
-    layer = MoELayer(model, moe, loss_scale=loss_scale, shared=shared).double()
+    layer = moe_layer(model, moe, loss_scale=loss_scale, shared=shared).double()
     layer.load_state_dict(make_weights(model), strict=False)
     return layer
 
@@ -168,7 +169,7 @@ def test_recompute_changes_neither_values_nor_gradients_nor_counts(kind, reentra
         return [y.detach() for y in outputs], gradients, [total.clone() for total in vars(layer.stats).values()]
 
     plain, recomputed = (
-        MoELayer(replace(MODEL, **model), moe, loss_scale=0.5, micro_batches_per_rank=2, noise_seed=3).double()
+        moe_layer(replace(MODEL, **model), moe, loss_scale=0.5, micro_batches_per_rank=2, noise_seed=3).double()
         for _ in range(2)
     )
     for layer in (plain, recomputed):
@@ -220,7 +221,7 @@ def test_float32_weights_are_read_in_the_type_of_the_tokens():
 
 def test_can_be_built_without_memory():
     with torch.device("meta"):
-        layer = MoELayer(replace(MODEL, shared_expert_gate=True), PLAIN, loss_scale=1.0, shared=SwiGLU(6, 4))
+        layer = moe_layer(replace(MODEL, shared_expert_gate=True), PLAIN, loss_scale=1.0, shared=SwiGLU(6, 4))
     assert all(p.is_meta for p in layer.parameters())
     layer.to_empty(device="cpu")
     assert layer.stats.routed_tokens.item() == 0

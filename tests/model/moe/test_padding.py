@@ -12,6 +12,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.losses import RouterStats
 from moefold.model.moe.router import FusedRouting
 from moefold.model.moe.token_group import TokenColumns
+from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
 
 MODEL = ModelConfig(hidden_size=6, num_experts=4, top_k=2, moe_ffn_hidden_size=8)
@@ -36,7 +37,7 @@ def _run(
     model: ModelConfig, moe: MoEConfig, xs: list[torch.Tensor], weights: list[torch.Tensor | None]
 ) -> tuple[MoELayer, list[torch.Tensor]]:
     """Train a layer on micro-batches; return it with the outputs."""
-    layer = MoELayer(model, moe, loss_scale=1 / len(xs), micro_batches_per_rank=len(xs)).double()
+    layer = moe_layer(model, moe, loss_scale=1 / len(xs), micro_batches_per_rank=len(xs)).double()
     layer.load_state_dict(make_weights(model), strict=False)
     outputs = []
     for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
@@ -117,7 +118,7 @@ def test_the_fused_router_does_not_count_padding():
     alone, padded, weights = _inputs()
     results = []
     for xs, columns in ((alone, [None, None]), (padded, weights)):
-        layer = MoELayer(model, MoEConfig(**LOSSES), loss_scale=0.5)
+        layer = moe_layer(model, MoEConfig(**LOSSES), loss_scale=0.5)
         layer.load_state_dict(make_weights(model), strict=False)
         layer.router.kernels = replace(layer.router.kernels, router=_torch_kernel(model))
         for x, weight in zip(xs, columns, strict=True):

@@ -10,13 +10,14 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from tests.model.moe.layers import moe_router
 
 MODEL = ModelConfig(hidden_size=5, num_experts=6, top_k=2)
 S = 7
 
 
 def _router(model: ModelConfig, moe: MoEConfig | None = None, dtype: torch.dtype = torch.float64) -> Router:
-    router = Router(model, moe or MoEConfig())
+    router = moe_router(model, moe or MoEConfig())
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(model.num_experts, 5, generator=generator, dtype=torch.float64)
     router.weight.data = weight.to(dtype)

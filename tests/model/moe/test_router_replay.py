@@ -13,6 +13,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import ReplayedRouting
 from moefold.model.moe.token_group import TokenColumns
 from moefold.ops.triton.router import RouterOutput
+from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
 
 MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
@@ -21,7 +22,7 @@ S, B, N = 4, 2, 6
 
 def _layer(**model: object) -> MoELayer:
     cfg = ModelConfig(**{"hidden_size": 6, "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | model)
-    layer = MoELayer(cfg, MoEConfig(aux_loss=0.1), loss_scale=1.0).double()
+    layer = moe_layer(cfg, MoEConfig(aux_loss=0.1), loss_scale=1.0).double()
     layer.load_state_dict(make_weights(MODEL), strict=False)
     return layer
 

@@ -11,6 +11,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from moefold.ops import gemm
+from tests.model.moe.layers import moe_layer
 
 MODEL = ModelConfig(hidden_size=48, num_experts=4, top_k=3, moe_ffn_hidden_size=16)
 TOKENS = 32
@@ -18,7 +19,7 @@ TOKENS = 32
 
 def _layer(moe: MoEConfig) -> MoELayer:
     torch.manual_seed(0)
-    layer = MoELayer(MODEL, moe, loss_scale=1.0).double()
+    layer = moe_layer(MODEL, moe, loss_scale=1.0).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     return layer

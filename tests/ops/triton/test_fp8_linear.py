@@ -16,12 +16,12 @@ from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton import fp8_gemm, fp8_linear
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
 from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
-from moefold.parallel import select_ops
+from moefold.parallel import low_precision
 
 CPU = torch.device("cpu")
 FORMAT = QUANT_FORMATS["fp8-blockwise"]
 EMULATED = EmulatedLinear(FORMAT)
-ROWS, DEPTH, WIDTH = select_ops.WHOLE_BLOCK_SIZES
+ROWS, DEPTH, WIDTH = low_precision.WHOLE_BLOCK_SIZES
 
 
 def _on_meta(value: object) -> object:
@@ -148,11 +148,11 @@ def test_hopper_uses_it_if_it_agrees_with_the_emulation(error, is_used, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(fp8_linear, "torch_scaled_mm", StandIn(error))
     monkeypatch.setattr(
-        select_ops,
+        low_precision,
         "scaled_mm_unsupported_reason",
         lambda linear, quant_format, device, *rest: scaled_mm_unsupported_reason(linear, quant_format, CPU, *rest),
     )
-    linear, message = select_ops.select_fp8_linear(Fp8ExpertOps(), torch.device("cuda"), torch.bfloat16)
+    linear, message = low_precision.select_fp8_linear(Fp8ExpertOps(), torch.device("cuda"), torch.bfloat16)
     assert isinstance(linear, ScaledMMFp8Linear) == is_used
     assert message.startswith(", dense layers without cuBLAS, as forward is ") != is_used
 
@@ -160,5 +160,5 @@ def test_hopper_uses_it_if_it_agrees_with_the_emulation(error, is_used, monkeypa
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
 def test_other_devices_use_our_kernels(capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    linear, message = select_ops.select_fp8_linear(Fp8ExpertOps(), torch.device("cuda"), torch.bfloat16)
+    linear, message = low_precision.select_fp8_linear(Fp8ExpertOps(), torch.device("cuda"), torch.bfloat16)
     assert (type(linear), message) == (Fp8Linear, "")

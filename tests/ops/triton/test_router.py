@@ -7,9 +7,10 @@ import torch
 
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.losses import count_tokens_per_expert
-from moefold.model.moe.router import FusedRouting, Router, fused_router_unsupported_reason
+from moefold.model.moe.router import fused_router_unsupported_reason
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.ops.triton.router import route_forward
+from tests.model.moe.layers import fused_routing, moe_router
 from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +40,7 @@ def _model(sizes):
 def test_routing(sizes, num_tokens):
     model = _model(sizes)
     assert fused_router_unsupported_reason(model, MoEConfig()) == ""
-    plain = Router(model, MoEConfig()).double()
+    plain = moe_router(model, MoEConfig()).double()
     torch.nn.init.normal_(plain.weight)
     if plain.expert_bias is not None:
         plain.expert_bias.copy_(torch.randn(model.num_experts) * 0.1)
@@ -47,7 +48,7 @@ def test_routing(sizes, num_tokens):
     # Both start from logits that float32 can hold.
     logits = (x @ plain.weight.detach().t()).float().to(DEVICE).requires_grad_()
     bias = None if plain.expert_bias is None else plain.expert_bias.float().to(DEVICE)
-    routed = FusedRouting(model)(logits, bias)
+    routed = fused_routing(model)(logits, bias)
 
     wide = logits.detach().cpu().double().requires_grad_()
     plain.weight = torch.nn.Parameter(torch.eye(model.num_experts, dtype=torch.float64))
@@ -74,7 +75,7 @@ def test_routing(sizes, num_tokens):
 def test_gradient_of_one_output_alone(sizes, used):
     """Gradients of the others are not made, and count as zero."""
     logits = torch.randn(13, _model(sizes).num_experts, device=DEVICE, requires_grad=True)
-    routed = FusedRouting(_model(sizes))(logits, None)
+    routed = fused_routing(_model(sizes))(logits, None)
     outputs = [routed.probs_TK, routed.scores_TE, routed.score_sums_E, routed.z_sum]
     factors = [torch.randn_like(output) * (i == used) for i, output in enumerate(outputs)]
     (expected,) = torch.autograd.grad(outputs, logits, factors, retain_graph=True)
@@ -84,14 +85,14 @@ def test_gradient_of_one_output_alone(sizes, used):
 
 def test_equal_values_go_to_the_lower_expert():
     logits = torch.zeros(5, 8, device=DEVICE)
-    routed = FusedRouting(_model({"top_k": 3}))(logits, None)
+    routed = fused_routing(_model({"top_k": 3}))(logits, None)
     assert torch.equal(routed.ids_TK.cpu(), torch.arange(3).expand(5, 3))
 
 
 def test_choices_are_experts_even_if_the_logits_are_no_numbers():
     model = _model({"top_k": 2})
     logits = torch.full((3, 8), float("nan"), device=DEVICE)
-    ids = route_forward(logits, None, FusedRouting(model)._options).ids_TK
+    ids = route_forward(logits, None, fused_routing(model)._options).ids_TK
     assert ids.min() >= 0
     assert ids.max() < 8
 

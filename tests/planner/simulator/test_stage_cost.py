@@ -27,7 +27,11 @@ RECOMPUTE = [(), ("core_attention",), ("layer",)]
 
 @pytest.fixture(scope="module")
 def pricer() -> CostModel:
-    shape = model_spec_from_config(load_config(None, ["model.preset=mixtral-8x22b"]).model)
+    return priced_model()
+
+
+def priced_model(*changes: str) -> CostModel:
+    shape = model_spec_from_config(load_config(None, ["model.preset=mixtral-8x22b", *changes]).model)
     return CostModel(shape, load_device("h100"), TrainingWorkload(seq_len=4096, global_batch_size=256))
 
 
@@ -53,7 +57,9 @@ def test_stages_take_as_long_as_they_are_priced(pricer, schedule, vpp, recompute
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), CLOSED_FORMS)
-def test_a_simulated_step_takes_as_long_as_the_closed_form_says(pricer, schedule, vpp):
+def test_a_simulated_step_takes_as_long_as_the_closed_form_says(schedule, vpp):
+    """Of equal ranks, for which closed forms are: without a loss that makes one rank busier."""
+    pricer = priced_model("model.vocab_size=256")
     mapping = folded(schedule=schedule, vpp=vpp)
     assert simulate_mapping(pricer, mapping).total_s == pytest.approx(pricer.step_time(mapping).total_s, rel=0.03)
 

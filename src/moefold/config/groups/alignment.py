@@ -1,6 +1,6 @@
 """Methods of offline alignment: losses on pairs of completions, and uses of rewards of conversations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -39,7 +39,8 @@ class OraclePairs:
     seconds: Sequence["Tensor"]
     """Scores of the second sequences of all pairs of the row."""
     pair: int
-    is_desirable: bool
+    columns: Mapping[str, "Tensor"]
+    """Columns of the row."""
 
 
 class PreferenceFormula(NamedTuple):

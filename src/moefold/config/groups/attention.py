@@ -180,6 +180,20 @@ class QueryKeyNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionFrame:
+    """What the module of an attention reads of the model around it."""
+
+    hidden_size: int
+    """Width of the residual stream, H."""
+    norm_eps: float
+    """Epsilon of the norms of heads."""
+    zero_centered_norms: bool
+    """Whether the norms of heads multiply by 1 + weight."""
+    score_factor: float
+    """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionPart(Part):
     """Attention of a layer."""
 
@@ -234,12 +248,8 @@ class AttentionPart(Part):
         """Return the formula: of a `LinearFormula`'s output if `is_recurrent`, else of a `SoftmaxFormula`'s heads."""
         return None
 
-    def build(self, model: Any) -> Any:
-        """Return the module, a `TokenMixer` with the parameters of `params`.
-
-        Args:
-            model: sizes of the residual stream, `ModelConfig`.
-        """
+    def build(self, frame: AttentionFrame) -> Any:
+        """Return the module, a `TokenMixer` with the parameters of `params`."""
         raise NotImplementedError
 
     @property
@@ -335,9 +345,9 @@ class SoftmaxAttentionPart(AttentionPart):
         return self.indexer
 
     @property
-    def indexes(self) -> bool:
-        """Return whether the layer has an indexer of its own."""
-        return self.indexer is not None and not self.indexer.is_shared
+    def own_indexer(self) -> IndexerPart | None:
+        """Return the indexer of the layer's own; None: it attends to all keys, or to those of an earlier layer."""
+        return None if self.shares_selection else self.indexer
 
     @property
     def recompute_parts(self) -> frozenset[str]:

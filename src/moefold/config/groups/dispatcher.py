@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from moefold.config.model import has_moe_layers
 from moefold.config.part import Part
@@ -203,10 +203,6 @@ class DispatcherPart(Part):
 
     def _problem(self, rule: str, way_out: str) -> Problem:
         return Problem(self.key, self.kind, rule, way_out)
-
-    def shrink(self) -> Self:
-        """Return the same part for a recipe of few tokens, such as `moefold verify --shrink` makes."""
-        return self
 
     def collectives(self, ep: int, etp: int) -> tuple[str, ...]:
         """Return the collectives of a forward pass of one layer, in order, for the deadlock check."""

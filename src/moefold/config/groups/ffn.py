@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
+from moefold.config.groups.activation import ActivationPart
 from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import Part
+from moefold.config.part import FlatKey, KindOf, Part
 
 
 class ChosenExperts(Protocol):
@@ -87,6 +88,58 @@ class FeedForwardPart(Part):
     def saved_if_recomputed(self, sizes: Any) -> Counter[str]:
         """Return the bytes saved even if the whole layer is recomputed."""
         return Counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedPart(FeedForwardPart):
+    """Experts, of which a router chooses some for each token."""
+
+    is_routed: ClassVar[bool] = True
+    framed: ClassVar[frozenset[str]] = frozenset(
+        ("top_k", "zero_experts", "active_experts", "expert_bias", "scaling_factor", "num_groups", "top_groups")
+    ) | {"is_shortcut"}
+    num_experts: Annotated[int, FlatKey("model.num_experts")]
+    top_k: Annotated[int, FlatKey("model.top_k")]
+    zero_experts: Annotated[int, FlatKey("model.zero_experts")]
+    active_experts: Annotated[float, FlatKey("model.active_experts")]
+    width: Annotated[int, FlatKey("model.moe_ffn_hidden_size")]
+    """Inner width of an expert."""
+    token_width: Annotated[int, FlatKey("model.moe_hidden_size")]
+    """Width of the tokens that experts compute; 0: of the residual stream."""
+    shared_width: Annotated[int, FlatKey("model.shared_expert_ffn_hidden_size")]
+    """Inner width of the shared expert; 0: none."""
+    shared_gate: Annotated[bool, FlatKey("model.shared_expert_gate")]
+    has_bias: Annotated[bool, FlatKey("model.moe_bias")]
+    activation: Annotated[ActivationPart, KindOf("activation")]
+    probs_on_input: Annotated[bool, FlatKey("model.router_probs_on_input")]
+    router_bias: Annotated[bool, FlatKey("model.router_bias")]
+    expert_bias: Annotated[bool, FlatKey("model.expert_bias")]
+    scaling_factor: Annotated[float, FlatKey("model.router_scaling_factor")]
+    """Factor of the routing weights."""
+    num_groups: Annotated[int, FlatKey("model.num_groups")]
+    """Groups of neighbouring experts."""
+    top_groups: Annotated[int, FlatKey("model.top_groups")]
+    """Groups from which the experts of a token are chosen."""
+    is_shortcut: Annotated[bool, FlatKey("model.moe_shortcut")]
+    """Whether the output of the routed experts is added after the next layer."""
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the router: the experts, then the zero-computation experts."""
+        return self.num_experts + self.zero_experts
+
+    @property
+    def mean_active(self) -> float:
+        """Expected number of experts with computation of a token."""
+        return self.active_experts or self.top_k * self.num_experts / self.num_choices
+
+    def token_size(self, hidden: int) -> int:
+        """Return the width of the tokens that are dispatched, the input and output of an expert.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        return self.token_width or hidden
 
 
 def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:

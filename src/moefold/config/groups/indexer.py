@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey, Part
+from moefold.config.small_sizes import SmallSizes
 
 INDEX_BYTES = 4
 """Bytes of the number of a selected key, int32."""
@@ -32,6 +33,12 @@ class IndexerPart(Part):
     """Most keys that a query attends to."""
     heads: Annotated[int, FlatKey("model.index_heads")]
     head_dim: Annotated[int, FlatKey("model.index_head_dim")]
+    rope_interleaved: Annotated[bool, FlatKey("model.index_rope_interleaved")]
+    """Whether RoPE of its queries and keys rotates neighbouring dims."""
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few heads, and fewer keys than a window has: a selection in a window leaves keys out."""
+        return replace(self, topk=min(self.topk, to.span - 1), heads=min(self.heads, 3), head_dim=to.head_dim + 2)
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the layer's own indexer, which every tp rank has.

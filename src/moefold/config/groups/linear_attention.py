@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.groups.attention import AttentionPart, RecurrentCore
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 
 LINEAR_CHUNK_SIZE = 64
@@ -33,6 +34,16 @@ class LinearAttentionPart(AttentionPart):
     num_value_heads: Annotated[int, FlatKey("model.linear_num_value_heads")]
     key_head_dim: Annotated[int, FlatKey("model.linear_key_head_dim")]
     value_head_dim: Annotated[int, FlatKey("model.linear_value_head_dim")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with one narrow key head for each rank."""
+        return replace(
+            self,
+            num_key_heads=to.tp,
+            num_value_heads=to.tp * min(2, self.num_value_heads // self.num_key_heads),
+            key_head_dim=to.head_dim,
+            value_head_dim=to.head_dim + 2,
+        )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield value heads that the key heads do not divide."""
@@ -131,6 +142,10 @@ class DeltaRulePart(LinearAttentionPart):
     """Delta rule with decays, after convolutions over queries, keys and values."""
 
     conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with short convolutions; see base class."""
+        return replace(super().shrink(to), conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
     def core(self, hidden: int) -> RecurrentCore:
         """Return the states; each is read twice, written once, and decays."""

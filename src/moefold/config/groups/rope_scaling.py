@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.part import FlatKey, Part
 from moefold.config.problem import Problem
@@ -57,19 +57,25 @@ class RopeScalingPart(Part):
         """Tokens of the context after scaling; 0: not known."""
         return 0
 
-    def shrink(self, rotary_dim: int, seq_len: int, small_seq_len: int) -> Self:
-        """Return the part for a small model that computes alike.
-
-        Args:
-            rotary_dim: rotated dims of the small model.
-            seq_len: tokens of the longest sequence.
-            small_seq_len: the same of the small model.
-        """
-        return self
-
     def formula(self) -> RopeFormula | None:
         """Return the scaling in float64; None: it has no formula."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSettings:
+    """RoPE of all layers of a model that have it, and the attention temperature of the others."""
+
+    theta: float
+    """Base of the frequencies."""
+    rotary_dim: int
+    """Dims of one head that are rotated."""
+    interleaved: bool
+    """Whether neighbouring dims are a pair; else those of the first and second half."""
+    scaling: RopeScalingPart
+    temperature_scale: float
+    """Of layers without RoPE; 0: none, see `model.nope_temperature_scale`."""
+    temperature_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)

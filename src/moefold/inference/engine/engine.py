@@ -16,7 +16,7 @@ from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import NO_TOKEN, Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.logit_rules import Constrain, Constraint, change_logits
-from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, Segment
+from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -91,7 +91,7 @@ class RolloutEngine:
         self._max_pages = cache_pages(cfg, settings)
 
     @contextmanager
-    def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["Generation"]:
+    def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:
         """Open a generation, to which requests can be added while others run; collective over all ranks.
 
         The weights must not change inside this context.
@@ -111,7 +111,7 @@ class RolloutEngine:
                 share_prompts=self._settings.share_prompts,
             )
             scheduler = PassScheduler(limits)
-            yield Generation(
+            yield OpenGeneration(
                 chain, decoder, scheduler, self._sampling, constrain, records_routing=self._records_routing
             )
 
@@ -161,7 +161,7 @@ class RolloutEngine:
         return [replace(one, expert_ids=ids) for one, ids in zip(completions, merged, strict=True)]
 
 
-class Generation:
+class OpenGeneration:
     """Samples that are generated together; see `RolloutEngine.open`."""
 
     def __init__(
@@ -247,7 +247,7 @@ class Generation:
             return []
         return self._advance(self._draw(logits_NV, numbers), is_complete)
 
-    def _scored(self, segments: Sequence[Segment]) -> list["_Scored"]:
+    def _scored(self, segments: Sequence[PassSegment]) -> list["_Scored"]:
         """Return the rows of a pass whose next token belongs to a prompt that is scored."""
         found = []
         end = 0
@@ -404,7 +404,7 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
     return tuple((int(other), log_prob if other == token else value) for other, value in pairs)
 
 
-def _pass_tensors(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:
+def _pass_tensors(segments: Sequence[PassSegment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:
     """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)

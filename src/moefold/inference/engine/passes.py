@@ -31,7 +31,7 @@ class PassLimits:
     share_prompts: bool = True
 
 
-class Segment(NamedTuple):
+class PassSegment(NamedTuple):
     """Consecutive tokens of one sequence in a pass."""
 
     tokens: list[int]
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 class Pass:
     """Tokens of one forward pass."""
 
-    segments: list[Segment]
+    segments: list[PassSegment]
     copies: list[tuple[int, int]]
     """Pages to copy before the pass, (from, to), in this order."""
     state_copies: list[tuple[int, int]]
@@ -197,7 +197,7 @@ class PassScheduler:
         num_decodes = sum(sample.is_decoded for sample in self._active)
         prefill_tokens = self._limits.pass_tokens - num_decodes
         scored_rows = SCORED_ROWS
-        segments: list[Segment] = []
+        segments: list[PassSegment] = []
         # Oldest first: the pages that an older sample needs come from younger ones, which are not in the pass yet.
         for sample in list(self._active):
             if not sample.is_active:
@@ -207,7 +207,7 @@ class PassScheduler:
                 if self._reserve(sample, 1, sample.number):
                     sample.num_cached = first + 1
                     slot = self._state_slot(sample)
-                    segments.append(Segment(sample.tokens[first:], first, sample.table, sample.number, slot))
+                    segments.append(PassSegment(sample.tokens[first:], first, sample.table, sample.number, slot))
                 continue
             assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
             sequence: _Sequence = sample if sample.prefix is None else sample.prefix
@@ -224,7 +224,7 @@ class PassScheduler:
             tokens = sequence.tokens[first : first + count]
             number = sample.number if is_drawn else -1
             scored = sample.number if sample.scores_prompt else -1
-            segments.append(Segment(tokens, first, sequence.table, number, self._state_slot(sequence), scored))
+            segments.append(PassSegment(tokens, first, sequence.table, number, self._state_slot(sequence), scored))
         assert segments or not self.has_work, "a pass without tokens"
         return Pass(segments, self._copies, state_copies)
 

@@ -98,7 +98,7 @@ class NewToken(NamedTuple):
     """A token that a pass added to a sample."""
 
     number: int
-    """Of the request, as in `Generation.add`."""
+    """Of the request, as in `OpenGeneration.add`."""
     token: int
     log_prob: float
     finish_reason: FinishReason | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moefold.comm.collectives import all_gather_objects, broadcast_object
 from moefold.comm.groups import ParallelGroups
-from moefold.inference.engine.engine import Generation
+from moefold.inference.engine.engine import OpenGeneration
 from moefold.inference.engine.requests import NewToken, Request
 
 HEARTBEAT_S = 10.0
@@ -54,7 +54,7 @@ class EngineLoop:
         groups: the process groups of the model.
     """
 
-    def __init__(self, generation: Generation, groups: ParallelGroups) -> None:
+    def __init__(self, generation: OpenGeneration, groups: ParallelGroups) -> None:
         self._generation = generation
         self._groups = groups
         self._commands: queue.SimpleQueue[Sequence[_Command]] = queue.SimpleQueue()

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.drop import DropPart
 from moefold.config.groups.drop_scope import DropScopePart
-from moefold.config.model import ModelConfig
+from moefold.config.groups.ffn import RoutedPart
+from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.moe import MoEConfig
 from moefold.config.routing import aux_coefficient
 from moefold.model.linear import UnquantizedLinear, linear
@@ -53,8 +53,10 @@ class MoELayer(nn.Module):
     `parallelize` replaces `dispatcher` (expert parallelism) and `micro_batch_group` (ranks that share the micro-batch).
 
     Args:
-        model: sizes and router.
+        part: sizes.
+        hidden: width of the residual stream, H.
         moe: expert choice, auxiliary losses and token dropping.
+        score: score function of the router.
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
         micro_batches_per_rank: micro-batches that a rank computes in a step.
         noise_seed: 64-bit seed of the router's noise.
@@ -65,8 +67,10 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        part: RoutedPart,
+        hidden: int,
         moe: MoEConfig,
+        score: RouterScorePart,
         *,
         loss_scale: float,
         micro_batches_per_rank: int = 1,
@@ -74,38 +78,38 @@ class MoELayer(nn.Module):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(model, moe, noise_seed=noise_seed)
+        self.router = Router(part, hidden, moe, score, noise_seed=noise_seed)
         self.experts = Experts(
-            model.num_experts,
-            model.expert_hidden_size,
-            model.moe_ffn_hidden_size,
-            activation=chosen_in(model, ActivationPart).build(),
-            has_bias=model.moe_bias,
+            part.num_experts,
+            part.token_size(hidden),
+            part.width,
+            activation=part.activation.build(),
+            has_bias=part.has_bias,
             applies_probs=moe.weight_in_expert,
-            probs_on_input=model.router_probs_on_input,
+            probs_on_input=part.probs_on_input,
         )
         self.latent_down = self.latent_up = None
-        if model.moe_hidden_size:
-            self.latent_down = LatentProjection(model.hidden_size, model.moe_hidden_size)
-            self.latent_up = LatentProjection(model.moe_hidden_size, model.hidden_size)
+        if part.token_width:
+            self.latent_down = LatentProjection(hidden, part.token_width)
+            self.latent_up = LatentProjection(part.token_width, hidden)
         self.shared = shared
-        self.is_shortcut = model.moe_shortcut
-        has_gate = shared is not None and model.shared_expert_gate
-        self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if has_gate else None
-        self.dispatcher: Dispatcher[Any] = LocalDispatcher(model.num_experts)
+        self.is_shortcut = part.is_shortcut
+        has_gate = shared is not None and part.shared_gate
+        self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if has_gate else None
+        self.dispatcher: Dispatcher[Any] = LocalDispatcher(part.num_experts)
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
-        self.stats = RouterStats(model.num_router_choices)
+        self.stats = RouterStats(part.num_choices)
         self.counts_without_gradients = False
         """Whether `stats` counts forward passes that have no backward pass, in training mode."""
-        self._num_experts = model.num_experts
-        self._num_choices = model.num_router_choices
+        self._num_experts = part.num_experts
+        self._num_choices = part.num_choices
         self._balance = chosen_in(moe, BalanceScopePart)
         self._aux_coefficient = aux_coefficient(moe)
         self._moe = moe
         self._scale_losses(loss_scale)
-        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, model.num_router_choices)
+        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, part.num_choices)
         uses_last_counts = self._aux_coefficient > 0 and self._balance.keeps_counts
-        last_counts_E = torch.zeros(model.num_router_choices, dtype=torch.int64) if uses_last_counts else None
+        last_counts_E = torch.zeros(part.num_choices, dtype=torch.int64) if uses_last_counts else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._micro_batches_per_rank = micro_batches_per_rank
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)

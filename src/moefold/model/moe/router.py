@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.export import register_dataclass
 
-from moefold.config.chosen import RoutingSections, chosen, read_key
+from moefold.config.chosen import RoutingSections, chosen, chosen_in, read_key
 from moefold.config.groups.choice import ChoiceInputs, ChoicePart
+from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.groups.router_softmax import RouterSoftmaxPart
 from moefold.config.model import ModelConfig
@@ -169,31 +170,35 @@ class Router(nn.Module):
     """Top-k router (arXiv:1701.06538 without its noise), computed in float32 at least.
 
     Args:
-        model: sizes, score function and probabilities.
+        part: sizes and groups of experts.
+        hidden: width of the residual stream, H.
         moe: load balancing, jitter and precision.
+        score: score function and probabilities.
         noise_seed: 64-bit seed of this layer's noise: input jitter, or the samples of a SparseMixer.
     """
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, *, noise_seed: int = 0) -> None:
+    def __init__(
+        self, part: RoutedPart, hidden: int, moe: MoEConfig, score: RouterScorePart, *, noise_seed: int = 0
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.num_router_choices, model.hidden_size))
-        self.bias = nn.Parameter(torch.empty(model.num_router_choices)) if model.router_bias else None
+        choices = part.num_choices
+        self.weight = nn.Parameter(torch.empty(choices, hidden))
+        self.bias = nn.Parameter(torch.empty(choices)) if part.router_bias else None
         # Not zeroed here: the model is built on the meta device, and `init_weights` fills it.
-        bias_E = torch.zeros(model.num_router_choices, dtype=torch.float32) if model.expert_bias else None
+        bias_E = torch.zeros(choices, dtype=torch.float32) if part.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.override: RouterOverride | None = None
         self.kernels: Kernels = TORCH_KERNELS
         self._step = 1
         self._step_on_device = torch.ones((), dtype=torch.int64, device="cpu")
-        self._model = model
+        self._part = part
         self._moe = moe
         self._noise_seed = noise_seed
-        sections = RoutingSections(model, moe)
-        self._score = chosen(sections, RouterScorePart)
-        self._choice = chosen(sections, ChoicePart)
-        self._noise_width = self._score.noise_width(model.top_k, model.num_router_choices)
+        self._score = score
+        self._choice = chosen_in(moe, ChoicePart)
+        self._noise_width = score.noise_width(part.top_k, choices)
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
     @property
@@ -224,7 +229,7 @@ class Router(nn.Module):
     @property
     def top_k(self) -> int:
         """Experts of a token."""
-        return self._model.top_k
+        return self._part.top_k
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the logits of tokens of a dtype are computed."""
@@ -248,7 +253,7 @@ class Router(nn.Module):
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
         probs_TK = self._score.weights(logits_TE, scores_TE, ids_TK, noise_TN, self._softmax)
-        factor = self._model.router_scaling_factor
+        factor = self._part.scaling_factor
         probs_TK = (probs_TK if factor == 1 else probs_TK * factor).to(torch.promote_types(dtype, torch.float32))
         return RoutingDecision(ids_TK, probs_TK, self._score.distribution(scores_TE), logits_TE, thresholds_E)
 
@@ -278,12 +283,12 @@ class Router(nn.Module):
         # E * count against the sum of counts: integers, so that an even load compares equal.
         total = tokens_per_expert_E.sum()
         deficit_E = total - tokens_per_expert_E * len(tokens_per_expert_E)
-        model = self._model
-        if model.active_experts:
-            share = model.active_experts / (model.top_k * model.num_experts)
+        part = self._part
+        if part.active_experts:
+            share = part.active_experts / (part.top_k * part.num_experts)
             deficit_E = total * share - tokens_per_expert_E.double()
         # Once the others have their share, so have the zero-computation experts (arXiv:2509.01322 sec. 2.1.2).
-        deficit_E[model.num_experts :] = 0
+        deficit_E[part.num_experts :] = 0
         self.expert_bias.add_(deficit_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
 
     def _apply_jitter(self, x_TH: Tensor, token_positions: TokenPositions) -> Tensor:
@@ -326,10 +331,10 @@ class Router(nn.Module):
     def softmax_routing(self) -> SoftmaxRouting | None:
         """Return how this router chooses in evaluation, if that is by the largest logits and their softmax alone."""
         is_post = self._score.decoding_is_post()
-        by_scores = self._choice.scores_decide and self.expert_bias is None and self._model.num_groups == 1
+        by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.num_groups == 1
         if is_post is None or not by_scores:
             return None
-        return SoftmaxRouting(is_post=is_post, scale=self._model.router_scaling_factor)
+        return SoftmaxRouting(is_post=is_post, scale=self._part.scaling_factor)
 
     def _select_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
@@ -355,32 +360,33 @@ class Router(nn.Module):
 
     def _best_experts(self, values_TE: Tensor) -> Tensor:
         """Choose the experts with the largest values, within the best groups if the recipe has groups."""
-        model = self._model
-        if model.num_groups > 1:
+        part = self._part
+        if part.num_groups > 1:
             sums_top2 = self._score.sums_top2
-            values_TE = mask_to_top_groups(values_TE, model.num_groups, model.top_groups, sums_top2=sums_top2)
-        return topk_experts(values_TE, model.top_k)
+            values_TE = mask_to_top_groups(values_TE, part.num_groups, part.top_groups, sums_top2=sums_top2)
+        return topk_experts(values_TE, part.top_k)
 
 
 class FusedRouting:
     """Fused router kernel with its gradient: one pass over the logits in each direction.
 
     Args:
-        model: sizes, score function and probabilities.
+        part: sizes and groups of experts.
+        score: score function and probabilities.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, part: RoutedPart, score: RouterScorePart) -> None:
         # Lazy import, like those below: CPU-only installations have no Triton.
         from moefold.ops.triton.router import RouterOptions
 
-        score = chosen(RoutingSections(model, MoEConfig()), RouterScorePart).fused_options()
-        assert score is not None, "fused_router_unsupported_reason"
+        options = score.fused_options()
+        assert options is not None, "fused_router_unsupported_reason"
         self._options = RouterOptions(
-            top_k=model.top_k,
-            **score,
-            scaling_factor=model.router_scaling_factor,
-            num_groups=model.num_groups,
-            top_groups=model.top_groups,
+            top_k=part.top_k,
+            **options,
+            scaling_factor=part.scaling_factor,
+            num_groups=part.num_groups,
+            top_groups=part.top_groups,
         )
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> "RouterOutput":

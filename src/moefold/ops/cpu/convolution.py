@@ -23,7 +23,7 @@ SELF_TEST_SHAPE = (13, 2, 37, 4)
 """Tokens, samples, channels and taps of the self-test."""
 
 
-class _InputsStruct(ctypes.Structure):
+class _ConvolutionStruct(ctypes.Structure):
     """C struct `convolution_inputs`."""
 
     _fields_ = (
@@ -43,9 +43,9 @@ class CConvolution:
         library = load_library("convolution")
         pointer = ctypes.c_void_p
         self._forward = library.convolution_forward
-        self._forward.argtypes = [_InputsStruct, pointer, ctypes.c_int]
+        self._forward.argtypes = [_ConvolutionStruct, pointer, ctypes.c_int]
         self._backward = library.convolution_backward
-        self._backward.argtypes = [_InputsStruct, *[pointer] * 4, ctypes.c_int]
+        self._backward.argtypes = [_ConvolutionStruct, *[pointer] * 4, ctypes.c_int]
         self._forward.restype = self._backward.restype = None
         self._self_test()
 
@@ -133,7 +133,7 @@ def _forward_backward(
     return out, *torch.autograd.grad(out, leaves, weights)
 
 
-def _to_struct(inputs: tuple[Tensor, ...], has_silu: bool) -> _InputsStruct:
+def _to_struct(inputs: tuple[Tensor, ...], has_silu: bool) -> _ConvolutionStruct:
     x, weight, _, _ = inputs
     sizes = (*x.shape, weight.shape[1], x.dtype == torch.bfloat16, has_silu)
-    return _InputsStruct(*(t.data_ptr() for t in (x, inputs[2], weight, inputs[3])), *sizes)
+    return _ConvolutionStruct(*(t.data_ptr() for t in (x, inputs[2], weight, inputs[3])), *sizes)

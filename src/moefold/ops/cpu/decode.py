@@ -291,10 +291,11 @@ class CDecodeLayer:
         return y_RH, ids_RK
 
     def _layer_struct(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> _LayerStruct:
+        attention = weights.attention
         num_pages, groups, head_dim, _ = key_pages.shape
-        heads = len(weights.query.weight) // head_dim
+        heads = len(attention.query.weight) // head_dim
         # The C code has no bounds checks.
-        assert head_dim == weights.head_dim, (head_dim, weights.head_dim)
+        assert head_dim == attention.head_dim, (head_dim, attention.head_dim)
         assert key_pages.shape == (num_pages, groups, head_dim, PAGE_SIZE), key_pages.shape
         assert value_pages.shape == (num_pages, groups, PAGE_SIZE, head_dim), value_pages.shape
         assert key_pages.is_contiguous(), key_pages.stride()
@@ -303,26 +304,26 @@ class CDecodeLayer:
         hidden = self._hidden
         key_value = groups * head_dim
         struct = _LayerStruct(
-            query=self._linear_struct(weights.query, heads * head_dim, hidden),
-            key=self._linear_struct(weights.key, key_value, hidden),
-            value=self._linear_struct(weights.value, key_value, hidden),
-            output=self._linear_struct(weights.output, hidden, heads * head_dim),
+            query=self._linear_struct(attention.query, heads * head_dim, hidden),
+            key=self._linear_struct(attention.key, key_value, hidden),
+            value=self._linear_struct(attention.value, key_value, hidden),
+            output=self._linear_struct(attention.output, hidden, heads * head_dim),
             attention_norm=self._address(weights.attention_norm, (hidden,)),
             ffn_norm=self._address(weights.ffn_norm, (hidden,)),
-            query_norm=self._address(weights.query_norm, (head_dim,)),
-            key_norm=self._address(weights.key_norm, (head_dim,)),
-            sinks=self._address(None if weights.sinks is None else weights.sinks.float(), (heads,), torch.float32),
+            query_norm=self._address(attention.query_norm, (head_dim,)),
+            key_norm=self._address(attention.key_norm, (head_dim,)),
+            sinks=self._address(None if attention.sinks is None else attention.sinks.float(), (heads,), torch.float32),
             key_pages=self._address(key_pages, key_pages.shape),
             value_pages=self._address(value_pages, value_pages.shape),
             hidden=hidden,
             heads=heads,
             groups=groups,
             head_dim=head_dim,
-            window=weights.window,
+            window=attention.window,
             experts=self._num_experts,
             top_k=weights.top_k,
             eps=weights.eps,
-            query_key_eps=weights.query_key_eps,
+            query_key_eps=attention.query_key_eps,
         )
         if weights.routing is not None:
             struct.is_post = weights.routing.is_post

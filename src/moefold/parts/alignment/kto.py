@@ -46,8 +46,9 @@ class KahnemanTversky(PreferencePart):
 
         def loss(pairs: OraclePairs) -> "Tensor":
             z = max(0.0, sum(float(score.detach()) for score in pairs.seconds) / len(pairs.seconds))
-            weight = self.desirable_weight if pairs.is_desirable else self.undesirable_weight
-            sign = 1 if pairs.is_desirable else -1
+            is_desirable = pairs.columns["is_desirable"][pairs.pair]
+            weight = self.desirable_weight if is_desirable else self.undesirable_weight
+            sign = 1 if is_desirable else -1
             return weight * (1 - 1 / (1 + (-sign * self.beta * (pairs.first - z)).exp()))
 
         return PreferenceFormula(loss)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ class LongRope(ContextScaling):
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
-        pairs = recipe.model.rotary_dim // 2
+        pairs = recipe.model.rope.rotary_dim // 2
         for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
             key = f"model.rope_{key}_factors"
             if len(factors) != pairs:
@@ -61,14 +62,14 @@ class LongRope(ContextScaling):
         given = self.long_mscale if self.is_long(seq_len) else self.short_mscale
         return given or math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq_len))
 
-    def shrink(self, rotary_dim: int, seq_len: int, small_seq_len: int) -> Self:
+    def shrink(self, to: SmallSizes) -> Self:
         """Return it with fewer factors, and with an original context that selects the same of both."""
-        long_context = min(self.original_seq_len, small_seq_len - 1)
+        long_context = min(self.original_seq_len, to.seq_len - 1)
         return replace(
             self,
-            short_factors=_spread(self.short_factors, rotary_dim // 2),
-            long_factors=_spread(self.long_factors, rotary_dim // 2),
-            original_seq_len=long_context if self.is_long(seq_len) else small_seq_len,
+            short_factors=_spread(self.short_factors, to.rotary_dim // 2),
+            long_factors=_spread(self.long_factors, to.rotary_dim // 2),
+            original_seq_len=long_context if self.is_long(to.large_seq_len) else to.seq_len,
         )
 
     def formula(self) -> RopeFormula:

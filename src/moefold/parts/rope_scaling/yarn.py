@@ -38,7 +38,7 @@ class Yarn(ContextScaling):
             yield Problem("model.rope_beta_slow", self.beta_slow, rule, "the published pair is 1.0 and 32.0")
             return
         minimum = math.floor(2 * math.pi * self.beta_slow) + 1
-        maximum = math.ceil(2 * math.pi * self.beta_fast * recipe.model.rope_theta) - 1
+        maximum = math.ceil(2 * math.pi * self.beta_fast * recipe.model.rope.theta) - 1
         if not minimum <= self.original_seq_len <= maximum:
             rule = (
                 "must be above 2*pi*rope_beta_slow and below 2*pi*rope_beta_fast*rope_theta, so that some frequencies "

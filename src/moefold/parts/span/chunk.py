@@ -1,12 +1,13 @@
 """Attention chunks (Llama 4): a document is divided from its start on, and each token attends within its chunk."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,10 @@ class ChunkSpan(SpanPart):
 
     chosen_by: ClassVar[str] = "a model.attention_pattern with C"
     tokens: Annotated[int, FlatKey("model.attention_chunk_size")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few tokens."""
+        return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a chunk of no token, and an indexer."""

@@ -1,12 +1,13 @@
 """Sliding window: each token attends to itself and the tokens right before it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,10 @@ class WindowSpan(SpanPart):
 
     chosen_by: ClassVar[str] = "a model.attention_pattern with W"
     tokens: Annotated[int, FlatKey("model.sliding_window")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few tokens."""
+        return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a window of no token."""

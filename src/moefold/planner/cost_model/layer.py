@@ -472,7 +472,7 @@ class _MoECost:
         layer = self.layer
         gemm = self.layer_costs.gemm
         hidden = costs.model_spec.hidden_size
-        load = costs.workload.effective_imbalance
+        load = costs.workload.imbalance_at(self.ep)
         routed_tokens = self.routed_tokens * load * self.etp
         local_experts = max(1, layer.num_experts // self.ep)
         experts, experts_back, weights = swiglu_mlp_s(
@@ -584,7 +584,7 @@ class _MoECost:
         """Return the time of a collective; ranks of ep wait for the busiest of them."""
         costs = self.layer_costs
         group, imbalance = {
-            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.effective_imbalance),
+            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.imbalance_at(self.ep)),
             "etp": (RankGroup(self.etp, 1), 1.0),
         }[transfer.axis]
         layer = self.layer

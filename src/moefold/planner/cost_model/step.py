@@ -32,7 +32,7 @@ from moefold.planner.memory.activations import (
     minimal_config,
 )
 from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
-from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
+from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter, placed_ranks
 from moefold.topology.schedules import schedule_named
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
@@ -142,7 +142,7 @@ class CostModel:
         self.model_spec = model_spec
         self.device = device
         self.workload = workload
-        self.split = split or make_stage_splitter(model_spec, workload.seq_len)
+        self.split = split or make_stage_splitter(model_spec, workload.seq_len, as_megatron=workload.is_megatron)
         self.activation_memory = activation_memory or ActivationMemoryTable(
             model_spec, workload, minimal_config(model_spec, workload), build_columns(model_spec)
         )
@@ -285,7 +285,7 @@ class CostModel:
         w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
         flops = float(shared_parameters(layer, self.model_spec.hidden_size))
-        flops += factor * w.effective_imbalance * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
+        flops += factor * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
         rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.layer_costs.tokens(mapping.cp, mapping.mbs) / tp / rate
 
@@ -413,7 +413,7 @@ class CostModel:
         ends = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
         p2p = self._p2p_s(mapping) if mapping.pp > 1 else 0.0
         stages = []
-        for chunk in self.split(mapping.pp * mapping.vpp):
+        for chunk in self.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp)):
             kind_layers = list(zip(chunk.kind_counts, layers, strict=True))
             weight = sum(count * layer.wgrad_s for count, layer in kind_layers)
             stages.append(
@@ -464,7 +464,7 @@ class CostModel:
         """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
         key = (pp, vpp, schedule_named(schedule).placement)
         if key not in self._rank_contents:
-            chunks = self.split(pp * vpp)
+            chunks = self.split(placed_ranks(schedule, pp, vpp))
             placed = chunks_of_rank(chunks, schedule, pp, vpp)
             self._rank_contents[key] = tuple(_rank_content(tuple(chunks[i] for i in stages)) for stages in placed)
         return self._rank_contents[key]

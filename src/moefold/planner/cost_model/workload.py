@@ -114,6 +114,10 @@ class TrainingWorkload:
         """Routed tokens that the busiest expert-parallel rank computes, over the mean."""
         return min(self.imbalance, self.capacity_factor) if self.capacity_factor else self.imbalance
 
+    def imbalance_at(self, ep: int) -> float:
+        """Return the routed tokens that the busiest of `ep` ranks computes, over the mean: at most all of them."""
+        return min(self.effective_imbalance, float(ep))
+
     @property
     def value_bytes(self) -> int:
         """Bytes of an activation value."""

@@ -27,7 +27,7 @@ from moefold.planner.memory.activations import (
 )
 from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter
+from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter, placed_ranks
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 OVERHEAD_GIB = 3.0
@@ -99,7 +99,7 @@ class MemoryModel:
         self.model_spec = model_spec
         self.workload = workload
         self.device = device
-        self.split = split or make_stage_splitter(model_spec, workload.seq_len)
+        self.split = split or make_stage_splitter(model_spec, workload.seq_len, as_megatron=workload.is_megatron)
         self.columns = build_columns(model_spec)
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self.activation_memory = ActivationMemoryTable(
@@ -215,7 +215,7 @@ class MemoryModel:
         )
 
     def _stage_chunks(self, schedule_spec: StepSchedule) -> tuple[tuple[ModelChunk, ...], tuple[tuple[int, ...], ...]]:
-        chunks = self.split(schedule_spec.pp * schedule_spec.vpp)
+        chunks = self.split(placed_ranks(schedule_spec.schedule, schedule_spec.pp, schedule_spec.vpp))
         return chunks, chunks_of_rank(chunks, schedule_spec.schedule, schedule_spec.pp, schedule_spec.vpp)
 
     def _num_micro_batches(self, mapping: ParallelMapping) -> int:

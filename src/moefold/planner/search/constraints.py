@@ -27,6 +27,7 @@ from moefold.validate.memory import validate_offload, validate_offload_dir, vali
 from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
     DEGREE_RULES,
+    auto_layout_errors,
     validate_batch_size,
     validate_degrees,
     validate_expert_overlap,
@@ -37,7 +38,7 @@ from moefold.validate.parallel import (
 )
 from moefold.validate.planned_attention import validate_attention_pool
 from moefold.validate.rule import Rule, ask
-from moefold.validate.shortcut import validate_shortcut
+from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
 from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk
@@ -118,6 +119,16 @@ def _validate_selection_split(cfg: Config) -> Iterator[str]:
     return selection_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
 
 
+def _validate_shortcut_split(cfg: Config) -> Iterator[str]:
+    """Check that layers that share a shortcut fit into stages, which the planner chooses if the recipe has none."""
+    return shortcut_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
+
+
+def _validate_stage_count(cfg: Config) -> Iterator[str]:
+    """Check that each stage has a layer, the embedding or the loss: the planner writes the layout out."""
+    return iter(()) if cfg.parallel.pipeline_layout else auto_layout_errors(cfg.model, cfg.parallel)
+
+
 def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     """Check the part of a group, as `check_config` does."""
     return map(str, chosen(cfg, group).check(cfg))
@@ -152,10 +163,10 @@ CP_RULES = (
 EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
 BATCH_RULES = (MappingRule(validate_loss_chunk, ("cp", "mbs")),)
 STAGE_RULES = (
-    _axis_rule("pp", "pp", "vpp"),
+    MappingRule(_validate_stage_count, ("pp", "vpp")),
     MappingRule(validate_schedule, ("pp", "schedule", "vpp")),
     MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
-    MappingRule(validate_shortcut, ("pp", "vpp")),
+    MappingRule(_validate_shortcut_split, ("pp", "vpp")),
     MappingRule(_validate_selection_split, ("pp", "vpp")),
 )
 PIPELINE_RULES = (
@@ -217,7 +228,11 @@ class MappingConstraints:
 
     def __init__(self, cfg: Config) -> None:
         raise_all(range_problems(cfg))
-        read_mapping = {rule.validate for rule in MAPPING_RULES} | {ALL_AXES_RULE, validate_selection_stages}
+        read_mapping = {rule.validate for rule in MAPPING_RULES} | {
+            ALL_AXES_RULE,
+            validate_selection_stages,
+            validate_shortcut,
+        }
         raise_all(
             error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in ask(rule, cfg)
         )

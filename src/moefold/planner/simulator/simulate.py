@@ -27,7 +27,7 @@ from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
-from moefold.planner.stages import split_stages
+from moefold.planner.stages import placed_ranks
 from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
 
 
@@ -326,7 +326,7 @@ def stage_segments(
     layers = [_LayerSegments(cost_model, plain, kind) for kind in range(len(cost_model.model_spec.kinds))]
     head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
     if chunks is None:
-        chunks = split_stages(cost_model.model_spec, mapping.pp * mapping.vpp, cost_model.workload.seq_len)
+        chunks = cost_model.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp))
     # All stages send hidden states of the same size.
     send_s = cost_model.stage_times(plain)[0].p2p_s
     return tuple(_combine_stage(chunk, layers, head, send_s, keeps_layers_apart=mapping.overlap) for chunk in chunks)

@@ -3,42 +3,36 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
-from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.checkpoint.save_load import (
     Resume,
     checkpoint_meta,
     checkpoint_state,
     load_checkpoint,
-    load_entries,
     resolve_resume,
 )
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
-from moefold.checkpoint.transition_certificate import RestoredRun, certify
+from moefold.comm.collectives import is_collective_error
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.convert.run_tokenizer import save_run_tokenizer
 from moefold.cost.adapter_spec import is_adapter
-from moefold.errors import ConfigError, RunError
-from moefold.launch.failure import is_collective_error
+from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change, schedule_settings
-from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
 from moefold.optim.states import step_counts
-from moefold.topology.fragments import fragments_due
-from moefold.train.adapter_weights import AdapterWeights, load_initial_adapters
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
 from moefold.train.step_fault import StepFault
+
+if TYPE_CHECKING:
+    from moefold.checkpoint.peer_snapshot import PeerSnapshots
+    from moefold.train.adapter_weights import AdapterWeights
 
 SAVE_DRAIN_S = 60.0
 """How long a failing run waits for an asynchronous save to finish."""
@@ -54,7 +48,7 @@ class SaveHistory:
     """The checkpoint that the run resumed from, if any."""
     saved_step: int | None = None
     """Step of the last save that was started; None: no save, so that a checkpoint in the folder is not of this run."""
-    snapshots: PeerSnapshots | None = None
+    snapshots: "PeerSnapshots | None" = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
     """Step to restore from the snapshots; None: from a checkpoint."""
@@ -88,6 +82,8 @@ class Checkpointing(Callback):
         self._adapters: AdapterWeights | None = None
         self._eval_loss: float | None = None
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
+            from moefold.checkpoint.peer_snapshot import PeerSnapshots
+
             self._history.snapshots = PeerSnapshots()
         self.snapshots = self._history.snapshots
         self.restored_step = self._history.restored_step
@@ -103,12 +99,16 @@ class Checkpointing(Callback):
         self._history.resumed_from = resume.path
         run.data.open(None if resume.path is None else read_meta(resume.path))
         if run.cfg.trains_adapters_only:
+            from moefold.train.adapter_weights import AdapterWeights
+
             self._adapters = AdapterWeights.open(run.cfg, run.groups, resume.path)
             self.init_message = self._adapters.load_base(run.training.model, is_first_rank=run.is_first_rank)
         if resume.path is not None:
             self._load(run, resume.path)
             run.is_resumed = True
         elif self._adapters is not None:
+            from moefold.train.adapter_weights import load_initial_adapters
+
             self.init_message += load_initial_adapters(run.cfg.lora, run.cfg.checkpoint, run.training.model)
         else:
             self.init_message = _load_initial_weights(run)
@@ -118,6 +118,8 @@ class Checkpointing(Callback):
                     "to start with trained ones"
                 )
         if run.is_first_rank and run.cfg.checkpoint.saves:
+            from moefold.checkpoint.run_tokenizer import save_run_tokenizer
+
             save_run_tokenizer(run.cfg.run, run.cfg.data, run.cfg.checkpoint, is_resumed=resume.path is not None)
         if resume.path is None:
             if run.training.outer is not None:
@@ -131,6 +133,8 @@ class Checkpointing(Callback):
         Raises:
             RunError: a shard is lost, or the certificate fails; on every rank.
         """
+        from moefold.checkpoint.transition_certificate import RestoredRun, certify
+
         assert self.snapshots is not None
         run.groups.recorder.set_phase("restoring the state from the memory of the ranks")
         self.snapshots.share_progress(step, run.groups.world)
@@ -139,6 +143,8 @@ class Checkpointing(Callback):
         meta = checkpoint_meta(run.cfg, taken)
         run.data.open(meta)
         if run.cfg.trains_adapters_only:
+            from moefold.train.adapter_weights import AdapterWeights
+
             self._adapters = AdapterWeights.of_settings(run.cfg, taken.lora)
             self._adapters.load_base(run.training.model, is_first_rank=run.is_first_rank)
         groups = run.groups
@@ -272,10 +278,15 @@ class Checkpointing(Callback):
     def _load(self, run: TrainingContext, path: Path) -> None:
         """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = run.training
-        check_expert_owner(read_meta(path), run.cfg.sites)
+        if run.cfg.sites.is_active or read_meta(path).sites:
+            from moefold.train.outer_state import check_expert_owner
+
+            check_expert_owner(read_meta(path), run.cfg.sites)
         meta = load_checkpoint(path, *self._stored(run), training.optimizer, training.optimized)
         if training.outer is not None:
-            self._load_outer(run.cfg.run, run.cfg.model, run.cfg.sites, training.outer, path, meta)
+            from moefold.train.outer_state import load_outer_states
+
+            load_outer_states(training.outer, path, meta, run.cfg.run, run.cfg.model, run.cfg.sites)
         run.data.restore(path, meta)
         self._restore_progress(run, meta)
 
@@ -301,21 +312,6 @@ class Checkpointing(Callback):
         self.resume_messages = _resume_messages(run, meta)
         run.position.checked_step = meta.checked_step
 
-    def _load_outer(
-        self,
-        run: RunConfig,
-        model: ModelConfig,
-        sites: SitesConfig,
-        outer: OuterOptimizer,
-        path: Path,
-        meta: CheckpointMeta,
-    ) -> None:
-        """Restore the outer optimizer, or start it from the loaded weights; collective."""
-        if meta.sites is None:
-            outer.start()
-            return
-        outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, run, model, sites))
-
 
 def _load_initial_weights(run: TrainingContext) -> str:
     """Load the weights that the recipe names, if any; collective. Returns a description."""
@@ -337,26 +333,6 @@ def _resume_messages(run: TrainingContext, meta: CheckpointMeta) -> tuple[str, .
             "padding and with skipped updates"
         )
     return tuple(message for message in messages if message)
-
-
-def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
-    """Check that a checkpoint has the moments of the experts that the site trains.
-
-    Raises:
-        ConfigError: they are moments of other experts.
-    """
-    stored = (meta.sites or {}).get(EXPERT_OWNERS, 1), (meta.sites or {}).get(EXPERT_OWNER, 0)
-    found = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0
-    if stored == found:
-        return
-    theirs, ours = (
-        f"the experts of site {number} of {count}" if count > 1 else "all experts" for count, number in (stored, found)
-    )
-    raise ConfigError(
-        f"sites.experts={sites.experts!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "
-        f"and this site trains {ours}; resume with the same sites.experts, sites.count and sites.number, or begin a "
-        "new run from its weights with checkpoint.init_from"
-    )
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:

@@ -3,7 +3,7 @@
 from signal import Signals
 
 from moefold.comm.groups import current_world
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.errors import SIGNAL_STATUS
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.signals import SIGNALS

@@ -1,15 +1,16 @@
 """Callbacks that write the metrics of each step, and the routing of traced steps."""
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.cost.flops import peak_bf16_tflops, step_flops_per_token
 from moefold.data.routing_trace import TRACE_FOLDER
-from moefold.metrics.rank_times import RankTimeMetrics
+from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
@@ -111,3 +112,23 @@ class RoutingTraceSaving(Callback):
             else:
                 # Errors of the gather are of the job, and end it.
                 run.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))
+
+
+class StragglerDetection(Callback):
+    """Callback that logs slow ranks with the names of their hosts (faults.straggler_factor)."""
+
+    def __init__(self) -> None:
+        self._stragglers: Stragglers | None = None
+
+    def on_start(self, run: TrainingContext) -> None:
+        """Gather the host names of all ranks; collective."""
+        factor = run.cfg.faults.straggler_factor
+        layout = run.groups.layout
+        if factor and layout.world_size > 1:
+            hosts = current_world().all_gather_object(socket.gethostname())
+            self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
+
+    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        """Log the ranks that are slow after this step, on rank 0."""
+        if run.log is not None and self._stragglers is not None:
+            run.log.log_stragglers(step.number, self._stragglers.update(step.result.rank_times))

@@ -17,13 +17,11 @@ from moefold.config.load import config_to_dict, write_config_json
 from moefold.config.schema import Config
 from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import ConfigError
-from moefold.metrics.auxiliary import AuxiliaryOutputs
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
-from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
 from moefold.metrics.progress import Progress, StepLine
 from moefold.metrics.rank_times import describe_straggler
 from moefold.metrics.step_metrics import StepMetrics
-from moefold.metrics.writer import FAULTS_FILE, MetricsWriter, log_fault
+from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
 from moefold.train.log_lines import closing_lines
@@ -179,6 +177,8 @@ class RunLog:
         """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
         self._progress.end()
         if step >= self._first_step:
+            from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
+
             curves = self.outputs.attempt(LOSS_PLOT_FILE, lambda: plot_loss(self._dir))
             if curves is not None:
                 self._progress.message(f"curves: {curves}; all runs: moefold board {self._board_folder}")

@@ -16,8 +16,7 @@ from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
 from moefold.config.model import has_moe_layers
 from moefold.config.schema import Config
-from moefold.errors import RunError
-from moefold.launch.exit import SIGNAL_STATUS
+from moefold.errors import SIGNAL_STATUS, RunError
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message

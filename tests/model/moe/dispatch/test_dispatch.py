@@ -15,9 +15,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, ShardedMicroBatch
-from moefold.model.moe.layer import MoELayer
 from moefold.topology.layout import Layout, fold
 from tests.model.moe.dispatch.building import make_dispatcher
+from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import Weights, make_weights, moe_reference
 
 MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
@@ -127,7 +127,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str =
     """Train the layer on this rank's tokens once; returns everything that can be compared."""
     layout, sequence = groups.layout, groups.attn.sequence
     weights = make_weights(case.model, bias=dict(case.bias))
-    layer = MoELayer(case.model, case.moe, loss_scale=1.0 / layout.dp).double()
+    layer = moe_layer(case.model, case.moe, loss_scale=1.0 / layout.dp).double()
     layer.router.weight = nn.Parameter(weights["router.weight"])
     for key, index in _slices(layout, groups.rank).items():
         setattr(layer.experts, key.split(".")[1], nn.Parameter(weights[key][index].clone()))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.config.schema import Config
-from moefold.data import open_dataset
+from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.distributed_run import create_groups

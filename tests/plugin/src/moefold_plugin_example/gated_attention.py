@@ -2,17 +2,24 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefold.config.field import at_least
-from moefold.config.groups.attention import AttentionPart, SoftmaxCore, SoftmaxFormula, SoftmaxHeads, SoftmaxInput
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import (
+    AttentionFrame,
+    AttentionPart,
+    SoftmaxCore,
+    SoftmaxFormula,
+    SoftmaxHeads,
+    SoftmaxInput,
+)
 from moefold.config.param_spec import ParamSpec
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.block_sizes import BlockSizes
 from moefold.model.attention import SelfAttention
 from moefold.model.local_param import local_param
@@ -45,6 +52,10 @@ class Gated(AttentionPart):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1)
 
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few narrow heads, for `moefold verify --shrink`."""
+        return replace(self, num_heads=to.query_heads(self.num_heads, self.num_heads), head_dim=to.head_dim)
+
     def core(self, hidden: int) -> SoftmaxCore:
         """Return the heads, whose keys and values are cached."""
         heads, head = self.num_heads, self.head_dim
@@ -58,9 +69,9 @@ class Gated(AttentionPart):
         saved["attention"] += sizes.gathered_bytes(5 * heads * self.head_dim)
         return saved + sizes.core_attention(heads, self.head_dim)
 
-    def build(self, model: ModelConfig) -> "GatedAttention":
+    def build(self, frame: AttentionFrame) -> "GatedAttention":
         """Return the module."""
-        return GatedAttention(self, model.hidden_size)
+        return GatedAttention(self, frame.hidden_size)
 
     def formula(self) -> SoftmaxFormula:
         """Return queries, keys, values and gates; the oracle has mask, softmax and output projection."""

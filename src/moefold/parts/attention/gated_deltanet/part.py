@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.attention import LinearFormula, norm_param
+from moefold.config.groups.attention import AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import DeltaRulePart, Factors
 from moefold.config.param_spec import ParamSpec
 
 if TYPE_CHECKING:
-    from moefold.config.model import ModelConfig
-    from moefold.model.delta_attention import GatedDeltaNet
+    from moefold.parts.attention.gated_deltanet.module import GatedDeltaNet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +35,11 @@ class GatedDeltaNetPart(DeltaRulePart):
         key, value, heads = self.widths(tp)
         return 2 * key + 2 * value + 2 * heads
 
-    def build(self, model: "ModelConfig") -> "GatedDeltaNet":
+    def build(self, frame: AttentionFrame) -> "GatedDeltaNet":
         """Return the module; see base class."""
-        from moefold.model.delta_attention import GatedDeltaNet
+        from moefold.parts.attention.gated_deltanet.module import GatedDeltaNet
 
-        return GatedDeltaNet(model)
+        return GatedDeltaNet(self, frame)
 
     def formula(self) -> LinearFormula:
         """Return the output for the tokens of one document; see base class."""

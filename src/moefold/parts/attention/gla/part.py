@@ -1,18 +1,18 @@
 """Gated linear attention (GLA, arXiv:2312.06635): a decay for each key channel, without delta rule."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.groups.attention import LinearFormula, RecurrentCore, norm_param
+from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
-    from moefold.config.model import ModelConfig
-    from moefold.model.gated_linear_attention import GatedLinearAttention
+    from moefold.parts.attention.gla.module import GatedLinearAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,10 @@ class GlaPart(LinearAttentionPart):
     torch_recurrence: ClassVar[Factors] = ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0))
     gate_rank: Annotated[int, FlatKey("model.linear_gate_rank")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with a low rank of decays; see base class."""
+        return replace(super().shrink(to), gate_rank=min(self.gate_rank, to.head_dim))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `GatedLinearAttention`; see base class."""
@@ -51,11 +55,11 @@ class GlaPart(LinearAttentionPart):
         """Width of the low rank of the decays."""
         return self.gate_rank
 
-    def build(self, model: "ModelConfig") -> "GatedLinearAttention":
+    def build(self, frame: AttentionFrame) -> "GatedLinearAttention":
         """Return the module; see base class."""
-        from moefold.model.gated_linear_attention import GatedLinearAttention
+        from moefold.parts.attention.gla.module import GatedLinearAttention
 
-        return GatedLinearAttention(model)
+        return GatedLinearAttention(self, frame)
 
     def formula(self) -> LinearFormula:
         """Return the output for the tokens of one document; see base class."""

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.groups.attention import (
+    AttentionFrame,
     QueryKeyNorm,
     SoftmaxAttentionPart,
     SoftmaxCore,
@@ -17,6 +18,7 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.layout import divisors
@@ -24,7 +26,7 @@ from moefold.topology.layout import divisors
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
     from moefold.cost.block_sizes import BlockSizes
-    from moefold.model.attention import Attention
+    from moefold.parts.attention.gqa.module import GroupedQueryAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,15 @@ class GqaPart(SoftmaxAttentionPart):
     def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads, qk_norm=qk_norm)
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few narrow heads, grouped as before."""
+        return replace(
+            self,
+            num_heads=to.query_heads(self.num_heads, self.num_kv_heads),
+            num_kv_heads=to.key_value_heads(self.num_kv_heads),
+            head_dim=to.head_dim,
+        )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""
@@ -143,7 +154,7 @@ class GqaPart(SoftmaxAttentionPart):
         return has_norm and self.has_rope
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `Attention` or `SparseAttention`; see base class."""
+        """Yield the parameters of `GroupedQueryAttention` or `SparseAttention`; see base class."""
         groups = self.num_kv_heads
         query = self.num_heads * self.head_dim
         key_value = groups * self.head_dim
@@ -217,15 +228,15 @@ class GqaPart(SoftmaxAttentionPart):
         groups = max(1, self.num_kv_heads // tp)
         return self.num_heads // tp * self.head_dim, 2 * groups * self.head_dim
 
-    def build(self, model: "ModelConfig") -> "Attention":
+    def build(self, frame: AttentionFrame) -> "GroupedQueryAttention":
         """Return the module; see base class."""
         if self.indexer:
-            from moefold.model.sparse_attention import SparseAttention
+            from moefold.parts.attention.gqa.sparse import SparseAttention
 
-            return SparseAttention(model, self.window, has_indexer=self.indexes)
-        from moefold.model.attention import Attention
+            return SparseAttention(self, frame)
+        from moefold.parts.attention.gqa.module import GroupedQueryAttention
 
-        return Attention(model, self.window)
+        return GroupedQueryAttention(self, frame)
 
     def formula(self) -> SoftmaxFormula:
         """Return the heads; see base class."""

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.attention import LinearFormula, norm_param
+from moefold.config.groups.attention import AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import DeltaRulePart, Factors
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
-    from moefold.config.model import ModelConfig
-    from moefold.model.delta_attention import KimiDeltaAttention
+    from moefold.parts.attention.kda.module import KimiDeltaAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +49,11 @@ class KdaPart(DeltaRulePart):
         key, value, heads = self.widths(tp)
         return 2 * key + 2 * value + heads * (self.key_head_dim + 1)
 
-    def build(self, model: "ModelConfig") -> "KimiDeltaAttention":
+    def build(self, frame: AttentionFrame) -> "KimiDeltaAttention":
         """Return the module; see base class."""
-        from moefold.model.delta_attention import KimiDeltaAttention
+        from moefold.parts.attention.kda.module import KimiDeltaAttention
 
-        return KimiDeltaAttention(model)
+        return KimiDeltaAttention(self, frame)
 
     def formula(self) -> LinearFormula:
         """Return the output for the tokens of one document; see base class."""

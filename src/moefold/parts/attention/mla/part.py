@@ -1,12 +1,13 @@
 """Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values of all heads come from one latent."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import (
+    AttentionFrame,
     SoftmaxAttentionPart,
     SoftmaxCore,
     SoftmaxFormula,
@@ -19,13 +20,14 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
     from moefold.cost.block_sizes import BlockSizes
-    from moefold.model.mla import LatentAttention
+    from moefold.parts.attention.mla.module import LatentAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,18 @@ class MlaPart(SoftmaxAttentionPart):
     qk_rope_head_dim: Annotated[int, FlatKey("model.qk_rope_head_dim")]
     v_head_dim: Annotated[int, FlatKey("model.v_head_dim")]
     scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few heads, and widths that differ from each other."""
+        return replace(
+            self,
+            num_heads=to.query_heads(self.num_heads, self.num_heads),
+            q_lora_rank=to.head_dim + 4 if self.q_lora_rank else 0,
+            kv_lora_rank=to.head_dim + 2,
+            qk_nope_head_dim=to.head_dim - 2,
+            qk_rope_head_dim=to.head_dim // 2,
+            v_head_dim=to.head_dim,
+        )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield norms, biases, sinks and chunks, which MLA does not have, and an odd number of rotated dims."""
@@ -219,15 +233,15 @@ class MlaPart(SoftmaxAttentionPart):
         heads = self.num_heads // sizes.cfg.parallel.tp
         return self.indexer.transient(sizes, heads, (self.key_width, self.key_width), (SELECTION_COPIES, 3.0))
 
-    def build(self, model: "ModelConfig") -> "LatentAttention":
+    def build(self, frame: AttentionFrame) -> "LatentAttention":
         """Return the module; see base class."""
         if self.indexer:
-            from moefold.model.sparse_attention import SparseLatentAttention
+            from moefold.parts.attention.mla.sparse import SparseLatentAttention
 
-            return SparseLatentAttention(model, self.window, has_indexer=self.indexes)
-        from moefold.model.mla import LatentAttention
+            return SparseLatentAttention(self, frame)
+        from moefold.parts.attention.mla.module import LatentAttention
 
-        return LatentAttention(model, self.window)
+        return LatentAttention(self, frame)
 
     def formula(self) -> SoftmaxFormula:
         """Return the heads; see base class."""

@@ -1,19 +1,19 @@
 """Gated short convolution (LFM2, arXiv:2511.23404): a causal convolution between two gates, instead of attention."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.groups.attention import AttentionPart, LinearFormula, RecurrentCore
+from moefold.config.groups.attention import AttentionFrame, AttentionPart, LinearFormula, RecurrentCore
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.config.model import ModelConfig
     from moefold.cost.block_sizes import BlockSizes
-    from moefold.model.short_convolution import ShortConvolution
+    from moefold.parts.attention.short_convolution.module import ShortConvolution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,10 @@ class ShortConvolutionPart(AttentionPart):
     is_recurrent: ClassVar[bool] = True
     conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
     has_bias: Annotated[bool, FlatKey("model.linear_conv_bias")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with a short kernel."""
+        return replace(self, conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `ShortConvolution`; see base class."""
@@ -64,11 +68,11 @@ class ShortConvolutionPart(AttentionPart):
             transient["attention"] += sizes.gathered_bytes(3 * width)
         return transient
 
-    def build(self, model: "ModelConfig") -> "ShortConvolution":
+    def build(self, frame: AttentionFrame) -> "ShortConvolution":
         """Return the module; see base class."""
-        from moefold.model.short_convolution import ShortConvolution
+        from moefold.parts.attention.short_convolution.module import ShortConvolution
 
-        return ShortConvolution(model)
+        return ShortConvolution(self, frame)
 
     def formula(self) -> LinearFormula:
         """Return the output for the tokens of one document; see base class."""

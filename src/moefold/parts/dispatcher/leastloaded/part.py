@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -69,7 +70,7 @@ class LeastLoaded(DispatcherPart):
                 f"choose 1 to {largest}",
             )
 
-    def shrink(self) -> Self:
+    def shrink(self, to: SmallSizes) -> Self:
         """Return the part without a minimum of tokens: the experts of a small recipe have fewer."""
         return replace(self, min_tokens=1)
 

@@ -77,7 +77,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
 
     def dispatch_communicate(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
         """Send each token to the rank of its expert: [N, H] -> [capacity, H], sorted by expert."""
-        received: Tensor = _Dispatch.apply(rows, metadata, self._exchange)
+        received: Tensor = _RowDispatch.apply(rows, metadata, self._exchange)
         return received
 
     def dispatch_postprocess(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
@@ -91,7 +91,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
 
     def combine_communicate(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
         """Send the outputs back to the ranks of their tokens: [R, H] -> [N, H]."""
-        returned: Tensor = _Combine.apply(rows, metadata, self._exchange)
+        returned: Tensor = _RowCombine.apply(rows, metadata, self._exchange)
         return returned
 
     def combine_postprocess(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
@@ -111,7 +111,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
         self._largest_receive = num_rows if largest is None else torch.maximum(largest, num_rows)
 
 
-class _Dispatch(torch.autograd.Function):
+class _RowDispatch(torch.autograd.Function):
     """Dispatch, which fills in the segments; its adjoint is a combine."""
 
     @staticmethod
@@ -127,7 +127,7 @@ class _Dispatch(torch.autograd.Function):
         return ctx.exchange.combine(grad_CW, ctx.segments, ctx.num_rows), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _RowCombine(torch.autograd.Function):
     """Combine; its adjoint is a dispatch with the same splits."""
 
     @staticmethod

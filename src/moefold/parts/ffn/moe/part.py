@@ -1,17 +1,18 @@
 """Mixture of experts (MoE): a router sends each token to some of many SwiGLU networks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from math import lcm
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moefold.config.chosen import chosen
-from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import prefixed
-from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
+from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_params
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey, KindOf, UnusedKeys
+from moefold.config.part import UnusedKeys
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
@@ -21,43 +22,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoePart(FeedForwardPart):
+class MoePart(RoutedPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
 
     chosen_by: ClassVar[str] = "a model.layer_pattern with M"
-    is_routed: ClassVar[bool] = True
-    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts"})
-    num_experts: Annotated[int, FlatKey("model.num_experts")]
-    top_k: Annotated[int, FlatKey("model.top_k")]
-    zero_experts: Annotated[int, FlatKey("model.zero_experts")]
-    active_experts: Annotated[float, FlatKey("model.active_experts")]
-    width: Annotated[int, FlatKey("model.moe_ffn_hidden_size")]
-    """Inner width of an expert."""
-    token_width: Annotated[int, FlatKey("model.moe_hidden_size")]
-    """Width of the tokens that experts compute; 0: of the residual stream."""
-    shared_width: Annotated[int, FlatKey("model.shared_expert_ffn_hidden_size")]
-    """Inner width of the shared expert; 0: none."""
-    shared_gate: Annotated[bool, FlatKey("model.shared_expert_gate")]
-    has_bias: Annotated[bool, FlatKey("model.moe_bias")]
-    activation: Annotated[ActivationPart, KindOf("activation")]
-    probs_on_input: Annotated[bool, FlatKey("model.router_probs_on_input")]
-    router_bias: Annotated[bool, FlatKey("model.router_bias")]
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with few narrow experts."""
+        num_experts = to.experts(self.num_experts, self.top_k)
+        return replace(
+            self,
+            num_experts=num_experts,
+            zero_experts=min(self.zero_experts, num_experts),
+            width=to.shard_width * to.etp,
+            token_width=lcm(to.head_dim, to.etp) if self.token_width else 0,
+            shared_width=to.shard_width * to.tp if self.shared_width else 0,
+        )
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the gate of the shared expert if there is none."""
         if not self.shared_width:
             reason = "model.shared_expert_ffn_hidden_size=0 means no shared expert"
             yield UnusedKeys("model.shared_expert_gate", reason, "set model.shared_expert_ffn_hidden_size")
-
-    @property
-    def num_choices(self) -> int:
-        """Choices of the router: the experts, then the zero-computation experts."""
-        return self.num_experts + self.zero_experts
-
-    @property
-    def mean_active(self) -> float:
-        """Expected number of experts with computation of a token."""
-        return self.active_experts or self.top_k * self.num_experts / self.num_choices
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `MoELayer`; see base class."""
@@ -160,14 +146,16 @@ class MoePart(FeedForwardPart):
         from moefold.model.mlp import SwiGLU
         from moefold.model.moe.layer import MoELayer
 
-        model = recipe.model
+        hidden = recipe.model.hidden_size
         return MoELayer(
-            model,
+            self,
+            hidden,
             recipe.moe,
+            chosen(recipe, RouterScorePart),
             loss_scale=1.0 / (recipe.train.global_batch_size // recipe.train.micro_batch_size),
             micro_batches_per_rank=recipe.num_micro_batches,
             noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),
-            shared=SwiGLU(model.hidden_size, self.shared_width) if self.shared_width else None,
+            shared=SwiGLU(hidden, self.shared_width) if self.shared_width else None,
         )
 
     def formula(self) -> FeedForwardFormula | None:

@@ -1,12 +1,13 @@
 """SwiGLU (arXiv:2002.05202): the dense feed-forward network."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import FlatKey
+from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ class SwiGluPart(FeedForwardPart):
     chosen_by: ClassVar[str] = "a model.layer_pattern with D, or set model.moe_ffn_hidden_size, the width of an expert"
     width: Annotated[int, FlatKey("model.ffn_hidden_size")]
     """Inner width."""
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with a narrow inner width on each rank."""
+        return replace(self, width=to.shard_width * to.tp)
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `SwiGLU`; see base class."""

@@ -9,8 +9,7 @@ from torch.optim.adamw import adamw
 
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
-from moefold.optim.param_groups import group_by_decay
-from moefold.optim.state_offload import StateStore
+from moefold.optim.states import StateStore, group_by_decay
 from moefold.parts.optimizer.adamw.part import MOMENTS, AdamW
 
 

@@ -15,7 +15,7 @@ from moefold.model.init import logical_parts, seed_for
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
-from moefold.optim.param_groups import group_by_decay
+from moefold.optim.states import group_by_decay
 from moefold.parts.optimizer.spsa.counter_normal import normal_rows, uniform
 from moefold.parts.optimizer.spsa.part import Spsa
 

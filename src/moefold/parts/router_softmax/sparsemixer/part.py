@@ -1,9 +1,9 @@
 """SparseMixer-v2 (arXiv:2409.12136; Phi-3.5-MoE): choices one after another, sampled in training."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.choice import ChoicePart
@@ -12,6 +12,7 @@ from moefold.config.groups.router_softmax import RouterSoftmaxPart
 from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,10 @@ class SparseMixer(RouterSoftmaxPart):
                     "fixed sum",
                     f"choose {way_out}, or router_softmax='pre'",
                 )
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with more experts that count as close: random logits differ by more than a trained router's."""
+        return replace(self, jitter=max(self.jitter, 0.6))
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
         """Return the choices token by token."""

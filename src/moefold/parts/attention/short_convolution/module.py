@@ -5,35 +5,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import AttentionFrame
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens, StateShapes
 from moefold.model.local_param import local_param
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import causal_convolution
 from moefold.ops.rope import NoRope, Rope
+from moefold.parts.attention.short_convolution.part import ShortConvolutionPart
 
 
 class ShortConvolution(LinearAttention):
     """Gated short convolution: wo ((wc x) * convolution((wb x) * (wv x))), as wide as the hidden state.
 
-    With `model.linear_conv_bias` each projection and the convolution has a bias. The convolution is causal, of each
+    With biases each projection and the convolution has a bias. The convolution is causal, of each
     channel, and starts from zeros at each document. There is no activation, no norm and no recurrence.
 
     Args:
-        cfg: sizes.
-        window: 0.
+        part: kernel and biases.
+        frame: of the model.
     """
 
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
+    def __init__(self, part: ShortConvolutionPart, frame: AttentionFrame) -> None:
         super().__init__()
-        assert not window, "a convolution has no window"
-        hidden = cfg.hidden_size
+        hidden = frame.hidden_size
         self.wb = nn.Parameter(torch.empty(hidden, hidden))
         self.wc = nn.Parameter(torch.empty(hidden, hidden))
         self.wv = nn.Parameter(torch.empty(hidden, hidden))
-        self.conv = nn.Parameter(torch.empty(hidden, cfg.linear_conv_kernel))
+        self.conv = nn.Parameter(torch.empty(hidden, part.conv_kernel))
         self.wo = nn.Parameter(torch.empty(hidden, hidden))
-        has_bias = cfg.linear_conv_bias
+        has_bias = part.has_bias
         self.bb = nn.Parameter(torch.empty(hidden)) if has_bias else None
         self.bc = nn.Parameter(torch.empty(hidden)) if has_bias else None
         self.bv = nn.Parameter(torch.empty(hidden)) if has_bias else None

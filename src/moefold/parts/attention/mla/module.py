@@ -1,14 +1,12 @@
-"""Multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1): keys and values are projected up from one latent."""
+"""Module of multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1)."""
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.rope_scaling import RopeScalingPart
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import AttentionFrame
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
@@ -17,6 +15,7 @@ from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
+from moefold.parts.attention.mla.part import MlaPart
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents, independent of `norm_eps`, as in DeepSeek's code and transformers."""
@@ -55,40 +54,47 @@ class LatentAttention(SelfAttention):
     computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
-        cfg: sizes and scaling.
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        part: sizes.
+        frame: of the model.
     """
 
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
-        super().__init__(window)
-        heads = cfg.num_attention_heads
-        hidden = cfg.hidden_size
-        self.qk_rope_head_dim = cfg.qk_rope_head_dim
-        self.qk_nope_head_dim = cfg.qk_nope_head_dim
-        self.v_head_dim = cfg.v_head_dim
-        query = heads * cfg.head_size
-        self.wq = None if cfg.q_lora_rank else nn.Parameter(torch.empty(query, hidden))
-        self.wq_down = nn.Parameter(torch.empty(cfg.q_lora_rank, hidden)) if cfg.q_lora_rank else None
-        self.wq_up = nn.Parameter(torch.empty(query, cfg.q_lora_rank)) if cfg.q_lora_rank else None
-        self.query_norm = RMSNorm(cfg.q_lora_rank, LATENT_NORM_EPS) if cfg.q_lora_rank else None
-        self.wkv_down = nn.Parameter(torch.empty(cfg.kv_lora_rank + cfg.qk_rope_head_dim, hidden))
-        self.wkv_up = nn.Parameter(torch.empty(heads * (cfg.qk_nope_head_dim + cfg.v_head_dim), cfg.kv_lora_rank))
-        self.key_value_norm = RMSNorm(cfg.kv_lora_rank, LATENT_NORM_EPS)
-        self.wo = nn.Parameter(torch.empty(hidden, heads * cfg.v_head_dim))
-        gates = heads * cfg.softmax_attention.gate_size
+    caches_latents: ClassVar[bool] = True
+
+    def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
+        super().__init__(part.window)
+        heads, hidden = part.num_heads, frame.hidden_size
+        query_rank, rank = part.q_lora_rank, part.kv_lora_rank
+        head, value = part.head_dim, part.v_head_dim
+        self.qk_rope_head_dim = part.qk_rope_head_dim
+        self.qk_nope_head_dim = part.qk_nope_head_dim
+        self.v_head_dim = value
+        query = heads * head
+        self.wq = None if query_rank else nn.Parameter(torch.empty(query, hidden))
+        self.wq_down = nn.Parameter(torch.empty(query_rank, hidden)) if query_rank else None
+        self.wq_up = nn.Parameter(torch.empty(query, query_rank)) if query_rank else None
+        self.query_norm = RMSNorm(query_rank, LATENT_NORM_EPS) if query_rank else None
+        self.wkv_down = nn.Parameter(torch.empty(rank + part.qk_rope_head_dim, hidden))
+        self.wkv_up = nn.Parameter(torch.empty(heads * (part.qk_nope_head_dim + value), rank))
+        self.key_value_norm = RMSNorm(rank, LATENT_NORM_EPS)
+        self.wo = nn.Parameter(torch.empty(hidden, heads * value))
+        gates = heads * part.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
-        self.gates_whole_heads = cfg.softmax_attention.gate_size == 1
+        self.gates_whole_heads = part.gate_size == 1
         self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: LatentCacheProtocol | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
-        has_query_latent = cfg.mla_scale_latents and cfg.q_lora_rank > 0
-        self._query_latent_scale = (hidden / cfg.q_lora_rank) ** 0.5 if has_query_latent else 1.0
-        self._latent_scale = (hidden / cfg.kv_lora_rank) ** 0.5 if cfg.mla_scale_latents else 1.0
-        factor = chosen_in(cfg, RopeScalingPart).score_factor
-        self._scale = factor / cfg.head_size**0.5
-        self._padded_head_dim = max(cfg.head_size, cfg.v_head_dim)
-        self._has_wide_values = cfg.v_head_dim > cfg.head_size
-        self._query_factor = factor * (self._padded_head_dim / cfg.head_size) ** 0.5
+        has_query_latent = part.scale_latents and query_rank > 0
+        self._query_latent_scale = (hidden / query_rank) ** 0.5 if has_query_latent else 1.0
+        self._latent_scale = (hidden / rank) ** 0.5 if part.scale_latents else 1.0
+        self._scale = frame.score_factor / head**0.5
+        self._padded_head_dim = max(head, value)
+        self._has_wide_values = value > head
+        self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
+
+    @property
+    def fused_refusal(self) -> str:
+        """See base class."""
+        return "latent attention"
 
     def forward(
         self,

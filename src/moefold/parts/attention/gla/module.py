@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import AttentionFrame
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens, StateShapes
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
+from moefold.parts.attention.gla.part import GlaPart
 
 DECAY_TEMPERATURE = 16.0
 """Temperature of the decays, which brings them near 1 (arXiv:2312.06635 sec. 4.4)."""
@@ -22,29 +23,25 @@ class GatedLinearAttention(LinearAttention):
     convolution, no norm of queries and keys and no delta rule.
 
     Args:
-        cfg: sizes.
-        window: 0.
+        part: sizes.
+        frame: of the model.
     """
 
-    def __init__(self, cfg: ModelConfig, window: int = 0) -> None:
+    def __init__(self, part: GlaPart, frame: AttentionFrame) -> None:
         super().__init__()
-        assert not window, "linear attention has no window"
-        hidden = cfg.hidden_size
-        heads = cfg.linear_num_value_heads
-        key = cfg.linear_num_key_heads * cfg.linear_key_head_dim
-        value = heads * cfg.linear_value_head_dim
-        channels = heads * cfg.linear_key_head_dim
-        self.key_head_dim = cfg.linear_key_head_dim
-        self.value_head_dim = cfg.linear_value_head_dim
+        hidden = frame.hidden_size
+        key, value, rank = part.key_width, part.value_width, part.gate_rank
+        self.key_head_dim = part.key_head_dim
+        self.value_head_dim = part.value_head_dim
         self.wq = nn.Parameter(torch.empty(key, hidden))
         self.wk = nn.Parameter(torch.empty(key, hidden))
         self.wv = nn.Parameter(torch.empty(value, hidden))
         self.wg = nn.Parameter(torch.empty(value, hidden))
-        self.wa_down = nn.Parameter(torch.empty(cfg.linear_gate_rank, hidden))
-        self.wa_up = nn.Parameter(torch.empty(channels, cfg.linear_gate_rank))
-        self.ba = nn.Parameter(torch.empty(channels))
+        self.wa_down = nn.Parameter(torch.empty(rank, hidden))
+        self.wa_up = nn.Parameter(torch.empty(part.channels, rank))
+        self.ba = nn.Parameter(torch.empty(part.channels))
         self.wo = nn.Parameter(torch.empty(hidden, value))
-        self.norm = RMSNorm(cfg.linear_value_head_dim, cfg.norm_eps)
+        self.norm = RMSNorm(part.value_head_dim, frame.norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k, v, the gate and the logits of the decays without their bias; see base class."""

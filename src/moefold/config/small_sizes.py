@@ -1,0 +1,60 @@
+"""Sizes of the small recipe that `moefold verify --shrink` makes, as parts read them. Torch-free."""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallSizes:
+    """Degrees of a small recipe, and the sizes that `Part.shrink` makes of them."""
+
+    head_dim: ClassVar[int] = 8
+    """Width of a head."""
+    shard_width: ClassVar[int] = 8
+    """Inner width of a feed-forward network on each rank."""
+    span: ClassVar[int] = 5
+    """Most tokens of a window or chunk: well below the shortest sequence, and no divisor of it."""
+    conv_kernel: ClassVar[int] = 3
+    """Most tokens of a convolution: a segment of the shortest sequence holds all earlier tokens of it."""
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    shards_heads: bool
+    """Whether the ranks of cp share the heads (`ContextPart.shards_heads`)."""
+    num_groups: int
+    """Groups of experts."""
+    top_groups: int
+    """Groups from which the experts of a token are chosen."""
+    large_seq_len: int
+    """Tokens of a sample of the recipe that is made small."""
+    seq_len: int
+    """Tokens of a sample of the small recipe."""
+    rotary_dim: int = 0
+    """Dims of a head of the small recipe to which RoPE is applied."""
+
+    def key_value_heads(self, heads: int) -> int:
+        """Return the fewest heads of keys and values that are sharded as `heads` of them are."""
+        few = self.tp if heads % self.tp == 0 else heads
+        ranks = self.tp * self.cp
+        return lcm(few, ranks) if self.shards_heads and heads % ranks == 0 else few
+
+    def query_heads(self, heads: int, key_value_heads: int) -> int:
+        """Return the fewest query heads: two for each head of keys and values if there are more than one.
+
+        Args:
+            heads: query heads of the large model.
+            key_value_heads: heads of keys and values of the large model.
+        """
+        return lcm(self.key_value_heads(key_value_heads), self.tp * self.cp) * min(2, heads // key_value_heads)
+
+    def experts(self, num_experts: int, top_k: int) -> int:
+        """Return the number of experts: enough for `top_k` of the best groups, two per ep rank and two per group."""
+        step = lcm(self.ep, self.num_groups)
+        if self.num_groups > 1:
+            least = max(-(-top_k * self.num_groups // self.top_groups), 2 * self.num_groups)
+        else:
+            # The router has a choice.
+            least = 2 * top_k
+        return min(num_experts, step * -(-max(least, 2 * self.ep) // step))

@@ -1,0 +1,61 @@
+"""Open the samples of conversations: of fine-tuning, of fine-tuning by rewards, and of preference pairs."""
+
+from collections.abc import Callable, Set
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
+from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart, RewardSelectionPart
+from moefold.data.preference import pack_pairs, preference_reader
+from moefold.data.rewards import conditioned_reader, open_rewards, rewarded_reader
+from moefold.data.sample import ReferenceLogProbs, SampleSource
+from moefold.data.sft import ScaledMembers, open_conversations, pack_conversations
+from moefold.data.tokenizer import OffsetTokenizer
+
+
+def open_samples(
+    data: DataConfig,
+    align: AlignConfig,
+    tokenizer: OffsetTokenizer,
+    skipped: Set[Path],
+    *,
+    seq_len: int,
+    cache_dir: Path | None,
+    is_first: bool,
+) -> tuple[SampleSource, SampleSource, ReferenceLogProbs | None]:
+    """Return the training samples, the held-out samples, and the log-probabilities under the reference model.
+
+    Args:
+        data: the recipe's [data] section.
+        align: the recipe's [align] section.
+        tokenizer: the recipe's.
+        skipped: files that are left out.
+        seq_len: S.
+        cache_dir: folder of tokenised text; None: the default one.
+        is_first: this process shows progress and logs what was skipped.
+    """
+    is_preference = data.kind == "preference"
+    reader = preference_reader(align) if is_preference else None
+    method = chosen_in(align, AlignmentPart)
+    if isinstance(method, RewardPromptPart):
+        reader = conditioned_reader(method)
+    elif isinstance(method, RewardPart) and data.skip_bad_rows:
+        reader = rewarded_reader(method.reward)
+    conversations = open_conversations(
+        data, tokenizer, skipped, reader=reader, cache_dir=cache_dir, shows_progress=is_first
+    )
+    pad_id = tokenizer.separator_id or 0
+    if is_preference:
+        pairs, held_out = pack_pairs(data, align, conversations, seq_len=seq_len, pad_id=pad_id, reports=is_first)
+        return pairs, held_out, pairs.reference
+    select: Callable[[NDArray[np.int64]], ScaledMembers] | None = None
+    if isinstance(method, RewardSelectionPart):
+        select = partial(method.select, open_rewards(data, method.reward, tokenizer, skipped, cache_dir=cache_dir))
+    return *pack_conversations(
+        data, conversations, seq_len=seq_len, pad_id=pad_id, reports=is_first, select=select
+    ), None

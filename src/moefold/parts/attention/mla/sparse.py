@@ -1,0 +1,75 @@
+"""Module of latent attention over the keys that a lightning indexer selects; see `model/indexer.py`."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from moefold.config.groups.attention import AttentionFrame
+from moefold.model.indexer import LightningIndexer, SelectedKeyCache, Selection
+from moefold.ops.documents import PackedDocuments
+from moefold.ops.rope import NoRope, Rope
+from moefold.ops.sparse_attention import sparse_attention
+from moefold.parts.attention.mla.module import LatentAttention
+from moefold.parts.attention.mla.part import MlaPart
+
+
+class SparseLatentAttention(LatentAttention):
+    """Multi-head latent attention over selected keys, computed in the space of the latents, which all heads share.
+
+    The queries of the indexer come from the query latent, or without one from the input of the layer. A decoder sets
+    `selected_keys`.
+
+    Args:
+        part: with an indexer.
+        frame: of the model.
+    """
+
+    selects_keys: ClassVar[bool] = True
+
+    def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
+        super().__init__(part, frame)
+        hidden = frame.hidden_size
+        source = part.q_lora_rank or hidden
+        own = part.own_indexer
+        self.indexer = None if own is None else LightningIndexer(own, source, hidden, part.window)
+        self.selected_keys: SelectedKeyCache | None = None
+
+    @property
+    def fused_refusal(self) -> str:
+        """See base class."""
+        return "sparse attention"
+
+    def _attend(
+        self,
+        x: Tensor,
+        own: tuple[Tensor, Tensor, Tensor],
+        gathered: tuple[Tensor, Tensor, Tensor],
+        rope: Rope | NoRope,
+        documents: PackedDocuments | None,
+        selection: Selection | None = None,
+    ) -> Tensor:
+        """Compute attention over the selected keys, with the indexer's loss; see base class."""
+        selection = Selection.begin(self.indexer, selection)
+        indexer = selection.indexer
+        if indexer.is_dense and not indexer.training:
+            return super()._attend(x, own, gathered, rope, documents)
+        source, latent, shared_key = gathered
+        rank = latent.shape[-1]
+        query = self._absorbed_queries(source, rope)
+        key = self._latent_keys(latent, shared_key, rope).unsqueeze(2)
+        inputs = x, own[0]
+        if self.selected_keys is not None:
+            keys, _ = selection.extend(self.indexer, inputs, rope, self.selected_keys, (key, None))
+            attended = sparse_attention(query, keys, None, selection.selected, value_dim=rank, scale=self._scale)[0]
+            return self._expand_values(attended)
+        visible = indexer.visible_keys(len(query), documents, query.shape[1])
+        selection.select(self.indexer, inputs, rope, visible)
+        keys = indexer.keys.gather(key)
+        if indexer.is_dense:
+            selection.dense_loss = indexer.dense_loss(
+                selection.index, visible, query, keys, documents, scale=self._scale, sinks=None
+            )
+            return super()._attend(x, own, gathered, rope, documents)
+        attended, sums = sparse_attention(query, keys, None, selection.selected, value_dim=rank, scale=self._scale)
+        attended = indexer.attach_selected_loss(attended, selection.index, selection.selected, sums, documents)
+        return self._expand_values(attended)
