@@ -2,8 +2,8 @@
 
 A queue holds attention views, and pairs of a fold and a micro-batch size, by a lower bound of their seconds, and
 refines the lowest one: the layers of one micro-batch without recomputation and the least bubble, first with experts at
-the speed of large GEMMs, then with their degrees, then with the memory strategies that may fit at two snapshots of the
-step. Sends, reductions and the optimizer only add to them. A pair whose turn it is again is priced: all pipelines
+the speed of large GEMMs, then with their degrees, then with the memory strategies that may fit at three snapshots of
+the step. Sends, reductions and the optimizer only add to them. A pair whose turn it is again is priced: all pipelines
 (schedules with virtual stages), ZeRO stages and memory strategies together (`planner/cost_model/strategy.py`). What is
 best in the end is checked against the memory of all snapshots of its step.
 
@@ -318,6 +318,8 @@ class Search:
                     yield _Node(bound, node.order, node.view, fold)
             return
         if node.number < 0:
+            if not self._may_hold_states(node.fold, *sizes[0], own):
+                return
             for number, (size, pipelines) in enumerate(sizes):
                 bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
                 yield node._replace(bound_s=bound, number=number)
@@ -327,8 +329,17 @@ class Search:
         if bound < limit_s:
             yield node._replace(bound_s=max(node.bound_s, bound), is_bounded=True)
 
+    def _may_hold_states(
+        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], own: Sequence["_Found"]
+    ) -> bool:
+        """Return whether the states alone of some ZeRO stage of the groups fit, with the smallest micro-batches."""
+        choice = MicroBatchChoice(size, self._dispatchers(fold, size)[0], False, self._plain_pipelines(fold, pipelines))
+        free = self._free_bytes(fold, choice, build_mapping(fold, choice, choice.pipelines[0])).min(axis=1)
+        zeros = {zero for one in own for zero in one.group.zero_stages}
+        return any(least > 0 and zero in zeros for least, (zero, _) in zip(free, self.placements, strict=True))
+
     def _price_node(self, node: "_Node", own: Sequence["_Found"]) -> None:
-        """Add the best mappings of a fold and a micro-batch size to groups, if they fit at two snapshots."""
+        """Add the best mappings of a fold and a micro-batch size to groups, if they fit at three snapshots."""
         assert node.fold is not None
         bests = {one.group.zero_stages: _Best(one.group.zero_stages, -inf) for one in own}
         for one in own:
@@ -427,20 +438,33 @@ class Search:
 
     def _may_fit_any(self, fold: Fold, choice: MicroBatchChoice, probe: ParallelMapping) -> NDArray[np.bool_]:
         """Return whether a mapping may fit under some pipeline, [placements, strategies]."""
+        _, activations = self._least_counts(fold, choice)
+        saved = self.memory_model.activation_memory.total_bytes(probe, self.space.strategies)
+        free = self._free_bytes(fold, choice, probe)
+        found: NDArray[np.bool_] = ((activations @ saved.T)[None] <= free[:, :, None]).all(axis=1)
+        return found
+
+    def _free_bytes(self, fold: Fold, choice: MicroBatchChoice, probe: ParallelMapping) -> ByteArray:
+        """Return the bytes that states and workspace leave for activations at most, [placements, snapshots]."""
         memory = self.memory_model
+        states, _ = self._least_counts(fold, choice)
+        # One byte of tolerance, so that rounding excludes nothing that fits.
+        room = memory.device.memory_bytes + 1 - memory.workspace(probe)
+        found: ByteArray = room - self.persistent_bytes(fold, choice) @ states.T
+        return found
+
+    def _least_counts(self, fold: Fold, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
+        """Return the least counts of states and activations over the pipelines of a choice, [snapshots, columns]."""
         key = (fold.pp, fold.dp * choice.mbs, choice.pipelines)
         if key not in self._min_counts:
             # No schedule holds less than 1F1B, or than one whose last stage lies on the first rank.
             small = [p for p in choice.pipelines if p.schedule == DEFAULT_SCHEDULE or _is_v_shaped(p)]
-            peaks = [memory.peak_candidates(build_mapping(fold, choice, p)) for p in small or choice.pipelines]
+            peaks = [
+                self.memory_model.peak_candidates(build_mapping(fold, choice, p)) for p in small or choice.pipelines
+            ]
             states = np.array([peak.states for peak in peaks]).min(axis=0)
             self._min_counts[key] = states, np.array([peak.activations for peak in peaks]).min(axis=0)
-        states, activations = self._min_counts[key]
-        saved = memory.activation_memory.total_bytes(probe, self.space.strategies)
-        # One byte of tolerance, so that rounding excludes nothing that fits.
-        free = memory.device.memory_bytes + 1 - memory.workspace(probe) - self.persistent_bytes(fold, choice) @ states.T
-        found: NDArray[np.bool_] = ((activations @ saved.T)[None] <= free[:, :, None]).all(axis=1)
-        return found
+        return self._min_counts[key]
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
@@ -511,7 +535,7 @@ class Search:
             fold: the degrees.
             choice: the rest, apart from pipeline, ZeRO stage and memory strategy.
             bests: what to improve.
-            exact: whether the memory of every snapshot is checked, or of two.
+            exact: whether the memory of every snapshot is checked, or of three.
         """
         limit_s = max(best.limit_s for best in bests) - STEP_OVERHEAD_S
         plain = self.strategy_costs.plain_pass_times(build_mapping(fold, choice, choice.pipelines[0]), choice.pipelines)
@@ -602,7 +626,7 @@ class _PricedChoice:
 
     @cached_property
     def may_fit(self) -> NDArray[np.bool_]:
-        """True where a mapping fits at two snapshots of the step, [pipelines, placements, strategies]."""
+        """True where a mapping fits at three snapshots of the step, [pipelines, placements, strategies]."""
         memory = self._search.memory_model
         peaks = [memory.peak_candidates(self._mapping(i)) for i in range(len(self._choice.pipelines))]
         activations = np.array([peak.activations for peak in peaks]) @ self._saved.T
