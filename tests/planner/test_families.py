@@ -24,6 +24,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.planner import Planner
 from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
 from moefold.planner.search.search import PlannedMapping
+from moefold.planner.validation import STATED_ERROR
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "8", "--seq-len", "64", "--global-batch-size", "16"]
 TABLE = Path(__file__).parent / "published" / "calibration.csv"
@@ -39,22 +40,25 @@ def planner_of(model: str, num_gpus: int, fix: dict | None = None, *, offload: b
 
 @pytest.mark.parametrize(("model", "num_gpus"), [("tiny", 8), ("olmoe-1b-7b", 8), ("mixtral-8x7b", 32)])
 def test_every_family_is_the_best_of_its_part_of_the_space(model, num_gpus):
+    groups = [family.group for family in FAMILIES.values()]
+    together = planner_of(model, num_gpus, {"cp": 1}).best_of(groups)
+    for group, found in zip(groups, together, strict=True):
+        zeros = group.zero_stages
+        alone = [planner_of(model, num_gpus, {"cp": 1, "zero": zero}).best_of([group])[0] for zero in zeros]
+        assert bool(found) == any(alone)
+        if found:
+            assert found[0].time.total_s == pytest.approx(min(p[0].time.total_s for p in alone if p), rel=1e-12)
     families = {one.name: one.plan for one in best_of_families(planner_of(model, num_gpus, {"cp": 1}))}
     assert families
-    for name, plan in families.items():
+    fastest_s = min(found[0].time.total_s for found in together if found)
+    for (name, plan), found in zip(families.items(), filter(None, together), strict=True):
         m = plan.mapping
         assert plan.memory.fits
         assert (m.zero == 3) == (name == "fsdp")
-        if name == "coupled":
-            assert m.etp == m.tp
-            assert (m.dp * m.cp) % m.ep == 0
-        zeros = FAMILIES[name].group.zero_stages
-        alone = [
-            planner_of(model, num_gpus, {"cp": 1, "zero": zero}).best_of([FAMILIES[name].group])[0] for zero in zeros
-        ]
-        assert plan.time.total_s == pytest.approx(min(plans[0].time.total_s for plans in alone if plans), rel=1e-12)
-    if "coupled" in families:
-        assert families["folded"].time.total_s <= families["coupled"].time.total_s
+        assert name != "coupled" or (m.etp == m.tp and (m.dp * m.cp) % m.ep == 0)
+        # A mapping with measured degrees may stand for a faster one within the error.
+        limit_s = max(fastest_s, found[0].time.total_s) * (1 + STATED_ERROR.tie_pct / 100)
+        assert found[0].time.total_s * (1 - 1e-12) <= plan.time.total_s <= limit_s
 
 
 def test_offload_is_searched_where_it_is_asked_for():

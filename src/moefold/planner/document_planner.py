@@ -76,6 +76,13 @@ class DocumentPlanner(Planner):
         """See base class."""
         return set().union(*(planner.faster_folds(seconds) for planner in self.planners.values()))
 
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """See base class."""
+        found = ((s, p.plans_below(limit_s, zero_stages, accepts)) for s, p in self.planners.items())
+        return [plan for strategy, plans in found for plan in self._marked(strategy, plans)]
+
     @property
     def gap(self) -> float:
         """See base class."""

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -12,6 +12,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS
 from moefold.planner.search.search import Group, PlannedMapping
+from moefold.planner.search.space import Fold
 from moefold.planner.validation import STATED_ERROR
 
 MEASURED_COLUMNS = (
@@ -20,6 +21,7 @@ MEASURED_COLUMNS = (
 )
 """Columns of `measured.csv`: what is compared, and where the measurement is from."""
 HOPPER = ("h100", "h200", "h800")
+FOLD_AXES = ("tp", "cp", "pp", "ep", "etp")
 NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
 
 
@@ -70,15 +72,38 @@ class FamilyBest:
 
 
 def best_of_families(planner: Planner) -> list[FamilyBest]:
-    """Return the best mapping of every family that has one that fits, in the order of `FAMILIES`."""
-    found = planner.best_of([family.group for family in FAMILIES.values()])
-    plans = {name: plans[0] for name, plans in zip(FAMILIES, found, strict=True) if plans}
-    least_s = min((plan.time.total_s for plan in plans.values()), default=0.0)
-    limit_s = least_s * (1 + STATED_ERROR.tie_pct / 100)
-    return [
-        FamilyBest(name, plan, nearest_measured(planner.request, plan.mapping), plan.time.total_s <= limit_s)
-        for name, plan in plans.items()
-    ]
+    """Return the best mapping of every family that has one that fits, in the order of `FAMILIES`.
+
+    Of the fastest one, and of those with measured degrees that take as long within the error, it is the nearest to a
+    measurement.
+    """
+    request = planner.request
+    own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
+    degrees = {tuple(int(row[axis]) for axis in FOLD_AXES) for row in own_rows}
+    plans = planner.best_of([family.group for family in FAMILIES.values()])
+    least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
+    found = []
+    for (name, family), own in zip(FAMILIES.items(), plans, strict=True):
+        if not own:
+            continue
+        # A family within the error of the fastest is shown by a mapping that is too.
+        limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
+        measured = planner.plans_below(limit_s, family.group.zero_stages, _accepts_both(family.group.accepts, degrees))
+        candidates = [
+            FamilyBest(name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s))
+            for plan in (own[0], *measured)
+        ]
+        found += [one for one in [choose_family(candidates, name)] if one is not None]
+    return found
+
+
+def _within_error(seconds: float) -> float:
+    """Return the longest time that cannot be told from another one."""
+    return seconds * (1 + STATED_ERROR.tie_pct / 100)
+
+
+def _accepts_both(accepts: Callable[[Fold], bool], degrees: set[tuple[int, ...]]) -> Callable[[Fold], bool]:
+    return lambda fold: (fold.tp, fold.cp, fold.pp, fold.ep, fold.etp) in degrees and accepts(fold)
 
 
 def choose_family(families: list[FamilyBest], name: str | None = None) -> FamilyBest | None:

@@ -4,7 +4,7 @@
 trace.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -132,6 +132,12 @@ class Planner:
     def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, in one search."""
         return self.search.find(groups) if self.space.folds else [[] for _ in groups]
+
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """Return the best mapping of each accepted fold that takes less than `limit_s` and fits."""
+        return self.search.plans_below(limit_s, zero_stages, accepts)
 
     @property
     def gap(self) -> float:
@@ -365,6 +371,14 @@ class TracedPlanner(Planner):
         eps = sorted({fold.ep for fold, _ in self.space.folds})
         found = [Planner(self.request_for_ep(ep, self.request.restriction)).best_of(groups) for ep in eps]
         return best_of_all(groups, found)
+
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """See base class."""
+        eps = sorted({fold.ep for fold, _ in self.space.folds if accepts(fold)})
+        planners = (Planner(self.request_for_ep(ep, self.request.restriction)) for ep in eps)
+        return [plan for planner in planners for plan in planner.plans_below(limit_s, zero_stages, accepts)]
 
     @property
     def gap(self) -> float:

@@ -218,8 +218,7 @@ class Search:
         queue = self._queue()
         skipped: list[_Node] = []
         for _ in range(MAX_ROUNDS):
-            open_groups = [one for one in found if not one.best]
-            self._search_round(queue, open_groups, skipped)
+            self._search_round(queue, [one for one in found if not one.best], skipped)
             if all(one.best for one in found) or not skipped:
                 break
             queue = sorted(skipped)
@@ -272,6 +271,18 @@ class Search:
                 if best.found is not None:
                     found.add(fold)
         return found
+
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """Return the best mapping of each accepted fold that takes less than `limit_s` and fits."""
+        found = []
+        for fold, view in self.space.folds:
+            if accepts(fold) and self._fold_bound_s(fold, view) < limit_s:
+                best = _Best(zero_stages, limit_s)
+                self._search_fold(fold, view, (best,), exact=False)
+                found += [self.price(best.found[1])] if best.found is not None else []
+        return [plan for plan in found if plan.memory.fits]
 
     def best(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """Return the fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
@@ -471,15 +482,21 @@ class Search:
         return tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE) or pipelines
 
     def _search_fold(
-        self, fold: Fold, view: AttentionView, bests: Sequence[_Best], *, stops_at_first: bool = False
+        self,
+        fold: Fold,
+        view: AttentionView,
+        bests: Sequence[_Best],
+        *,
+        stops_at_first: bool = False,
+        exact: bool = True,
     ) -> None:
-        """Improve the best mappings of some ZeRO stages by those of a fold that fit at every snapshot."""
+        """Improve the best mappings of some ZeRO stages by those of a fold; `exact` as in `_price`."""
         bounds = sorted((self._size_bound_s(fold, *sizes), i) for i, sizes in enumerate(view.pipelines_by_mbs))
         for bound, i in bounds:
             is_enough = stops_at_first and bests[0].found is not None
             if bound < max(best.limit_s for best in bests) and not is_enough:
                 for choice in self._choices(fold, *view.pipelines_by_mbs[i]):
-                    self._price(fold, choice, bests, exact=True)
+                    self._price(fold, choice, bests, exact=exact)
 
     def _choices(self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...]) -> Iterator[MicroBatchChoice]:
         """Yield every dispatcher for a micro-batch size, with and without overlap, and the pipelines legal with it."""
