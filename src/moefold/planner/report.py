@@ -144,7 +144,8 @@ def draw_bars(
         axes.text(0, place - 0.3, f"{name}: {total:.3g} {unit}", fontsize=8, color=INK, va="bottom")
     for name, value in limits.items():
         axes.axvline(value, color=FAINT, linestyle="--", linewidth=1)
-        axes.text(value, -0.75, f"{name} ", fontsize=8, color=FAINT, ha="right", va="bottom")
+        side = "left" if value == max(limits.values()) else "right"
+        axes.text(value, -0.75, f" {name} ", fontsize=8, color=FAINT, ha=side, va="bottom")
     axes.set(ylim=(len(bars) - 0.5, -0.9), yticks=[], xlabel=unit)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(ncols=6, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
