@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, StepTime
+from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.cost_model.strategy import PassTimes, StrategyCosts
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
@@ -430,11 +430,12 @@ class Search:
         fastest = min(dispatchers, key=lambda one: self._layers_s(fold, size, one, True, self.cost_model.lower_bounds))
         choice = MicroBatchChoice(size, fastest, False, plain)
         probe = build_mapping(fold, choice, plain[0])
-        may_fit = self._may_fit_any(fold, choice, probe)
+        fits = [self._may_fit_any(fold, choice, probe)]
         for one in dispatchers:
             other = replace(probe, dispatcher=one)
             if one != fastest and has_own_memory(one) and self.memory_model.activation_memory.may_need_less(other):
-                may_fit |= self._may_fit_any(fold, choice, other)
+                fits.append(self._may_fit_any(fold, choice, other))
+        may_fit = np.any(fits, axis=0)
         if not may_fit.any():
             return {}
         least_s = float(costs.plain_pass_times(replace(probe, overlap=True), plain).seconds.min())
@@ -565,7 +566,7 @@ class Search:
             return
         priced = _PricedChoice(self, fold, replace(choice, pipelines=kept))
         n = self._global_batch_size // (choice.mbs * fold.dp)
-        ranked = []
+        ranked: list[tuple[float, int, int, ParallelMapping, NDArray[np.intp], Seconds]] = []
         for i, pipeline in enumerate(kept):
             passes = priced.passes.of_pipeline(i)
             for number, (zero, moments) in enumerate(priced.placements):
@@ -585,7 +586,7 @@ class Search:
                 at = priced.first_that_fits(i, m, below) if exact else 0
                 for best in bests if at is not None else ():
                     if m.zero in best.zero_stages and seconds[at] < best.limit_s:
-                        best.take(float(seconds[at]), priced.with_strategy(m, indices[at]))
+                        best.take(float(seconds[at]), priced.with_strategy(m, int(indices[at])))
 
     def persistent_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
@@ -676,11 +677,11 @@ class _PricedChoice:
         m = build_mapping(self._fold, self._choice, pipeline, zero, self.placements[-1][1])
         budget = self._budget(number)
         totals = budget.totals(m, budget.activations())
-        return float(totals.min()), self.with_strategy(m, np.argmin(totals))
+        return float(totals.min()), self.with_strategy(m, int(np.argmin(totals)))
 
-    def with_strategy(self, mapping: ParallelMapping, index: np.intp) -> ParallelMapping:
+    def with_strategy(self, mapping: ParallelMapping, index: int) -> ParallelMapping:
         """Return a mapping with the memory strategy of an index."""
-        recompute, offload = self._strategies[int(index)]
+        recompute, offload = self._strategies[index]
         return replace(mapping, recompute=recompute, offload=(*offload, *mapping.offload))
 
     def _mapping(self, number: int) -> ParallelMapping:
