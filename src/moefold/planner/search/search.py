@@ -453,7 +453,7 @@ class Search:
         _, activations = self._least_counts(fold, choice)
         saved = self.memory_model.activation_memory.total_bytes(probe, self.space.strategies)
         free = self._free_bytes(fold, choice, probe)
-        found: NDArray[np.bool_] = ((activations @ saved.T)[None] <= free[:, :, None]).all(axis=1)
+        found: NDArray[np.bool_] = np.all((activations @ saved.T)[None] <= free[:, :, None], axis=1)
         return found
 
     def _free_bytes(self, fold: Fold, choice: MicroBatchChoice, probe: ParallelMapping) -> ByteArray:
